@@ -1,0 +1,51 @@
+# make demo | test | lint | type | fmt | bench: each makes the environment it needs first.
+# Where nothing can be installed, use the interpreter as it is:  make test PYTHON=python3 VENV=
+
+VENV ?= .venv
+ifeq ($(VENV),)
+PYTHON ?= python3
+READY :=
+else
+BASE ?= python3
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+ARGS ?=
+RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+
+.PHONY: demo test test-gpu bench bench-gpu lint type fmt clean
+
+demo: $(READY)
+	PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(READY)
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench: $(READY)
+	$(RUN) benchmarks/disk.py $(ARGS)
+
+bench-gpu: $(READY)
+	$(RUN) benchmarks/disk.py --device cuda $(ARGS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+type: $(READY)
+	$(PYTHON) -m mypy
+
+fmt: $(READY)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# Rebuilt when what it installs changes; the stamp is made last, so an interrupted install starts again.
+$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	test -x $(PYTHON) || $(BASE) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

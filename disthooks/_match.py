@@ -1,0 +1,77 @@
+"""Patterns that choose modules and parameters by name, by type or by a predicate."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from disthooks.errors import MatchError
+
+Pattern = str | type | Callable[[str, Any], bool]
+T = TypeVar("T")
+
+# What engines and wrappers put into a name; none of it is the user's.
+_FOREIGN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def canonical(name: str) -> str:
+    """``name`` without the parts that compilers and wrappers put into it.
+
+    >>> canonical("layers.0._checkpoint_wrapped_module.fc.weight")
+    'layers.0.fc.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _FOREIGN)
+
+
+def _accepts(pattern: Pattern, name: str, value: object) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    if isinstance(pattern, type):
+        return isinstance(value, pattern)
+    return bool(pattern(name, value))
+
+
+def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str) -> list[tuple[str, T]]:
+    """The items whose name or value any pattern accepts, in their own order.
+
+    Args:
+        items: pairs of a name and a value.
+        patterns: each a glob over the whole name (``*`` crosses dots too), a type, or a predicate of name
+            and value.
+        what: "module" or "parameter", for the error message.
+
+    Raises:
+        MatchError: when one of the patterns accepts nothing; the message lists the nearest names.
+
+    >>> match([("fc.bias", 1), ("fc.weight", 2)], ["*.bias"], "parameter")
+    [('fc.bias', 1)]
+    """
+    named = [(canonical(name), value) for name, value in items]
+    chosen: set[int] = set()
+    for pattern in patterns:
+        hits = {i for i, (name, value) in enumerate(named) if _accepts(pattern, name, value)}
+        if not hits:
+            raise MatchError(_miss(pattern, [name for name, _ in named], what))
+        chosen |= hits
+    return [named[i] for i in sorted(chosen)]
+
+
+def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
+    """The submodules of ``model`` (itself is named ``""``) that any of ``patterns`` accepts."""
+    return match(model.named_modules(), patterns, "module")
+
+
+def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of ``model`` that any of ``patterns`` accepts."""
+    return match(model.named_parameters(), patterns, "parameter")
+
+
+def _miss(pattern: Pattern, names: list[str], what: str) -> str:
+    shown = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+    near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) if isinstance(pattern, str) else []
+    hint = f"near names: {', '.join(near)}" if near else f"there are: {', '.join(n for n in names[:8] if n)}"
+    return f"{shown} matches no {what} of {len(names)}; {hint}. '*' matches any text, dots included"

@@ -1,0 +1,123 @@
+"""Pure facts about tensors: sizes in bytes, storage, layout, the local part of a distributed one."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from disthooks.errors import UsageError
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[_letter + "IB"] = 1024**_power
+    _UNITS[_letter + "B"] = 1000**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str, what: str = "size") -> int:
+    """Number of bytes in ``size``: an int, or text such as ``"4 KiB"``, ``"1.5GB"``, ``"20 GiB"``.
+
+    Args:
+        size: a non-negative int, or a number with a unit: B, KB, KiB, MB, MiB, GB, GiB, TB or TiB.
+        what: the name of the argument, for the error message.
+
+    Raises:
+        UsageError: when the text is not a size, or negative.
+
+    >>> parse_bytes("4 KiB"), parse_bytes("1.5 kB"), parse_bytes(17)
+    (4096, 1500, 17)
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise UsageError(
+            f"{what}={size!r} is not a number of bytes: give an int that is not negative, or text such as "
+            "'4 KiB', '1.5 GB', '512 B' (units B, KB, KiB, MB, MiB, GB, GiB, TB, TiB)"
+        )
+    return int(float(match[1]) * unit)
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes in the largest binary unit that leaves at least one.
+
+    >>> format_bytes(0), format_bytes(1536), format_bytes(3 * 2**30)
+    ('0 B', '1.5 KiB', '3.0 GiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+class Layout(NamedTuple):
+    """How a strided tensor lies over its storage; sizes, strides and offset count elements."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        """The layout of ``tensor``."""
+        return Layout(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
+        """The tensor with this layout over ``storage``, whose first element stands at offset ``shift``.
+
+        >>> x = torch.arange(6.0).view(2, 3).t()[1:]
+        >>> torch.equal(Layout.of(x).over(x.untyped_storage()), x)
+        True
+        """
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset - shift, self.size, self.stride)
+        if self.conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+def exotic(tensor: torch.Tensor) -> str | None:
+    """Why the bytes of ``tensor`` cannot be taken from a plain storage, or None when they can.
+
+    >>> exotic(torch.ones(2)), exotic(torch.ones(2).to_sparse()), exotic(torch.ones(2, device="meta"))
+    (None, 'sparse', 'meta')
+    """
+    if type(tensor) is not torch.Tensor:
+        return "subclass"
+    if tensor.layout is not torch.strided:
+        return "sparse" if "sparse" in str(tensor.layout) else "layout"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_meta:
+        return "meta"
+    if tensor._is_zerotensor():
+        return "zerotensor"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "functorch"
+    return None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that lives on this rank: a DTensor's local tensor, any other tensor itself.
+
+    It shares memory with ``tensor``, so an in-place change reaches it.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor

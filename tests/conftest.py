@@ -1,0 +1,21 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "ranks"))
+
+from harness import Ranks  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two gloo processes; ``ranks(function, *args)`` is the list of what ``function(rank, *args)`` returned."""
+    pool = Ranks()
+    yield pool
+    pool.stop()
