@@ -1,0 +1,1 @@
+"""Between forward and backward: where the tensors that autograd saves live."""

@@ -1,0 +1,116 @@
+"""What one attachment knows of its saved tensors: which are stored already, and how many bytes went where."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from disthooks._tensors import format_bytes
+
+if TYPE_CHECKING:
+    from disthooks.saved.packed import Packed
+
+# Storage address, version, region. The address is that of the storage object, whose weak reference the packed
+# value holds, so that it cannot be given to another storage while the key is in use.
+Key = tuple[int, int, object]
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """Bytes of saved tensors by what became of them, since the attachment was made, on this rank.
+
+    Attributes:
+        stored: handed to the store (after codecs), each content once.
+        moved: of those, bytes that left the memory they were in.
+        shared: saved again as another view of what was packed already, so neither stored nor kept twice.
+        kept: left where they were.
+        kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
+        loaded: brought back from the store.
+        held: in the store now; zero once every graph is gone.
+        passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
+        pack_seconds: time that forward waited for the store.
+        unpack_seconds: time that backward waited for the store.
+    """
+
+    stored: int = 0
+    moved: int = 0
+    shared: int = 0
+    kept: int = 0
+    kept_by: dict[str, int] = field(default_factory=dict)
+    loaded: int = 0
+    held: int = 0
+    passed: dict[str, int] = field(default_factory=dict)
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))
+        calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))
+        lines = [
+            f"stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
+            f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
+            f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
+            f"forward waited {self.pack_seconds:.3f} s, backward {self.unpack_seconds:.3f} s",
+        ]
+        return "\n".join(lines + ([f"calls without hooks: {calls}"] if calls else []))
+
+
+class Ledger:
+    """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.packed: weakref.WeakValueDictionary[Key, Packed] = weakref.WeakValueDictionary()
+        self._bytes: collections.Counter[str] = collections.Counter()
+        self._kept: collections.Counter[str] = collections.Counter()
+        self._passed: collections.Counter[str] = collections.Counter()
+        self._seconds: collections.Counter[str] = collections.Counter()
+        self._released: collections.deque[int] = collections.deque()
+
+    def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
+        return Ledger, ()  # a copy of a module has saved nothing yet
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Add to ``stored``, ``moved``, ``shared`` or ``loaded``."""
+        with self.lock:
+            self._bytes[what] += nbytes
+
+    def count_kept(self, reason: str, nbytes: int) -> None:
+        """Add to ``kept``."""
+        with self.lock:
+            self._kept[reason] += nbytes
+
+    def count_pass(self, reason: str) -> None:
+        """One more call that went through without hooks."""
+        with self.lock:
+            self._passed[reason] += 1
+
+    def count_seconds(self, what: str, seconds: float) -> None:
+        """Add to ``pack`` or ``unpack`` seconds."""
+        with self.lock:
+            self._seconds[what] += seconds  # type: ignore[assignment]
+
+    def release(self, nbytes: int) -> None:
+        """``nbytes`` are no longer held; called from destructors, so it takes no lock."""
+        self._released.append(nbytes)
+
+    def report(self) -> SavedReport:
+        """The figures as they stand."""
+        with self.lock:
+            while self._released:
+                self._bytes["released"] += self._released.popleft()
+            return SavedReport(
+                stored=self._bytes["stored"],
+                moved=self._bytes["moved"],
+                shared=self._bytes["shared"],
+                kept=sum(self._kept.values()),
+                kept_by=dict(self._kept),
+                loaded=self._bytes["loaded"],
+                held=self._bytes["stored"] - self._bytes["released"],
+                passed=dict(self._passed),
+                pack_seconds=float(self._seconds["pack"]),
+                unpack_seconds=float(self._seconds["unpack"]),
+            )

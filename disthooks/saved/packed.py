@@ -1,0 +1,320 @@
+"""The packed value: one stored content, shared by all the views of it that autograd saved."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disthooks._tensors import Layout
+from disthooks._torch import StorageRef
+from disthooks.errors import MutationError, StoreError
+from disthooks.saved.codecs import Codec
+from disthooks.saved.ledger import Ledger
+from disthooks.saved.stores.base import Store
+
+
+class Region(NamedTuple):
+    """The elements of a large storage that a small tensor covers, whichever of its views shows them."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last, both included."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+
+def region_of(layout: Layout, nbytes: int) -> Region | None:
+    """What of a storage of ``nbytes`` to keep for a tensor of ``layout``: None for all of it.
+
+    Half of the storage or more is kept whole: other views of it will ask for the rest, and its strides come
+    back without a thought. Less than half is compacted to the elements the tensor covers, in the order of the
+    storage, so that a transposed or reshaped view of the same elements finds them.
+
+    >>> x = torch.zeros(4, 12)
+    >>> region_of(Layout.of(x.t()), 192)
+    >>> region_of(Layout.of(x[:, :4]), 192) == region_of(Layout.of(x[:, :4].t()), 192)
+    True
+    """
+    itemsize = layout.dtype.itemsize
+    if 0 not in layout.stride and layout.size.numel() * itemsize * 2 >= nbytes:
+        return None
+    dims = sorted(
+        ((step, n) for n, step in zip(layout.size, layout.stride, strict=True) if n > 1 and step),
+        reverse=True,
+    )
+    merged: list[tuple[int, int]] = []
+    covered = 1  # elements from the first to the last of the dimensions looked at so far
+    for step, n in reversed(dims):
+        if step < covered:  # overlapping windows: keep the run of elements they lie in
+            length = 1 + sum((n - 1) * step for step, n in dims)
+            return None if length * itemsize * 2 >= nbytes else Region(layout.dtype, layout.offset, (length,), (1,))
+        if merged and step == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0], merged[-1][1] * n)
+        else:
+            merged.append((step, n))
+        covered += (n - 1) * step
+    size = tuple(n for _, n in reversed(merged))
+    if torch.Size(size).numel() * itemsize * 2 >= nbytes:
+        return None
+    return Region(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+class Packed:
+    """The contents of one storage at one version: in memory first, then in the store, until nobody needs them.
+
+    ``alias`` shares the saved tensor's version counter. Once the contents are stored its memory is exchanged
+    for none, and what stays is a witness: a few bytes that still see every in-place change.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_codecs",
+        "_generation",
+        "_held",
+        "_lock",
+        "_store",
+        "_waiting",
+        "_wanted",
+        "alias",
+        "changed",
+        "ledger",
+        "live",
+        "nbytes",
+        "region",
+        "source",
+        "spec",
+        "tickets",
+        "version",
+        "where",
+    )
+
+    def __init__(
+        self,
+        alias: torch.Tensor,
+        region: Region | None,
+        codecs: Sequence[Codec],
+        store: Store,
+        ledger: Ledger,
+        where: str,
+    ) -> None:
+        self.alias, self.version, self.region = alias, alias._version, region
+        self._codecs, self._store, self.ledger, self.where = codecs, store, ledger, where
+        # Held so that the address in the ledger's key is not given to another storage.
+        self.source = StorageRef(alias.untyped_storage())
+        self.changed = False
+        self.tickets: list[Any] | None = None
+        self.spec: list[Any] = []
+        self.nbytes = 0
+        self.live = 0  # handles that exist
+        self._lock = threading.RLock()  # a destructor may run while its own thread is inside
+        self._held: Any = None  # the storage brought back, or a weak reference to it
+        self._generation = self._waiting = 0
+
+    def __del__(self) -> None:
+        for ticket in self.tickets or ():
+            self._store.drop(ticket)
+        self.ledger.release(self.nbytes)
+
+    # -- from memory to the store
+
+    def store(self) -> None:
+        """Hand the contents to the store and let go of the memory; StoreError leaves everything as it was."""
+        with self._lock:
+            if self.tickets is not None or self._is_changed():
+                return
+            begin = time.perf_counter()
+            tensors = self._encode()
+            tickets: list[Any] = []
+            try:
+                for tensor in tensors:
+                    tickets.append(self._store.put(tensor))
+            except BaseException:
+                for ticket in tickets:
+                    self._store.drop(ticket)
+                raise
+            self._account(tensors)
+            self.tickets = tickets
+            self._is_changed()  # another thread may have written while it was copied
+            self.alias.data = _empty(self.alias.dtype, self.alias.device)
+            self.ledger.count_seconds("pack", time.perf_counter() - begin)
+
+    def _account(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            self.nbytes += nbytes
+            self.ledger.count("stored", nbytes)
+            if self._store.moves(tensor):
+                self.ledger.count("moved", nbytes)
+
+    def _content(self) -> torch.Tensor:
+        """The bytes to keep, as a tensor without conj or neg bits: those belong to the views."""
+        storage = self.alias.untyped_storage()
+        if self.region is not None:
+            dtype, offset, size, stride = self.region
+        else:
+            # Bytes are bytes unless a codec wants to know what they mean.
+            typed = self._codecs and storage.nbytes() % self.alias.dtype.itemsize == 0
+            dtype, offset, stride = self.alias.dtype if typed else torch.uint8, 0, (1,)
+            size = (storage.nbytes() // dtype.itemsize,)
+        return torch.empty(0, dtype=dtype, device=self.alias.device).set_(storage, offset, size, stride)
+
+    def _encode(self) -> tuple[torch.Tensor, ...]:
+        content = self._content()
+        self._wanted = (content.dtype, content.shape)
+        tensors: tuple[torch.Tensor, ...] = (content,)
+        self.spec = []
+        for codec in self._codecs:
+            encoded = [codec.encode(tensor) for tensor in tensors]
+            self.spec.append([(len(parts), spec) for parts, spec in encoded])
+            tensors = tuple(part for parts, _ in encoded for part in parts)
+        return tensors
+
+    # -- from the store to memory
+
+    def storage(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
+        """The storage that ``handle`` lies over, and the offset at which that storage begins.
+
+        It is brought back once for all handles that want it next.
+        """
+        with self._lock:
+            if self.tickets is None:
+                return self.alias.untyped_storage(), 0
+            storage = self._held() if isinstance(self._held, weakref.ref) else self._held
+            if storage is None:
+                storage = self._load()
+                self._generation += 1
+                self._waiting = self.live
+            if handle.seen != self._generation:
+                handle.seen = self._generation
+                self._waiting -= 1
+            # The others will want it in a moment; after the last of them only its users keep it.
+            self._held = storage if self._waiting > 0 else weakref.ref(storage)
+            return storage, self.region.offset if self.region else 0
+
+    def forget(self, handle: Handle) -> None:
+        """``handle`` is gone: it does not wait for the storage any more."""
+        self.live -= 1
+        # Called from a destructor, which must not wait: its thread may hold another lock. Missing the moment
+        # only means that the storage is held until the last handle is gone.
+        if self._lock.acquire(blocking=False):
+            try:
+                if handle.seen != self._generation:
+                    self._waiting -= 1
+                    if self._waiting <= 0:
+                        self._held = None
+            finally:
+                self._lock.release()
+
+    def _load(self) -> torch.UntypedStorage:
+        begin = time.perf_counter()
+        tensors = tuple(self._store.get(ticket) for ticket in self.tickets or ())
+        self.ledger.count("loaded", sum(t.numel() * t.element_size() for t in tensors))
+        for codec, specs in zip(reversed(self._codecs), reversed(self.spec), strict=True):
+            parts = iter(tensors)
+            tensors = tuple(codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs)
+        storage = self._place(tensors[0])
+        self.ledger.count_seconds("unpack", time.perf_counter() - begin)
+        return storage
+
+    def _place(self, content: torch.Tensor) -> torch.UntypedStorage:
+        # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
+        if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
+            raise StoreError(
+                f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
+                f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
+                "must return what was put, and decode() what was encoded"
+            )
+        if self.region is None:
+            return (content if content.storage_offset() == 0 else content.clone()).untyped_storage()
+        base = torch.empty(self.region.extent, dtype=content.dtype, device=content.device)
+        base.as_strided(self.region.size, self.region.stride).copy_(content)
+        return base.untyped_storage()
+
+    # -- versions
+
+    def _is_changed(self) -> bool:
+        self.changed = self.changed or self.alias._version != self.version
+        return self.changed
+
+    def check(self) -> None:
+        """MutationError when the saved tensor was changed in place since; what torch does without hooks."""
+        if self._is_changed():
+            raise MutationError(changed_message(self.where, self.alias._version, self.version))
+
+
+def changed_message(where: str, now: int, then: int) -> str:
+    """The sentence for a saved tensor of module ``where`` that is at version ``now`` instead of ``then``."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"tensor saved in the forward of {where or 'the model'!r} is at version {now}; expected version {then} "
+        "instead. Use the out-of-place operation there, or give it a clone()"
+    )
+
+
+class Handle:
+    """What autograd holds for one saved tensor: the packed value and how this view lies over it."""
+
+    __slots__ = ("layout", "packed", "seen")
+
+    def __init__(self, packed: Packed, layout: Layout) -> None:
+        self.packed, self.layout, self.seen = packed, layout, 0
+        packed.live += 1
+
+    def __del__(self) -> None:
+        self.packed.forget(self)
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor; any number of times, in any thread."""
+        self.packed.check()
+        storage, shift = self.packed.storage(self)
+        return self.layout.over(storage, shift)
+
+
+class Kept:
+    """What autograd holds for a tensor that stays where it is."""
+
+    __slots__ = ("tensor", "version", "where")
+
+    def __init__(self, tensor: torch.Tensor, where: str) -> None:
+        self.tensor, self.version, self.where = tensor, tensor._version, where
+
+    def check(self) -> None:
+        """MutationError when the tensor was changed in place since."""
+        if self.tensor._version != self.version:
+            raise MutationError(changed_message(self.where, self.tensor._version, self.version))
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor itself."""
+        self.check()
+        return self.tensor
+
+
+class Recast(Kept):
+    """What autograd holds for the narrow copy of a weight that autocast made: the weight, to be cast again."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, weight: torch.Tensor, copy: torch.Tensor, where: str) -> None:
+        super().__init__(weight, where)
+        self.layout = Layout.of(copy)
+
+    def unpack(self) -> torch.Tensor:
+        """The narrow copy, made anew from the weight, in the layout it had."""
+        self.check()
+        copy = self.tensor.detach().to(self.layout.dtype)
+        return self.layout.over(copy.untyped_storage())

@@ -1,0 +1,97 @@
+"""What to do with a saved tensor: a gate, codecs, then exactly one store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disthooks._tensors import format_bytes, parse_bytes
+from disthooks.errors import UsageError
+from disthooks.saved.codecs import Codec
+from disthooks.saved.stores.base import Functions, Store
+
+#: Smaller tensors are kept unless a pipeline says otherwise. A page: of ResNet-18's 100 saved tensors 40 are
+#: smaller, and together they are 0.04 MB.
+SMALL = 4096
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Gate: tensors of fewer bytes are kept where they are.
+
+    Args:
+        size: bytes, an int or text such as ``"1 MiB"``; 0 sends every tensor to the store.
+
+    Raises:
+        UsageError: when ``size`` is not a size.
+
+    >>> AtLeast("4 KiB").nbytes
+    4096
+    """
+
+    size: int | str
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.size, "at_least")
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return parse_bytes(self.size, "at_least")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A gate, codecs and a store, checked; made by :func:`pipeline`.
+
+    Attributes:
+        at_least: bytes under which a tensor is kept.
+        codecs: applied in order on the way in, in reverse on the way back.
+        store: where the result goes.
+    """
+
+    at_least: int
+    codecs: tuple[Codec, ...]
+    store: Store
+
+    def __str__(self) -> str:
+        stages = [f"AtLeast({format_bytes(self.at_least)!r})", *map(repr, self.codecs), repr(self.store)]
+        return ", ".join(stages)
+
+
+Stage = AtLeast | Codec | Store
+
+
+def pipeline(*stages: Stage | Pipeline) -> Pipeline:
+    """Chain ``AtLeast`` (at most one), codecs (any number) and a store (exactly one), in this order.
+
+    Without ``AtLeast``, tensors under 4 KiB are kept; in front of ``Functions``, none.
+
+    Raises:
+        UsageError: when the order is another, a store is missing, or a codec stands before ``Functions``,
+            whose ``pack`` takes tensors as autograd gives them.
+
+    >>> from disthooks import OnCpu
+    >>> print(pipeline(AtLeast("1 MiB"), OnCpu()))
+    AtLeast('1.0 MiB'), OnCpu(limit=None, pin_memory='auto')
+    """
+    if len(stages) == 1 and isinstance(stages[0], Pipeline):
+        return stages[0]
+    rest = list(stages)
+    gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
+    store = rest.pop() if rest and isinstance(rest[-1], Store) else None
+    if not isinstance(store, Store):
+        raise UsageError(
+            f"pipeline{_shown(stages)} does not end in a store; end it with OnCpu(), OnDisk(directory), ..."
+        )
+    codecs = tuple(stage for stage in rest if isinstance(stage, Codec))
+    if len(codecs) < len(rest):
+        odd = next(stage for stage in rest if not isinstance(stage, Codec))
+        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; the order is AtLeast, codecs, one store")
+    if codecs and isinstance(store, Functions):
+        raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
+    default = 0 if isinstance(store, Functions) else SMALL
+    return Pipeline(gate.nbytes if isinstance(gate, AtLeast) else default, codecs, store)
+
+
+def _shown(stages: tuple[object, ...]) -> str:
+    return f"({', '.join(map(repr, stages))})"

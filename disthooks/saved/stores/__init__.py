@@ -1,0 +1,1 @@
+"""Places that saved tensors can be kept in."""

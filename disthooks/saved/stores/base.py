@@ -1,0 +1,145 @@
+"""What a store is: put a tensor, get it back bit for bit, drop it."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from disthooks._tensors import format_bytes, parse_bytes
+from disthooks.errors import StoreError, UsageError
+
+
+class Store(ABC):
+    """Keeps the bytes of tensors and gives them back.
+
+    Subclass it as a frozen dataclass to add a place. A store is shared by threads and by attachments; what
+    changes lives in its tickets, or behind a lock. ``drop`` is called from destructors: in any thread, at any
+    moment, so it must not wait.
+    """
+
+    @abstractmethod
+    def put(self, tensor: torch.Tensor) -> Any:
+        """Keep the contents of ``tensor`` (strided, any shape, dtype and device) and return a ticket.
+
+        Raises:
+            StoreError: when it cannot; the tensor is then as it was and nothing is held.
+        """
+
+    @abstractmethod
+    def get(self, ticket: Any) -> torch.Tensor:
+        """A tensor of the shape, dtype, device and bits that were put; may be asked any number of times.
+
+        Raises:
+            StoreError: when it cannot; asking again is allowed.
+        """
+
+    @abstractmethod
+    def drop(self, ticket: Any) -> None:
+        """Release what ``ticket`` stands for; called once."""
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether putting ``tensor`` takes it out of the memory it is in."""
+        return True
+
+
+@dataclass(frozen=True)
+class Functions(Store):
+    """Any pair of functions in place of a store, under torch's own contract for saved-tensor hooks.
+
+    ``pack`` is called once for each saved tensor, at once, with the tensor as autograd gives it, parameters
+    too; nothing is shared and nothing is checked for in-place changes. ``unpack`` gets what ``pack`` returned
+    and must return a tensor of the same contents. What disthooks adds is where the pair is active: inside the
+    wrapped forward, in its own thread.
+
+    Args:
+        pack: tensor to anything.
+        unpack: what ``pack`` returned to the tensor.
+
+    Raises:
+        UsageError: when one of them cannot be called.
+
+    >>> from disthooks import saving
+    >>> x = torch.tensor([3.0], requires_grad=True)
+    >>> with saving(Functions(lambda t: t * 4, lambda t: t / 4)):
+    ...     y = x**2
+    >>> y.backward(); x.grad
+    tensor([6.])
+    """
+
+    pack: Callable[[torch.Tensor], Any]
+    unpack: Callable[[Any], torch.Tensor]
+
+    def __post_init__(self) -> None:
+        for name in ("pack", "unpack"):
+            if not callable(getattr(self, name)):
+                raise UsageError(f"Functions: {name} must be a function, got {getattr(self, name)!r}")
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """What ``pack`` makes of ``tensor``."""
+        return self.pack(tensor)
+
+    def get(self, ticket: Any) -> torch.Tensor:
+        """What ``unpack`` makes of ``ticket``."""
+        return self.unpack(ticket)
+
+    def drop(self, ticket: Any) -> None:
+        """Nothing: what ``pack`` returned dies with the graph node that held it."""
+
+
+class Account:
+    """Bytes in use under a limit; releasing needs no lock, so a destructor may do it at any moment.
+
+    >>> account = Account("1 KiB", "OnCpu")
+    >>> account.reserve(1000); account.release(1000); account.held
+    0
+    """
+
+    def __init__(self, limit: int | str | None, owner: str) -> None:
+        self._limit = None if limit is None else parse_bytes(limit, f"{owner} limit")
+        self._owner = owner
+        self._used = 0
+        self._released: collections.deque[int] = collections.deque()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Account, (self._limit, self._owner)
+
+    @property
+    def held(self) -> int:
+        """Bytes in use now."""
+        with self._lock:
+            return self._settle()
+
+    def reserve(self, count: int) -> None:
+        """Take ``count`` bytes.
+
+        Raises:
+            StoreError: when that would go over the limit.
+        """
+        with self._lock:
+            used = self._settle()
+            if self._limit is not None and used + count > self._limit:
+                free = max(0, self._limit - used)
+                raise StoreError(
+                    f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
+                    f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
+                    "tensors only (AtLeast)",
+                    wanted=count,
+                    free=free,
+                )
+            self._used = used + count
+
+    def release(self, count: int) -> None:
+        """Give ``count`` bytes back."""
+        self._released.append(count)
+
+    def _settle(self) -> int:
+        while self._released:
+            self._used -= self._released.popleft()
+        return self._used

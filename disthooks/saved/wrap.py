@@ -1,0 +1,174 @@
+"""Module wrappers: the hooks open inside each replica's forward, in the thread that runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch  # noqa: F401  (for the examples in the docstrings)
+from torch import nn
+
+from disthooks.errors import UsageError
+from disthooks.saved.frame import Frame, why_not
+from disthooks.saved.ledger import Ledger, SavedReport
+from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
+from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.disk import OnDisk
+
+# torch's own activation wrappers use this name, and its distributed checkpoints and FSDP strip it from names.
+_INNER = "_checkpoint_wrapped_module"
+
+
+class SaveWith(nn.Module):
+    """Run ``module`` with the tensors that autograd saves in its forward going through ``to``.
+
+    Names are as if it were not there: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` are those
+    of ``module``, checkpoints go both ways between a wrapped and a plain model, and attributes of ``module``
+    can be read through it. A call under ``no_grad``, in a ``torch.func`` transform, while compiling, or inside
+    a checkpointed region goes through without hooks and is counted in ``report().passed``.
+
+    Args:
+        module: the module to wrap.
+        to: a store, or a :func:`~disthooks.pipeline`.
+
+    Raises:
+        UsageError: when ``module`` is not a module or ``to`` not a store or pipeline.
+
+    >>> from disthooks import OnDisk, pipeline
+    >>> net = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), SaveWith(nn.Linear(512, 4), OnDisk("/tmp")))
+    >>> net(torch.ones(64, 8)).sum().backward()
+    >>> net[2].report().moved == 64 * 512 * 4
+    True
+    >>> sorted(net.state_dict())
+    ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+
+    def __init__(self, module: nn.Module, to: Stage | Pipeline) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
+        self._pipeline = pipeline(to)
+        self._ledger = Ledger()
+        self.add_module(_INNER, module)
+        self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
+
+    @property
+    def unwrapped(self) -> nn.Module:
+        """The module inside."""
+        inner = self._modules[_INNER]
+        assert inner is not None
+        return inner
+
+    def report(self) -> SavedReport:
+        """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
+        return self._ledger.report()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with the hooks on in this thread."""
+        inner = self.unwrapped
+        reason = why_not()
+        if reason is not None:
+            if reason != "compiling":  # a lock is nothing to trace
+                self._ledger.count_pass(reason)
+            return inner(*args, **kwargs)
+        with Frame(self._pipeline, self._ledger, type(inner).__name__, inner):
+            return inner(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's ``state_dict``, with the names it would have without the wrapper."""
+        return self.unwrapped.state_dict(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This wrapper and then what is inside, both under the same name."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            yield from self.unwrapped.named_modules(memo, prefix, remove_duplicate)
+
+    def extra_repr(self) -> str:
+        """The pipeline."""
+        return str(self._pipeline)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(_INNER), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.unwrapped[index]  # type: ignore[index]
+
+
+class SaveToCpu(SaveWith):
+    """Run ``module`` with its saved tensors in CPU memory; see :class:`SaveWith` and :class:`~disthooks.OnCpu`.
+
+    Args:
+        module: the module to wrap.
+        pin_memory: page-locked copies: True, False, or ``"auto"`` for wherever there is a GPU.
+        at_least: tensors of fewer bytes stay where they are.
+        limit: most bytes of copies at any time.
+
+    Raises:
+        UsageError: when an argument is none of what it may be.
+
+    >>> SaveToCpu(nn.Linear(3, 2)).state_dict().keys() == nn.Linear(3, 2).state_dict().keys()
+    True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        pin_memory: bool | Literal["auto"] = "auto",
+        at_least: int | str = "4 KiB",
+        limit: int | str | None = None,
+    ) -> None:
+        super().__init__(module, pipeline(AtLeast(at_least), OnCpu(limit, pin_memory=pin_memory)))
+
+
+class SaveToDisk(SaveWith):
+    """Run ``module`` with its saved tensors on disk; see :class:`SaveWith` and :class:`~disthooks.OnDisk`.
+
+    Args:
+        module: the module to wrap.
+        directory: an existing, writable directory; the file in it has no name and dies with the process.
+        at_least: tensors of fewer bytes stay where they are.
+        limit: most bytes at any time.
+
+    Raises:
+        UsageError: when an argument is none of what it may be.
+        StoreError: when no file can be made in ``directory``.
+
+    >>> block = SaveToDisk(nn.Linear(256, 256), "/tmp", at_least="4 KiB")
+    >>> block(torch.ones(64, 256)).sum().backward()
+    >>> block.report().moved
+    65536
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        directory: str | os.PathLike[str],
+        *,
+        at_least: int | str = "4 KiB",
+        limit: int | str | None = None,
+    ) -> None:
+        super().__init__(module, pipeline(AtLeast(at_least), OnDisk(directory, limit)))
+
+
+def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename the entries for what is inside, so that a checkpoint of the plain model loads."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
+
+
+def _strip_prefix(module: nn.Module, incompatible: Any) -> None:
+    """Name missing and unexpected keys as the user knows them."""
+    for keys in incompatible:
+        keys[:] = [key.replace(f"{_INNER}.", "") for key in keys]
