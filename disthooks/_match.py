@@ -27,6 +27,23 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _FOREIGN)
 
 
+_SHELLS = ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine")
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The user's own model inside the shell that an engine put around all of it.
+
+    Engines are told by the names of their classes, so that none has to be imported.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> inside(nn.DataParallel(layer)) is layer
+    True
+    """
+    while any(kind.__name__ in _SHELLS for kind in type(model).__mro__):
+        model = model.module
+    return model
+
+
 def _accepts(pattern: Pattern, name: str, value: object) -> bool:
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(name, pattern)
@@ -61,13 +78,16 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
 
 
 def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
-    """The submodules of ``model`` (itself is named ``""``) that any of ``patterns`` accepts."""
-    return match(model.named_modules(), patterns, "module")
+    """The submodules of ``model`` (itself is named ``""``) that any of ``patterns`` accepts.
+
+    The shell of an engine is looked through: names are those of the user's own model.
+    """
+    return match(inside(model).named_modules(), patterns, "module")
 
 
 def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``model`` that any of ``patterns`` accepts."""
-    return match(model.named_parameters(), patterns, "parameter")
+    """The parameters of ``model`` that any of ``patterns`` accepts, named as :func:`match_modules` names."""
+    return match(inside(model).named_parameters(), patterns, "parameter")
 
 
 def _miss(pattern: Pattern, names: list[str], what: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "ranks"))
+sys.path[:0] = [str(pathlib.Path(__file__).parent / folder) for folder in ("ranks", "laws")]
 
 from harness import Ranks  # noqa: E402
 

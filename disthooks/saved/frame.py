@@ -17,6 +17,8 @@ from disthooks.saved.packed import Handle, Kept, Packed, Recast, region_of
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.stores.base import Functions
 
+_NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
+
 
 def why_not() -> str | None:
     """Why hooks must not be entered now, or None when they may; asked at every call."""
@@ -122,7 +124,7 @@ class Frame:
         reason = exotic(tensor) or self._reason(tensor)
         if reason is not None:
             return self._kept(tensor, tensor.detach(), reason)
-        if torch.is_autocast_enabled(tensor.device.type) and (weight := autocast_source(tensor)) is not None:
+        if tensor.dtype in _NARROW and (weight := autocast_source(tensor)) is not None:
             self._told(tensor, "autocast weight")
             return Recast(weight, tensor, self._where)
         return None

@@ -121,7 +121,8 @@ def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
         """Copies and pickles are of the plain class, without state of ours."""
         made = list(cast("tuple[Any, ...]", kind.__reduce_ex__(self, protocol)))
         if made[0] is copyreg.__newobj__ and made[1][0] is own:  # type: ignore[attr-defined]
-            made[1] = (kind, *made[1][1:])
+            # The pickler insists that __newobj__ makes the object's own class; this one makes any.
+            made[:2] = [copyreg._reconstructor, (kind, object, None)]  # type: ignore[attr-defined]
         if len(made) > 2 and isinstance(made[2], dict):
             made[2] = {key: value for key, value in made[2].items() if key != _SITE}
         return tuple(made)

@@ -1,0 +1,227 @@
+"""Law 1 on engines: two ranks, gradients with every lossless pipeline bit-identical to those without."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from models import Tiny, identical, stores, tokens
+from torch import nn
+
+import disthooks as dh
+
+pytestmark = pytest.mark.dist
+KINDS = list(stores("/tmp"))
+
+
+def _engine(model: nn.Module, name: str) -> nn.Module:
+    if name == "ddp":
+        return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.05)
+    if name == "ddp static":
+        return nn.parallel.DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict = {"mesh": init_device_mesh("cpu", (2,))}
+    if name == "fsdp2 mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=name != "fsdp2 keep", **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _train(model: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
+    """Three steps on this rank's part of the data; the gradients of each, the local part of a shard."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for i in range(3):
+        if accumulate:
+            with model.no_sync() if hasattr(model, "no_sync") else _unsynced(model):
+                model(tokens(seed=100 + 10 * i + rank)).float().square().mean().backward()
+        torch.manual_seed(i)
+        model(tokens(seed=10 * i + rank)).float().square().mean().backward()
+        grads = [p.grad for p in model.parameters()]
+        found += [getattr(g, "_local_tensor", g).clone() for g in grads]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+class _unsynced:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model.set_requires_gradient_sync(False)
+
+    def __exit__(self, *_: object) -> None:
+        self.model.set_requires_gradient_sync(True)
+
+
+def _run(rank: int, engine: str, how: str, kind: str | None, folder: str, accumulate: bool) -> tuple[list, int, int]:
+    torch.manual_seed(0)
+    model = Tiny()
+    line = stores(folder)[kind] if kind else None
+    reports = []
+    if line is not None and how == "wrappers":
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = dh.SaveWith(block, line)
+        reports = [block.report for block in model.blocks]
+    if line is not None and how == "before":
+        reports = [dh.save_activations(model, "blocks.*", line).report]
+    model = _engine(model, engine)
+    if line is not None and how == "after":
+        reports = [dh.save_activations(model, "blocks.*", line).report]
+    grads = _train(model, rank, accumulate)
+    gc.collect()
+    loaded = sum(report().loaded + report().kept_by.get("in place", 0) for report in reports)
+    return grads, loaded, sum(report().held for report in reports)
+
+
+def _compare(rank: int, engine: str, how: str, folder: str, accumulate: bool) -> dict[str, object]:
+    truth, _, _ = _run(rank, engine, how, None, folder, accumulate)
+    results = {}
+    for kind in KINDS:
+        grads, loaded, held = _run(rank, engine, how, kind, folder, accumulate)
+        results[kind] = (identical(grads, truth), loaded > 100_000, held)
+    return results
+
+
+@pytest.mark.parametrize("how", ["before", "after", "wrappers"])
+@pytest.mark.parametrize("engine", ["ddp", "ddp static", "fsdp2", "fsdp2 keep", "fsdp2 mixed"])
+def test_gradients_are_bit_identical(ranks: Ranks, engine: str, how: str, tmp_path: pathlib.Path) -> None:
+    # no_sync in the first iteration is an assertion inside torch for a static graph
+    for result in ranks(_compare, engine, how, str(tmp_path), engine != "ddp static"):
+        assert result == {kind: (True, True, 0) for kind in KINDS}
+
+
+def _weights(rank: int, folder: str) -> dict[str, int]:
+    """FSDP2's gathered weights are never stored: what is stored does not depend on their number."""
+    torch.manual_seed(0)
+    model = Tiny()
+    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saving:
+        model(tokens()).sum().backward()
+        plain = saving.report()
+    model = _engine(model, "fsdp2")
+    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saving:
+        model(tokens()).sum().backward()
+        return {"plain": plain.stored, "fsdp2": saving.report().stored, "kept": saving.report().kept_by["parameter"]}
+
+
+def test_gathered_weights_are_kept(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for found in ranks(_weights, str(tmp_path)):
+        assert found["plain"] == found["fsdp2"] > 0
+        assert found["kept"] > 0
+
+
+def _checkpoint(rank: int, folder: str) -> tuple[list[str], bool]:
+    """A distributed checkpoint of a wrapped, sharded model loads into a plain, sharded one, and back."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def make(wrap: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Tiny()
+        if wrap:
+            model.blocks[0] = dh.SaveToDisk(model.blocks[0], folder)
+            dh.save_activations(model, "blocks.1", dh.OnDisk(folder))
+        model = _engine(model, "fsdp2")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(tokens(seed=rank)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    same, names = True, []
+    for i, (one, two) in enumerate([(True, False), (False, True)]):
+        source, source_optimizer = make(one, 1)
+        target, target_optimizer = make(two, 2)
+        model_state, optimizer_state = get_state_dict(source, source_optimizer)
+        names = sorted(model_state)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/checkpoint{i}")
+        model_state, optimizer_state = get_state_dict(target, target_optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, checkpoint_id=f"{folder}/checkpoint{i}")
+        set_state_dict(target, target_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for a, b in zip(source.parameters(), target.parameters(), strict=True):
+            same &= torch.equal(a._local_tensor, b._local_tensor)
+    return names, same
+
+
+def test_a_distributed_checkpoint_goes_both_ways(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for names, same in ranks(_checkpoint, str(tmp_path)):
+        assert names == sorted(Tiny().state_dict())
+        assert same
+
+
+VICTIM = """
+import os, signal, sys, torch, torch.distributed as dist, disthooks as dh
+from torch import nn
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[3], 2), rank=rank, world_size=2)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]))
+saving = dh.save_activations(model, "?", dh.OnDisk(sys.argv[1]))
+for i in range(1000):
+    loss = model(torch.randn(512, 256)).sum()
+    if i == 3:
+        print(saving.report().held, flush=True)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+"""
+
+
+def test_a_rank_killed_in_mid_step_leaves_no_file(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    victims = [
+        subprocess.Popen(
+            [sys.executable, "-c", VICTIM, str(folder), str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    begin = time.monotonic()
+    outputs = [victim.communicate(timeout=60) for victim in victims]
+    assert victims[1].returncode == -signal.SIGKILL
+    assert victims[0].returncode != 0  # its peer is gone: an error, and no hang
+    assert time.monotonic() - begin < 60
+    assert all(int(out) > 1_000_000 for out, _ in outputs)
+    assert os.listdir(folder) == []
+
+
+def _full(rank: int, folder: str) -> str:
+    """One rank's store is full; it says so, and the other is not left waiting for ever."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Tiny())
+    line = dh.OnDisk(folder, limit="100 KiB" if rank == 1 else None)
+    with dh.save_activations(model, "blocks.*", line):
+        try:
+            loss = model(tokens())
+        except dh.errors.StoreError as error:
+            return str(error)
+    del loss
+    return "fine"
+
+
+def test_a_full_store_is_an_error_of_its_rank(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    fine, full = ranks(_full, str(tmp_path))
+    assert fine == "fine"
+    assert "is full: wanted" in full
+    assert ranks(_sum) == [3, 3]  # the ranks are in step
+
+
+def _sum(rank: int) -> int:
+    tensor = torch.tensor(rank + 1)
+    dist.all_reduce(tensor)
+    return int(tensor)

@@ -1,0 +1,94 @@
+"""Pipelines are checked when they are built."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import MatchError, UsageError
+
+
+def test_the_order_is_gate_codecs_store(tmp_path: pathlib.Path) -> None:
+    line = dh.pipeline(dh.AtLeast("1 MiB"), dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path))
+    assert line.at_least == 1 << 20
+    assert dh.pipeline(line) is line
+    assert dh.pipeline(dh.OnCpu()).at_least == 4096
+    assert dh.pipeline(dh.Functions(abs, abs)).at_least == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        ((), "does not end in a store"),
+        ((dh.AtLeast(1),), "does not end in a store"),
+        ((dh.OnCpu(), dh.AtLeast(1)), "does not end in a store"),
+        ((dh.OnCpu(), dh.OnCpu()), "out of place"),
+        ((dh.Cast(torch.bfloat16), dh.AtLeast(1), dh.OnCpu()), "out of place"),
+        ((dh.AtLeast(1), dh.AtLeast(1), dh.OnCpu()), "out of place"),
+        (("disk",), "does not end in a store"),
+        ((dh.Cast(torch.bfloat16), dh.Functions(abs, abs)), "put the codec into"),
+    ],
+)
+def test_anything_else_is_an_error(stages: tuple, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        dh.pipeline(*stages)
+
+
+@pytest.mark.parametrize("bad", ["12 potatoes", "-4 KiB", -1, None, 1.5, "KiB"])
+def test_a_threshold_that_is_no_size(bad: object, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"at_least=.* is not a number of bytes"):
+        dh.SaveToDisk(nn.Linear(2, 2), tmp_path, at_least=bad)
+
+
+def test_the_threshold_decides(tmp_path: pathlib.Path) -> None:
+    small, large = (torch.randn(n, requires_grad=True) for n in (1000, 1001))
+    with dh.saving(dh.pipeline(dh.AtLeast(4004), dh.OnDisk(tmp_path))) as saved:
+        (small.exp().sum() + large.exp().sum()).backward()
+    assert saved.report().moved == 4004
+    assert saved.report().kept_by == {"small": 4000}
+
+
+def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)]), "head": nn.Linear(2, 2)})
+    with pytest.raises(MatchError, match=r"'layer\.0' matches no module of 4; near names: layers\.0"):
+        dh.save_activations(model, "layer.0", dh.OnCpu())
+    with pytest.raises(MatchError, match="Conv2d matches no module"):
+        dh.save_activations(model, nn.Conv2d, dh.OnCpu())
+    with pytest.raises(MatchError):  # one of two is enough to be an error
+        dh.save_activations(model, ["head", "tail"], dh.OnCpu())
+
+
+def test_patterns_of_each_kind_and_the_outermost_wins() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    for patterns, names in [
+        ("*", ("",)),
+        (nn.Linear, ("0.0", "0.1", "1")),
+        (["0", "0.*"], ("0",)),
+        (lambda name, module: name.endswith("1"), ("0.1", "1")),
+    ]:
+        with dh.save_activations(model, patterns, dh.OnCpu()) as saving:
+            assert saving.names == names
+
+
+def test_functions_must_be_functions() -> None:
+    with pytest.raises(UsageError, match="pack must be a function"):
+        dh.Functions(3, abs)
+    with pytest.raises(UsageError, match="wraps a torch"):
+        dh.SaveToCpu(lambda x: x)
+    with pytest.raises(UsageError, match="dtype"):
+        dh.Cast(torch.int8)
+
+
+def test_the_report_reads_well(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveToDisk(nn.Linear(64, 64), tmp_path)
+    model(torch.ones(64, 64)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(1, 64))
+    text = str(model.report())
+    assert "stored 16.0 KiB (moved 16.0 KiB), shared 0 B" in text
+    assert "calls without hooks: no_grad 1" in text
+    assert "AtLeast('4.0 KiB'), OnDisk(" in repr(model)
