@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -40,7 +40,7 @@ def inside(model: nn.Module) -> nn.Module:
     True
     """
     while any(kind.__name__ in _SHELLS for kind in type(model).__mro__):
-        model = model.module
+        model = cast(nn.Module, model.module)
     return model
 
 

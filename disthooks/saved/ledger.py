@@ -46,6 +46,15 @@ class SavedReport:
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
 
+    def __add__(self, other: SavedReport) -> SavedReport:
+        """The figures of both, summed."""
+        summed = {}
+        for name in self.__dataclass_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            both = collections.Counter(mine) + collections.Counter(theirs) if isinstance(mine, dict) else mine + theirs
+            summed[name] = dict(both) if isinstance(both, collections.Counter) else both
+        return SavedReport(**summed)
+
     def __str__(self) -> str:
         why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))
         calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))

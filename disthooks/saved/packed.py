@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -88,6 +89,7 @@ class Packed:
         "_held",
         "_lock",
         "_store",
+        "_stream",
         "_waiting",
         "_wanted",
         "alias",
@@ -116,6 +118,8 @@ class Packed:
         self._codecs, self._store, self.ledger, self.where = codecs, store, ledger, where
         # Held so that the address in the ledger's key is not given to another storage.
         self.source = StorageRef(alias.untyped_storage())
+        # The stream that fills it; another one may be current by the time it is copied.
+        self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
         self.changed = False
         self.tickets: list[Any] | None = None
         self.spec: list[Any] = []
@@ -138,28 +142,28 @@ class Packed:
             if self.tickets is not None or self._is_changed():
                 return
             begin = time.perf_counter()
-            tensors = self._encode()
-            tickets: list[Any] = []
-            try:
-                for tensor in tensors:
-                    tickets.append(self._store.put(tensor))
-            except BaseException:
-                for ticket in tickets:
-                    self._store.drop(ticket)
-                raise
-            self._account(tensors)
-            self.tickets = tickets
+            with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+                self.tickets = self._put(self._encode())
             self._is_changed()  # another thread may have written while it was copied
             self.alias.data = _empty(self.alias.dtype, self.alias.device)
             self.ledger.count_seconds("pack", time.perf_counter() - begin)
 
-    def _account(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _put(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        tickets: list[Any] = []
+        try:
+            for tensor in tensors:
+                tickets.append(self._store.put(tensor))
+        except BaseException:
+            for ticket in tickets:
+                self._store.drop(ticket)
+            raise
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
             self.nbytes += nbytes
             self.ledger.count("stored", nbytes)
             if self._store.moves(tensor):
                 self.ledger.count("moved", nbytes)
+        return tickets
 
     def _content(self) -> torch.Tensor:
         """The bytes to keep, as a tensor without conj or neg bits: those belong to the views."""

@@ -29,7 +29,7 @@ class RankError(AssertionError):
 
 
 def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.Connection) -> None:
-    stack = pathlib.Path(folder, f"stack.{rank}").open("w")  # stays open for as long as the process is
+    stack = pathlib.Path(folder, f"stack.{rank}").open("w")  # noqa: SIM115  (open as long as the process is)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)

@@ -66,7 +66,7 @@ class OnCpu(Store):
 
     def get(self, ticket: _Held) -> torch.Tensor:
         """The tensor on the device it came from."""
-        return ticket.tensor.to(ticket.device, non_blocking=ticket.tensor.is_pinned())
+        return ticket.tensor.to(ticket.device)
 
     def drop(self, ticket: _Held) -> None:
         """Give the bytes back to the limit; the memory goes with the ticket."""

@@ -1,0 +1,53 @@
+"""The front door: ``__all__`` is sorted, complete and documented, and every example in it runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pathlib
+import types
+
+import pytest
+
+import disthooks as dh
+
+ROOT = pathlib.Path(__file__).parent.parent
+PUBLIC = [name for name in dh.__all__ if name != "__version__"]
+
+
+def test_all_is_sorted_and_complete() -> None:
+    assert list(dh.__all__) == sorted(dh.__all__)
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(ast.parse((ROOT / "disthooks/__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    assert imported == set(dh.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_name_is_documented_with_an_example(name: str) -> None:
+    value = getattr(dh, name)
+    doc = inspect.getdoc(value) or ""
+    assert doc, f"{name} has no docstring"
+    if not isinstance(value, types.ModuleType) and name not in ("SavedReport",):
+        assert ">>>" in doc, f"the docstring of {name} has no example that doctest could run"
+    written = (ROOT / "README.md").read_text() + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert name in written, f"{name} is in no page of docs and not in README"
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLIC if inspect.isclass(getattr(dh, n)) or callable(getattr(dh, n))])
+def test_every_parameter_is_annotated(name: str) -> None:
+    value = getattr(dh, name)
+    if inspect.isclass(value) and value.__init__ is object.__init__:
+        return
+    for parameter in inspect.signature(value).parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty, f"{name}({parameter.name}) has no annotation"
+
+
+def test_every_error_is_of_the_tree() -> None:
+    errors = [getattr(dh.errors, name) for name in dh.errors.__all__]
+    assert all(issubclass(error, dh.errors.DisthooksError) for error in errors)
+    drawn = dh.errors.__doc__ or ""
+    assert all(error.__name__ in drawn for error in errors)

@@ -1,0 +1,149 @@
+"""The house has floors, and a file imports only from lower ones; ``import disthooks`` needs torch alone."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent / "disthooks"
+FILES = sorted(ROOT.rglob("*.py"))
+
+# (floor, step inside the floor): a file may import from a lower floor, or from its own part at a lower step.
+PARTS: dict[str, tuple[int, str, int]] = {
+    "_version": (0, "", 0),
+    "errors": (0, "", 0),
+    "_torch": (0, "", 0),
+    "_events": (0, "", 1),
+    "_tensors": (0, "", 1),
+    "_match": (0, "", 1),
+    "_handles": (0, "", 1),
+    "memory": (0, "", 2),
+    "saved.codecs": (1, "saved", 0),
+    "saved.stores.base": (1, "saved", 0),
+    "saved.stores.cpu": (1, "saved", 1),
+    "saved.stores.disk": (1, "saved", 1),
+    "saved.ledger": (1, "saved", 1),
+    "saved.packed": (1, "saved", 2),
+    "saved.pipeline": (1, "saved", 2),
+    "saved.frame": (1, "saved", 3),
+    "saved.saving": (1, "saved", 4),
+    "saved.wrap": (1, "saved", 4),
+    "saved.inplace": (1, "saved", 4),
+    "engines.shard": (1, "engines", 0),
+    "engines.base": (1, "engines", 1),
+    "watch": (1, "watch", 0),
+    "grads.measures": (2, "grads", 0),
+    "grads.stats": (2, "grads", 1),
+    "grads.rules": (2, "grads", 1),
+    "grads.collect": (2, "grads", 1),
+    "grads.sinks": (2, "grads", 1),
+    "grads.attach": (2, "grads", 3),
+    "config": (3, "", 0),
+    "cli": (5, "", 0),
+}
+DISTRIBUTED = ("engines", "grads.collect", "saved.budget", "cli")
+
+
+def _name(file: pathlib.Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__").removesuffix("__init__")
+
+
+def _imports(file: pathlib.Path) -> list[tuple[str, bool]]:
+    """Names of modules imported, and whether for the type checker alone."""
+    tree = ast.parse(file.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in typing_only) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: imports are absolute here"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            known = [name for name in names if (ROOT.parent / (name.replace(".", "/") + ".py")).exists()]
+            found += [(name, id(node) in typing_only) for name in (known or [node.module])]
+    return found
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    if name in PARTS:
+        return PARTS[name]
+    part = name.split(".")[0]
+    floor = {"saved": 1, "engines": 1, "watch": 1, "grads": 2}.get(part)
+    assert floor is not None, f"{name} has no floor: add it to PARTS"
+    return floor, part, 2
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=_name)
+def test_a_file_imports_only_from_lower_floors(file: pathlib.Path) -> None:
+    mine = _place(_name(file))
+    for imported, typing_only in _imports(file):
+        if typing_only or not imported.startswith("disthooks."):
+            continue
+        name = imported.removeprefix("disthooks.")
+        if name in ("saved", "engines", "grads", "watch", "saved.stores", "__version__"):
+            continue  # the package itself, which holds names only
+        theirs = _place(name)
+        allowed = theirs[0] < mine[0] or (theirs[:2] == mine[:2] and theirs[2] <= mine[2])
+        assert allowed, f"{_name(file)} (floor {mine[0]}) imports {name} (floor {theirs[0]})"
+
+
+def test_distributed_is_imported_where_it_belongs() -> None:
+    for file in FILES:
+        uses = [n for n, _ in _imports(file) if n.startswith("torch.distributed")]
+        assert not uses or _name(file).startswith(DISTRIBUTED), f"{_name(file)} imports {uses}"
+
+
+def test_saved_and_grads_do_not_know_each_other() -> None:
+    for file in FILES:
+        part = _name(file).split(".")[0]
+        for other in {"saved": ("grads", "engines"), "grads": ("saved",), "engines": ("saved", "grads")}.get(part, ()):
+            assert not any(n.startswith(f"disthooks.{other}") for n, _ in _imports(file)), _name(file)
+
+
+def test_files_are_short() -> None:
+    long = {_name(f): n for f in FILES if (n := len(f.read_text().splitlines())) > 350}
+    assert long == {}
+
+
+ALONE = """
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {forbidden!r}:
+            raise ModuleNotFoundError(f"{{name}} is not installed", name=name)
+sys.meta_path.insert(0, Refuse())
+import torch, tempfile
+before = set(sys.modules)
+import disthooks as dh
+x = torch.ones(64, 64, requires_grad=True)
+with dh.saving(dh.OnDisk(tempfile.gettempdir())) as saved:
+    y = x.exp().sum()
+y.backward()
+assert saved.report().moved > 0
+new = {{m.split(".")[0] for m in set(sys.modules) - before}}
+print(sorted(n for n in new if n not in sys.stdlib_module_names))
+print(sorted(m for m in set(sys.modules) - before if m.startswith(("torch.distributed.fsdp", "deepspeed"))))
+"""
+
+
+def test_import_needs_torch_alone() -> None:
+    forbidden = ["numpy", "pydantic", "yaml", "rich", "typer", "deepspeed", "accelerate", "transformers", "lightning"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE.format(forbidden=forbidden)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names, engines = done.stdout.splitlines()
+    assert names == "['disthooks']"
+    assert engines == "[]"
