@@ -12,8 +12,9 @@ from torch import nn
 from disthooks import _events
 from disthooks._tensors import Layout, exotic
 from disthooks._torch import hooks_allowed, sequence_number, top_hooks
+from disthooks.saved.kept import Kept, Recast
 from disthooks.saved.ledger import Ledger
-from disthooks.saved.packed import Handle, Kept, Packed, Recast, region_of
+from disthooks.saved.packed import Handle, Packed, region_of
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.stores.base import Functions
 

@@ -6,12 +6,9 @@ import collections
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from disthooks._tensors import format_bytes
-
-if TYPE_CHECKING:
-    from disthooks.saved.packed import Packed
 
 # Storage address, version, region. The address is that of the storage object, whose weak reference the packed
 # value holds, so that it cannot be given to another storage while the key is in use.
@@ -48,11 +45,13 @@ class SavedReport:
 
     def __add__(self, other: SavedReport) -> SavedReport:
         """The figures of both, summed."""
-        summed = {}
+        summed: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            both = collections.Counter(mine) + collections.Counter(theirs) if isinstance(mine, dict) else mine + theirs
-            summed[name] = dict(both) if isinstance(both, collections.Counter) else both
+            if isinstance(mine, dict):
+                summed[name] = dict(collections.Counter(mine) + collections.Counter(theirs))
+            else:
+                summed[name] = mine + theirs
         return SavedReport(**summed)
 
     def __str__(self) -> str:
@@ -72,7 +71,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.packed: weakref.WeakValueDictionary[Key, Packed] = weakref.WeakValueDictionary()
+        self.packed: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()
         self._bytes: collections.Counter[str] = collections.Counter()
         self._kept: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()

@@ -16,6 +16,7 @@ from disthooks._tensors import Layout
 from disthooks._torch import StorageRef
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.codecs import Codec
+from disthooks.saved.kept import changed_message
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.stores.base import Store
 
@@ -261,15 +262,6 @@ class Packed:
             raise MutationError(changed_message(self.where, self.alias._version, self.version))
 
 
-def changed_message(where: str, now: int, then: int) -> str:
-    """The sentence for a saved tensor of module ``where`` that is at version ``now`` instead of ``then``."""
-    return (
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-        f"tensor saved in the forward of {where or 'the model'!r} is at version {now}; expected version {then} "
-        "instead. Use the out-of-place operation there, or give it a clone()"
-    )
-
-
 class Handle:
     """What autograd holds for one saved tensor: the packed value and how this view lies over it."""
 
@@ -287,38 +279,3 @@ class Handle:
         self.packed.check()
         storage, shift = self.packed.storage(self)
         return self.layout.over(storage, shift)
-
-
-class Kept:
-    """What autograd holds for a tensor that stays where it is."""
-
-    __slots__ = ("tensor", "version", "where")
-
-    def __init__(self, tensor: torch.Tensor, where: str) -> None:
-        self.tensor, self.version, self.where = tensor, tensor._version, where
-
-    def check(self) -> None:
-        """MutationError when the tensor was changed in place since."""
-        if self.tensor._version != self.version:
-            raise MutationError(changed_message(self.where, self.tensor._version, self.version))
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor itself."""
-        self.check()
-        return self.tensor
-
-
-class Recast(Kept):
-    """What autograd holds for the narrow copy of a weight that autocast made: the weight, to be cast again."""
-
-    __slots__ = ("layout",)
-
-    def __init__(self, weight: torch.Tensor, copy: torch.Tensor, where: str) -> None:
-        super().__init__(weight, where)
-        self.layout = Layout.of(copy)
-
-    def unpack(self) -> torch.Tensor:
-        """The narrow copy, made anew from the weight, in the layout it had."""
-        self.check()
-        copy = self.tensor.detach().to(self.layout.dtype)
-        return self.layout.over(copy.untyped_storage())

@@ -1,0 +1,52 @@
+"""What autograd holds for a saved tensor that goes to no store."""
+
+from __future__ import annotations
+
+import torch
+
+from disthooks._tensors import Layout
+from disthooks.errors import MutationError
+
+
+def changed_message(where: str, now: int, then: int) -> str:
+    """The sentence for a saved tensor of module ``where`` that is at version ``now`` instead of ``then``."""
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"tensor saved in the forward of {where or 'the model'!r} is at version {now}; expected version {then} "
+        "instead. Use the out-of-place operation there, or give it a clone()"
+    )
+
+
+class Kept:
+    """What autograd holds for a tensor that stays where it is."""
+
+    __slots__ = ("tensor", "version", "where")
+
+    def __init__(self, tensor: torch.Tensor, where: str) -> None:
+        self.tensor, self.version, self.where = tensor, tensor._version, where
+
+    def check(self) -> None:
+        """MutationError when the tensor was changed in place since."""
+        if self.tensor._version != self.version:
+            raise MutationError(changed_message(self.where, self.tensor._version, self.version))
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor itself."""
+        self.check()
+        return self.tensor
+
+
+class Recast(Kept):
+    """What autograd holds for the narrow copy of a weight that autocast made: the weight, to be cast again."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, weight: torch.Tensor, copy: torch.Tensor, where: str) -> None:
+        super().__init__(weight, where)
+        self.layout = Layout.of(copy)
+
+    def unpack(self) -> torch.Tensor:
+        """The narrow copy, made anew from the weight, in the layout it had."""
+        self.check()
+        copy = self.tensor.detach().to(self.layout.dtype)
+        return self.layout.over(copy.untyped_storage())

@@ -1,0 +1,1 @@
+"""Looking at a model while it runs: what layers return, and which hooks fire when; no number changes."""

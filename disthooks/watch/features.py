@@ -1,0 +1,193 @@
+"""What chosen layers returned, by name."""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import functools
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from disthooks._handles import Attachment
+from disthooks._match import Pattern
+from disthooks.errors import DisthooksError, MutationError, UsageError
+from disthooks.watch._modules import Hook, choose, shown, tensors_of, version_of
+
+__all__ = ["NotSeenError", "Seen", "features"]
+
+
+class NotSeenError(DisthooksError, KeyError):
+    """The output of a module that has not run, or that is not watched."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class _Run(NamedTuple):
+    output: Any
+    versions: tuple[tuple[torch.Tensor, int | None], ...]
+
+
+class Seen(Attachment, Mapping[str, Any]):
+    """Canonical module name to the output of its last call; what :func:`features` returns.
+
+    As a mapping it has the watched modules that have run, in the model's order. What was seen stays readable
+    after the ``with`` block or ``remove()``.
+    """
+
+    def __init__(self, names: tuple[str, ...], keep: int | None) -> None:
+        super().__init__()
+        self.names = names
+        self._keep = keep
+        self._lock = threading.Lock()
+        # The inner key is the device of a DataParallel replica, and None for a module that is not one.
+        self._runs: dict[str, dict[torch.device | None, collections.deque[_Run]]] = {name: {} for name in names}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def __enter__(self) -> Seen:
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        runs = self._of(name)
+        replicas = [str(device) for device in sorted(runs, key=_order) if device is not None]
+        if replicas:
+            raise UsageError(
+                f"{shown(name)!r} ran in DataParallel replicas ({', '.join(replicas)}), each with its part of the "
+                f"batch: seen.calls({name!r}) has them all, in the order of the devices"
+            )
+        return _read(name, runs[None][-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.names if self._runs[name])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return bool(self._runs.get(name)) if isinstance(name, str) else False
+
+    def calls(self, name: str) -> tuple[Any, ...]:
+        """The outputs that are kept for ``name``, oldest first; those of replicas by device.
+
+        Raises:
+            NotSeenError: when the module has not run.
+            MutationError: when one of them was changed in place afterwards.
+        """
+        runs = self._of(name)
+        with self._lock:
+            kept = [run for device in sorted(runs, key=_order) for run in runs[device]]
+        return tuple(_read(name, run) for run in kept)
+
+    def count(self, name: str) -> int:
+        """How many calls of ``name`` returned, kept or not.
+
+        Raises:
+            NotSeenError: when no such module is watched.
+        """
+        self._known(name)
+        return self._counts[name]
+
+    def _known(self, name: str) -> None:
+        if name not in self._runs:
+            near = difflib.get_close_matches(name, self.names, n=5) or self.names[:8]
+            raise NotSeenError(f"{name!r} is not watched; watched are: {', '.join(map(shown, near))}")
+
+    def _of(self, name: str) -> dict[torch.device | None, collections.deque[_Run]]:
+        self._known(name)
+        if not self._runs[name]:
+            raise NotSeenError(
+                f"{shown(name)!r} is watched but did not run: its forward was not called (or not through "
+                "module(...)), it raised, or torch.compile ran it without Python"
+            )
+        return self._runs[name]
+
+    def _add(self, name: str, replica: torch.device | None, run: _Run) -> None:
+        with self._lock:
+            fresh: collections.deque[_Run] = collections.deque(maxlen=self._keep)
+            self._runs[name].setdefault(replica, fresh).append(run)
+            self._counts[name] += 1
+
+
+def features(
+    model: nn.Module, *patterns: Pattern, detach: bool = True, copy: bool = False, keep: int | None = 1
+) -> Seen:
+    """Keep what the matching modules return, under their names, without changing it or waiting for a device.
+
+    Tensors are kept as aliases, which cost no memory beyond what they hold alive. An alias that is changed in
+    place later (``nn.ReLU(inplace=True)``, ``out += x``) no longer shows what the module returned: reading it
+    raises; ``copy=True`` keeps a copy, made on the device.
+
+    A module called several times shows its last call; ``seen.calls(name)`` has the last ``keep`` of them and
+    ``seen.count(name)`` their number. In ``nn.DataParallel`` each replica keeps its own part of the batch:
+    ``seen.calls(name)`` has one part for each device, and ``seen[name]`` raises. Under DDP and FSDP it is this
+    rank's part of the batch.
+
+    Args:
+        model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
+        patterns: globs over module names (``*`` crosses dots; ``""`` is the model itself), module classes or
+            predicates of name and module.
+        detach: without the graph, so that keeping the output does not keep what it was computed from.
+            Tensors are found in tuples, lists, dicts, named tuples and types known to torch's pytree; any other
+            object is kept as it is.
+        copy: keep copies.
+        keep: how many calls of each module to keep; None for all of them.
+
+    Returns:
+        A mapping that is also an attachment: the hooks leave at the end of a ``with`` block or by ``remove()``.
+
+    Raises:
+        UsageError: without patterns, or when ``keep`` is not positive.
+        MatchError: when a pattern matches no module; the message lists near names.
+        AttachError: when a matching module is compiled or scripted, so that it calls no hooks.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> with features(net, "1", nn.Linear) as seen:
+    ...     y = net(torch.ones(5, 3))
+    >>> seen["1"].shape, list(seen), seen.count("2")
+    (torch.Size([5, 8]), ['0', '1', '2'], 1)
+    """
+    if not patterns:
+        raise UsageError('features: name at least one module, such as "layer4"; "*" is every one')
+    if keep is not None and keep < 1:
+        raise UsageError(f"features: keep={keep} keeps nothing; give 1 or more, or None for all calls")
+    chosen = choose(model, patterns)
+    seen = Seen(tuple(chosen), keep)
+    for name, module in chosen.items():
+        hook = Hook(functools.partial(_see, seen, name, detach, copy))
+        seen.on_remove(module.register_forward_hook(hook).remove)
+    return seen
+
+
+def _see(seen: Seen, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
+    def alias(tensor: torch.Tensor) -> torch.Tensor:
+        kept = tensor.detach() if detach else tensor
+        return kept.clone() if copy else kept
+
+    single = isinstance(output, torch.Tensor)
+    kept = alias(output) if single else pytree.tree_map_only(torch.Tensor, alias, output)
+    versions = tuple((tensor, version_of(tensor)) for tensor in tensors_of(kept))
+    seen._add(name, _replica(module, versions), _Run(kept, versions))
+
+
+def _replica(module: nn.Module, versions: tuple[tuple[torch.Tensor, int | None], ...]) -> torch.device | None:
+    if not getattr(module, "_is_replica", False):
+        return None
+    return versions[0][0].device if versions else torch.device("cpu")
+
+
+def _order(device: torch.device | None) -> tuple[str, int]:
+    return ("", 0) if device is None else (device.type, device.index or 0)
+
+
+def _read(name: str, run: _Run) -> Any:
+    if any(version is not None and tensor._version != version for tensor, version in run.versions):
+        raise MutationError(
+            f"the output of {shown(name)!r} was changed in place after it was seen, by a later layer such as "
+            "ReLU(inplace=True) or by an operator such as +=; pass copy=True to features() to keep what it was"
+        )
+    return run.output

@@ -1,0 +1,294 @@
+"""The order in which forward, backward, saved-tensor and gradient hooks fire."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks import _events
+from disthooks._handles import Attachment
+from disthooks._match import Pattern, canonical, inside, match
+from disthooks.errors import UsageError
+from disthooks.watch._lines import REMEDIES, TraceEvent, TraceReport, line, summary
+from disthooks.watch._modules import Hook, choose, tensors_of
+from disthooks.watch._saves import Chained, Contents, Look
+
+__all__ = ["KINDS", "Trace", "trace"]
+
+#: Every kind of event, in the order in which a step makes them.
+KINDS = (
+    "forward_pre",
+    "pack",
+    "forward",
+    "full_backward_pre",
+    "output_grad",
+    "unpack",
+    "full_backward",
+    "tensor_hook",
+    "post_accumulate",
+)
+
+
+class _Frame:
+    """One forward under way in one thread."""
+
+    __slots__ = ("begin", "error", "look", "module", "name", "saved")
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module, self.saved = name, module, 0
+        self.look: Look | None = None
+        self.error = sys.exc_info()[1]
+        self.begin = time.perf_counter()
+
+
+class _Threads(threading.local):
+    """The forwards under way in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+
+
+class Trace(Attachment):
+    """What :func:`trace` returns: ``events`` so far, oldest first, and ``report()``.
+
+    Events hold names and numbers, no tensors. They stay readable after the ``with`` block or ``remove()``.
+    """
+
+    def __init__(
+        self, chosen: dict[str, nn.Module], write: Callable[[str], object] | None, show: set[str], saves: bool
+    ) -> None:
+        super().__init__()
+        self._write, self._show, self._saves = write, show, saves
+        self._width = max(map(len, chosen))
+        self._chosen = {name: type(module).__name__ for name, module in chosen.items()}
+        self._events: list[TraceEvent] = []
+        self._on = True
+        self._threads, self._chained, self._contents = _Threads(), Chained(), Contents()
+        self._told: dict[str, str] = {}  # names that disthooks' own hooks go by, to names here
+        self.on_remove(self._end)
+
+    @property
+    def events(self) -> list[TraceEvent]:
+        """What fired so far, in order; with several threads, in the order it was written down."""
+        return list(self._events)
+
+    def report(self) -> TraceReport:
+        """For each module that ran: calls, host seconds, bytes saved and the shape last returned."""
+        return summary(self._events)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+        note = getattr(error, "add_note", None)  # Python 3.11 and later
+        for symptom, remedy in REMEDIES.items():
+            if note is not None and symptom in str(error):
+                note(remedy)
+
+    # -- hooks
+
+    def _attach(self, name: str, module: nn.Module, full_backward: bool) -> None:
+        def keep(handle: Any) -> None:
+            self.on_remove(handle.remove)
+
+        # The first to come and the last to go: the other hooks of the module happen in between, and two traces
+        # close in the reverse order of their opening.
+        pre = Hook(functools.partial(self._begin, name))
+        keep(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        keep(module.register_forward_hook(Hook(functools.partial(self._finish, name)), always_call=True))
+        if full_backward:
+            before = functools.partial(self._backward, "full_backward_pre", name)
+            keep(module.register_full_backward_pre_hook(Hook(before)))
+            keep(module.register_full_backward_hook(Hook(functools.partial(self._backward, "full_backward", name))))
+
+    def _attach_parameter(self, name: str, parameter: Any) -> None:
+        kind = type(parameter).__name__
+        tensor_hook = Hook(functools.partial(self._gradient, "tensor_hook", name, kind))
+        self.on_remove(parameter.register_hook(tensor_hook).remove)
+        done = Hook(lambda leaf: self._gradient("post_accumulate", name, kind, leaf.grad))
+        self.on_remove(parameter.register_post_accumulate_grad_hook(done).remove)
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frames = self._threads.frames
+        self._add("forward_pre", name, type(module).__name__, _single((*args, *kwargs.values())))
+        frame = _Frame(name, module)
+        if not frames and self._saves:
+            frame.look = Look(module, self._innermost, self._saved, self._contents, self._chained)
+            frame.look.open()
+        frames.append(frame)
+
+    def _finish(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        frames = self._threads.frames
+        index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
+        if index is None:  # its beginning was never seen: a hook before ours raised
+            return
+        frame = frames[index]
+        seconds = time.perf_counter() - frame.begin
+        self._drop(index)
+        error = sys.exc_info()[1]
+        note = f"raised {type(error).__name__}" if error is not None and error is not frame.error else ""
+        self._add("forward", name, type(module).__name__, output, frame.saved, seconds, note)
+        self._watch_nodes(name, module, output)
+
+    def _watch_nodes(self, name: str, module: nn.Module, output: Any) -> None:
+        nodes: dict[Any, int] = {}
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                nodes.setdefault(tensor.grad_fn, tensor.output_nr)
+        for node, index in nodes.items():
+            hook = functools.partial(self._output_grad, name, type(module).__name__, index)
+            self.on_remove(node.register_prehook(hook).remove)
+
+    def _output_grad(self, name: str, kind: str, index: int, grads: tuple[Any, ...]) -> None:
+        self._gradient("output_grad", name, kind, grads[index])
+
+    def _backward(self, kind: str, name: str, module: nn.Module, grads: tuple[Any, ...], *_: object) -> None:
+        self._add(kind, name, type(module).__name__, _single(grads))
+
+    def _gradient(self, kind: str, name: str, type_name: str, grad: torch.Tensor | None) -> None:
+        self._add(kind, name, type_name, grad)
+
+    # -- saved tensors
+
+    def _innermost(self) -> str:
+        frames = self._threads.frames
+        return frames[-1].name if frames else ""
+
+    def _saved(self, kind: str, name: str, tensor: torch.Tensor, fate: str) -> None:
+        event = self._add(kind, name, self._chosen.get(name, ""), tensor, note=fate)
+        if kind == "pack" and fate not in ("parameter", "shared"):
+            for frame in self._threads.frames:
+                frame.saved += event.nbytes
+
+    def _heard(self, event: _events.Event) -> None:
+        """Of disthooks' own hooks, which are innermost inside their module and so hide ours."""
+        if self._chained.active:
+            self._chained.fate = event.fate
+        elif event.kind == "pack" and self._threads.frames:
+            self._told[event.where] = self._innermost()
+            self._saved("pack", self._innermost(), event.tensor, event.fate)
+        elif event.kind == "unpack" and event.where in self._told:
+            self._saved("unpack", self._told[event.where], event.tensor, event.fate)
+
+    # -- events
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        type_name: str,
+        value: Any,
+        nbytes: int | None = None,
+        seconds: float = 0.0,
+        note: str = "",
+    ) -> TraceEvent:
+        event = TraceEvent.of(kind, name, type_name, value, nbytes, seconds, note)
+        if self._on:
+            self._events.append(event)
+            if self._write is not None and kind in self._show:
+                self._write(line(event, self._width, len(self._show) > 1))
+        return event
+
+    def _drop(self, index: int) -> None:
+        for frame in reversed(self._threads.frames[index:]):
+            if frame.look is not None:
+                frame.look.close()
+        del self._threads.frames[index:]
+
+    def _end(self) -> None:
+        self._on = False
+        self._drop(0)  # what an interrupt may have left open
+
+
+def _single(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def trace(
+    model: nn.Module,
+    *patterns: Pattern,
+    depth: int | None = None,
+    print: Callable[[str], object] | None = builtins.print,
+    show: str | Iterable[str] = "forward",
+    saved_tensors: bool = True,
+    full_backward: bool = False,
+) -> Trace:
+    """Write down, in order, every hook that fires in the matching modules, and print what ``show`` names.
+
+    The kinds of event, in the order of one training step:
+
+    - ``forward_pre``, ``forward``: a module's forward begins, and returns;
+    - ``pack``, ``unpack``: autograd saves a tensor in that forward, and takes it back in backward;
+    - ``output_grad``: the gradient of a module's output is complete, and the node that made the output runs next;
+    - ``full_backward_pre``, ``full_backward``: torch's full backward hooks, only with ``full_backward=True``;
+    - ``tensor_hook``, ``post_accumulate``: the gradient of a parameter arrived, and was added to ``.grad``.
+
+    Outputs, gradients and errors are what they are without it: a saved tensor that is changed in place raises
+    in backward, as torch does where no saved-tensor hooks are. Hooks that are on around the model keep working.
+    Not seen: what a module saves under other saved-tensor hooks that it opens itself (``save_on_cpu``,
+    checkpointing) and what is saved under a checkpoint around the model; ``tensor_hook`` under FSDP, where torch
+    never fires it. It is made to follow a few steps: the events, without their tensors, stay in memory.
+
+    Args:
+        model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
+        patterns: globs over module names, module classes or predicates; every module when there are none.
+            Their parameters are followed, and those of the modules in them.
+        depth: only modules at most so deep: 0 is the model, 1 its children too; None for all. What deeper
+            modules save counts for the one above.
+        print: called with each line as it happens; None for silence.
+        show: the kinds to print, names or globs: ``"forward"`` is one line for each module, ``"*"`` everything.
+        saved_tensors: follow ``pack`` and ``unpack``. False for a model that uses ``torch.func.grad`` or ``vjp`` in
+            its forward, which torch refuses while there are saved-tensor hooks.
+        full_backward: also use torch's full backward hooks. They pass inputs and outputs through views, so
+            that torch raises where a module changes one in place, such as ``nn.ReLU(inplace=True)``.
+
+    Returns:
+        An attachment with ``events`` and ``report()``; it ends with a ``with`` block or by ``remove()``.
+
+    Raises:
+        UsageError: when ``depth`` is negative.
+        MatchError: when a pattern matches no module, or an entry of ``show`` no kind.
+        AttachError: when a matching module is compiled or scripted, so that it calls no hooks.
+
+    >>> net = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
+    >>> with trace(net, print=None) as traced:
+    ...     net(torch.ones(5, 3)).sum().backward()
+    >>> [event.kind for event in traced.events][:7]
+    ['forward_pre', 'forward_pre', 'pack', 'forward', 'forward_pre', 'pack', 'forward']
+    >>> [row.nbytes for row in traced.report().rows]
+    [60, 160, 220]
+    """
+    if depth is not None and depth < 0:
+        raise UsageError(f"trace: depth={depth} is above the model itself; 0 is the model, 1 its children too")
+    kinds = match(((kind, kind) for kind in KINDS), [show] if isinstance(show, str) else show, "kind of event")
+    chosen = choose(model, patterns or ["*"], depth)
+    made = Trace(chosen, print, {kind for kind, _ in kinds}, saved_tensors)
+    try:
+        _attach(made, model, chosen, full_backward)
+    except BaseException:
+        made.remove()
+        raise
+    return made
+
+
+def _attach(made: Trace, model: nn.Module, chosen: dict[str, nn.Module], full_backward: bool) -> None:
+    for name, module in chosen.items():
+        made._attach(name, module, full_backward)
+    followed = {id(leaf) for module in chosen.values() for leaf in module.parameters()}
+    for name, parameter in inside(model).named_parameters():
+        lazy = nn.parameter.is_lazy(parameter)  # torch puts no hook on a parameter that has no shape yet
+        if id(parameter) in followed and not lazy and parameter.requires_grad and parameter.is_leaf:
+            made._attach_parameter(canonical(name), parameter)
+    made.on_remove(_events.listen(made._heard))

@@ -1,0 +1,251 @@
+"""features(): values, order, structures, lifetime, and that watching changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pathlib
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import AttachError, DisthooksError, MatchError, MutationError, UsageError
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Odd(nn.Module):
+    """Returns ``made(x)``, whatever that is."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.made = made
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.made(self.fc(x))
+
+
+def net(inplace: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(torch.randn(5, 3)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_shows_what_the_layers_returned() -> None:
+    model, x = net(), torch.randn(5, 3)
+    with dh.features(model, "2", "0") as seen:
+        y = model(x)
+    assert torch.equal(seen["2"], y)
+    assert torch.equal(seen["0"], model[0](x))
+    assert list(seen) == ["0", "2"]
+    assert len(seen) == 2
+    assert dict(seen).keys() == {"0", "2"}
+
+
+def test_values_are_aliases_without_graph_unless_asked() -> None:
+    model = net()
+    with dh.features(model, "2") as bare, dh.features(model, "2", detach=False) as live:
+        y = model(torch.randn(5, 3))
+    assert bare["2"].grad_fn is None
+    assert bare["2"].data_ptr() == y.data_ptr()
+    assert live["2"] is y
+
+
+def test_a_loss_may_be_made_of_features() -> None:
+    model = net()
+    with dh.features(model, "1", detach=False) as seen:
+        model(torch.randn(5, 3))
+    seen["1"].sum().backward()
+    assert model[0].weight.grad is not None
+    assert model[2].weight.grad is None
+
+
+@pytest.mark.parametrize("options", [{}, {"detach": False}, {"copy": True}, {"keep": None}])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_are_bit_identical(options: dict[str, Any], inplace: bool) -> None:
+    expected = gradients(net(inplace))
+    model = net(inplace)
+    with dh.features(model, "*", **options):
+        actual = gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_inplace_change_is_caught_on_reading() -> None:
+    model, x = net(inplace=True), torch.randn(5, 3)
+    with dh.features(model, "0", "1") as seen, dh.features(model, "0", copy=True) as copied:
+        model(x)
+    with pytest.raises(MutationError, match=r"'0' was changed in place .* copy=True"):
+        seen["0"]
+    assert seen["1"].min() >= 0
+    assert torch.equal(copied["0"], model[0](x))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda t: (t, t + 1),
+        lambda t: {"a": t, "b": [t * 2, None, "text"]},
+        lambda t: Pair(t, t * 3),
+        lambda t: None,
+    ],
+)
+def test_structures_come_back_as_they_are_and_detached(made: Any) -> None:
+    model = Odd(made)
+    with dh.features(model, "") as seen:
+        output = model(torch.randn(2, 3))
+    assert type(seen[""]) is type(output)
+    flat = torch.utils._pytree.tree_leaves
+    for value, kept in zip(flat(output), flat(seen[""]), strict=True):
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, kept)
+            assert not kept.requires_grad
+        else:
+            assert value == kept
+
+
+def test_a_module_called_several_times() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(3, 3), relu, nn.Linear(3, 3), relu)
+    x = torch.randn(2, 3)
+    with dh.features(model, nn.ReLU) as last, dh.features(model, nn.ReLU, keep=None) as every:
+        y = model(x)
+        assert last.count("1") == 2
+        model(x)
+    assert torch.equal(last["1"], y)
+    assert len(last.calls("1")) == 1
+    assert len(every.calls("1")) == every.count("1") == 4
+    assert torch.equal(every.calls("1")[0], torch.relu(model[0](x)))
+
+
+def test_the_hooks_leave_also_after_an_error() -> None:
+    model = net()
+    with pytest.raises(RuntimeError, match="shapes"), dh.features(model, "*") as seen:
+        model(torch.randn(5, 4))
+    assert not any(part._forward_hooks for part in model.modules())
+    model(torch.randn(5, 3))
+    assert not seen
+    seen.remove()
+
+
+def test_errors_say_what_to_do() -> None:
+    model = net()
+    with pytest.raises(MatchError, match="matches no module"):
+        dh.features(model, "layer4")
+    with pytest.raises(UsageError, match="at least one"):
+        dh.features(model)
+    with pytest.raises(UsageError, match="keep=0"):
+        dh.features(model, "0", keep=0)
+    seen = dh.features(model, "0")
+    with pytest.raises(KeyError, match="did not run"):
+        seen["0"]
+    with pytest.raises(DisthooksError, match="not watched; watched are: 0"):
+        seen["1"]
+    assert "0" not in seen
+    assert seen.get("0") is None
+
+
+def test_a_compiled_module_is_refused() -> None:
+    model = torch.compile(net(), backend="eager")
+    with pytest.raises(AttachError, match="_orig_mod"):
+        dh.features(model, "0")
+    around = nn.Sequential(model)
+    with dh.features(around, "") as seen:
+        around(torch.randn(5, 3))
+    assert seen[""].shape == (5, 2)
+
+
+def test_a_copy_of_the_model_is_not_watched() -> None:
+    model = net()
+    with dh.features(model, "0") as seen:
+        for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+            twin(torch.randn(5, 3))
+    assert not seen
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = net()
+    seen = dh.features(model, "0")
+    model(torch.randn(5, 3))
+    seen.remove()
+    gone = weakref.ref(seen)
+    del seen
+    gc.collect()
+    assert gone() is None
+
+
+def test_under_inference_mode() -> None:
+    model = net(inplace=True)
+    with dh.features(model, "0") as seen, torch.inference_mode():
+        model(torch.randn(5, 3))
+    assert seen["0"].shape == (5, 8)
+
+
+def test_threads() -> None:
+    model = net()
+    with dh.features(model, "*", keep=None) as seen:
+        threads = [threading.Thread(target=model, args=(torch.randn(n, 3),)) for n in range(1, 33)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert seen.count("2") == 32
+    assert sorted(y.shape[0] for y in seen.calls("2")) == list(range(1, 33))
+
+
+def test_replicas_are_kept_apart_and_never_read_as_the_whole_batch() -> None:
+    model = net()
+    with dh.features(model, "", keep=None) as seen:
+        for rows in (4, 6):
+            replica = model._replicate_for_data_parallel()
+            replica(torch.randn(rows, 3))
+    with pytest.raises(UsageError, match=r"replicas .* seen.calls\(''\)"):
+        seen[""]
+    assert [tuple(y.shape) for y in seen.calls("")] == [(4, 2), (6, 2)]
+    assert "" in seen
+
+
+@pytest.fixture
+def group(tmp_path: pathlib.Path) -> Iterator[None]:
+    dist = torch.distributed
+    if dist.is_initialized():
+        pytest.skip("a process group is there already")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_has_the_names_of_the_model_inside() -> None:
+    expected = gradients(net())
+    ddp = nn.parallel.DistributedDataParallel(net())
+    with dh.features(ddp, "0", "") as seen, dh.trace(ddp, print=None) as traced:
+        actual = gradients(ddp)
+    assert seen["0"].shape == (5, 8)
+    assert [row.name for row in traced.report().rows] == ["0", "1", "2", ""]
+    assert {e.name for e in traced.events if e.kind == "tensor_hook"} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_wrapper_and_what_it_wraps_are_one_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), dh.SaveToCpu(nn.Linear(8, 2)))
+    with dh.features(model, "1") as seen:
+        y = model(torch.randn(5, 3))
+    assert seen.count("1") == 1
+    assert torch.equal(seen["1"], y)
