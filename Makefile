@@ -16,7 +16,7 @@ RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 .PHONY: demo test test-gpu bench bench-gpu lint type fmt clean
 
 demo: $(READY)
-	PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
+	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)

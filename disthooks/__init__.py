@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from disthooks import errors, memory
 from disthooks._handles import Attachment
 from disthooks._version import __version__
+from disthooks.grads import sinks, stats
+from disthooks.grads.attach import gradients
+from disthooks.grads.rules import ClipNorm, ClipValue, only
+from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast
 from disthooks.saved.inplace import save_activations
+from disthooks.saved.ledger import SavedReport
 from disthooks.saved.pipeline import AtLeast, pipeline
 from disthooks.saved.saving import saving
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith
+from disthooks.watch.features import features
+from disthooks.watch.trace import trace
 
 __all__ = [
     "AtLeast",
     "Attachment",
     "Cast",
+    "ClipNorm",
+    "ClipValue",
     "Functions",
     "OnCpu",
     "OnDisk",
     "SaveToCpu",
     "SaveToDisk",
     "SaveWith",
+    "SavedReport",
     "__version__",
+    "errors",
+    "features",
+    "gradients",
+    "memory",
+    "on_gradient",
+    "only",
     "pipeline",
     "save_activations",
     "saving",
+    "sinks",
+    "stats",
+    "trace",
 ]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
+
+
+A = TypeVar("A", bound="Attachment")
 
 
 class Attachment:
@@ -31,7 +35,7 @@ class Attachment:
         """Take off everything that was attached."""
         self._undo.close()
 
-    def __enter__(self) -> Attachment:
+    def __enter__(self: A) -> A:
         return self
 
     def __exit__(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from disthooks.errors import UsageError
+from disthooks.errors import StoreError, UsageError
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -77,13 +77,31 @@ class Layout(NamedTuple):
             tensor.is_neg(),
         )
 
+    def end(self) -> int:
+        """Elements of the storage up to the last one that this layout reaches.
+
+        >>> Layout.of(torch.zeros(4, 5)[1:3, 2]).end()
+        13
+        """
+        if 0 in self.size:
+            return 0
+        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+
     def over(self, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
         """The tensor with this layout over ``storage``, whose first element stands at offset ``shift``.
+
+        Raises:
+            StoreError: when ``storage`` is too short; ``set_`` would lengthen it with bytes that nobody wrote.
 
         >>> x = torch.arange(6.0).view(2, 3).t()[1:]
         >>> torch.equal(Layout.of(x).over(x.untyped_storage()), x)
         True
         """
+        if (self.end() - shift) * self.dtype.itemsize > storage.nbytes():
+            raise StoreError(
+                f"the memory of a saved tensor of shape {tuple(self.size)} was taken away: its storage has "
+                f"{storage.nbytes()} bytes now. Something resized it between forward and backward"
+            )
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset - shift, self.size, self.stride)
         if self.conj:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,3 +37,18 @@ class StorageRef:
 
     def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._ref)
+
+
+def metadata_being_loaded() -> dict[str, Any]:
+    """The ``_metadata`` (module name to version) of the checkpoint that a ``load_state_dict`` further up is loading.
+
+    A module's hook is given its own entry alone, and a wrapper must pass on those of what is inside it. They are
+    in a variable of ``load_state_dict``; an empty dict where that is not so.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module.load_state_dict.__code__:
+            found = frame.f_locals.get("metadata")
+            return found if isinstance(found, dict) else {}
+        frame = frame.f_back
+    return {}

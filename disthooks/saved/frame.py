@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import inspect
+import itertools
 import threading
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -10,9 +15,9 @@ import torch
 from torch import nn
 
 from disthooks import _events
-from disthooks._tensors import Layout, exotic
+from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import hooks_allowed, sequence_number, top_hooks
-from disthooks.saved.kept import Kept, Recast
+from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed, region_of
 from disthooks.saved.pipeline import Pipeline
@@ -27,30 +32,46 @@ def why_not() -> str | None:
         return "no_grad"
     if torch.compiler.is_compiling():
         return "compiling"
+    if torch._C._is_tracing():
+        return "tracing"  # sizes are tensors there
     if not hooks_allowed():
         return "hooks disabled"  # torch.func's transforms forbid them
     top = top_hooks(True)
     # Non-reentrant checkpointing works by hooks of its own: on top of them ours would defeat it.
-    return "checkpoint" if top is not None and top[0].__module__ == "torch.utils.checkpoint" else None
+    theirs = top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+    return "checkpoint" if theirs else None
 
 
-def replica_weights(module: nn.Module | None) -> frozenset[int]:
-    """Addresses of the storages of a DataParallel replica's weights, which are not Parameters there."""
-    if module is None or not getattr(module, "_is_replica", False):
-        return frozenset()
+def never_runs(module: nn.Module) -> str | None:
+    """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # refused elsewhere; its class has no forward to look at
+    if type(module).forward is nn.Module.forward:
+        return "it is a container without a forward, which nobody calls; take the modules inside it"
+    if inspect.isgeneratorfunction(type(module).forward):
+        return "its forward is a generator, whose body runs after the call; take the modules that it calls"
+    return None
+
+
+def storages_of(module: nn.Module) -> dict[int, str]:
+    """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies."""
     copies = (copy for part in module.modules() for copy in getattr(part, "_former_parameters", {}).values())
-    return frozenset(copy.untyped_storage()._cdata for copy in copies)
+    found = {}
+    for kind, tensors in (("buffer", module.buffers()), ("parameter", itertools.chain(module.parameters(), copies))):
+        for tensor in tensors:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+                found[local_part(tensor).untyped_storage()._cdata] = kind
+    return found
 
 
-def autocast_source(tensor: torch.Tensor) -> nn.Parameter | None:
-    """The weight that ``tensor`` is an autocast copy of (or the transpose of one), if it is."""
+def is_weight_copy(tensor: torch.Tensor) -> bool:
+    """Whether a narrow ``tensor`` is a cast of a parameter, as autocast makes them, or the transpose of one."""
     node = tensor.grad_fn
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
-        return None
-    source = getattr(node.next_functions[0][0], "variable", None)
-    return source if isinstance(source, nn.Parameter) else None
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 class Frame:
@@ -66,14 +87,19 @@ class Frame:
     def __init__(self, pipeline: Pipeline, ledger: Ledger, where: str = "", module: nn.Module | None = None) -> None:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
         self._ledger, self._where = ledger, where
-        self._weights = replica_weights(module)
+        self._module = module
+        # A replica's weights have a history; those of any other module are told by type, or looked up when in doubt.
+        replica = module is not None and getattr(module, "_is_replica", False)
+        self._own = storages_of(module) if replica and module is not None else None
+        self._is_replica = replica
         self._thread = threading.get_ident()
         self._sequence = -1
-        self._pending: list[Packed] = []
-        functions = isinstance(pipeline.store, Functions)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._call if functions else self._pack, unpack)
+        self._pending: collections.deque[Packed] = collections.deque()
+        pack = self._call if isinstance(pipeline.store, Functions) else self._pack
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def __enter__(self) -> Frame:
+        self._ledger.count_call()
         self._hooks.__enter__()
         return self
 
@@ -81,9 +107,15 @@ class Frame:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        if kind is None:
-            self._flush()
-        self._pending = []  # after an error the graph is as good as gone; what it holds stays in memory
+        try:
+            if kind is None:
+                self._flush()
+        finally:
+            # After an error the graph is as good as gone: what it holds stays in memory, for itself alone.
+            for packed in self._pending:
+                self._ledger.forget(packed.key)
+            self._pending.clear()
+            self._hooks = self._module = None  # the hooks hold this frame: no cycle may stay
 
     # -- pack
 
@@ -103,12 +135,17 @@ class Frame:
         region = region_of(layout, storage.nbytes())
         dtype = layout.dtype if self._codecs and region is None else None
         key = (storage._cdata, tensor._version, region or dtype)
+        # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
+        owner: Any = tensor._base if tensor._is_view() else tensor
+        # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
+        alone = owner.dim() < 2 and _is_constant(owner)
         fate = "shared"
         with self._ledger.lock:
             packed = self._ledger.packed.get(key)
-            if packed is None:
+            if packed is None or packed.owner() is not owner or alone:
                 fate = "stored"
                 packed = Packed(tensor.detach(), region, self._codecs, self._store, self._ledger, self._where)
+                packed.key, packed.owner = key, weakref.ref(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
             handle = Handle(packed, layout)
@@ -123,22 +160,27 @@ class Frame:
         if isinstance(tensor, nn.Parameter):  # itself: ZeRO-3 gathers and frees it, an alias would hold it
             return self._kept(tensor, tensor, "parameter")
         reason = exotic(tensor) or self._reason(tensor)
-        if reason is not None:
-            return self._kept(tensor, tensor.detach(), reason)
-        if tensor.dtype in _NARROW and (weight := autocast_source(tensor)) is not None:
-            self._told(tensor, "autocast weight")
-            return Recast(weight, tensor, self._where)
-        return None
+        return None if reason is None else self._kept(tensor, tensor.detach(), reason)
 
     def _reason(self, tensor: torch.Tensor) -> str | None:
         """Why a plain tensor stays, if it does."""
         if tensor._is_view() and isinstance(tensor._base, nn.Parameter):
             return "parameter"
-        if _nbytes(tensor) < self._at_least or tensor.numel() == 0:
+        nbytes = _nbytes(tensor)
+        if nbytes < self._at_least or nbytes == 0:
             return "small"
-        if self._weights and tensor.untyped_storage()._cdata in self._weights:
-            return "parameter"
+        if self._is_replica or _is_constant(tensor):
+            owned = self._owned().get(tensor.untyped_storage()._cdata)
+            if owned is not None:
+                return owned
+        if tensor.dtype in _NARROW and is_weight_copy(tensor):
+            return "autocast weight"
         return "in place" if not self._codecs and not self._store.moves(tensor) else None
+
+    def _owned(self) -> dict[int, str]:
+        if self._own is None:
+            self._own = {} if self._module is None else storages_of(self._module)
+        return self._own
 
     def _kept(self, tensor: torch.Tensor, alias: torch.Tensor, reason: str) -> Kept:
         self._told(tensor, reason)
@@ -153,15 +195,22 @@ class Frame:
         """Pack by the user's own function, under torch's contract."""
         if _nbytes(tensor) < self._at_least:
             return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
-        self._ledger.count("stored", _nbytes(tensor))
+        packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor))
+        self._ledger.count("stored", packed.nbytes)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "stored")
-        return Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor))
+        return packed
 
     def _flush(self) -> None:
         while self._pending:
-            self._pending[0].store()  # one that fails stays pending, in memory
-            self._pending.pop(0)
+            packed = self._pending.popleft()
+            if not packed.live:
+                continue  # its graph is gone already
+            try:
+                packed.store()
+            except BaseException:
+                self._ledger.forget(packed.key)  # it stays in memory, for its own graph alone
+                raise
 
 
 class Called:
@@ -189,6 +238,11 @@ def unpack(packed: Handle | Kept | Called) -> torch.Tensor:
         where = packed.packed.where if isinstance(packed, Handle) else packed.where
         _events.tell("unpack", where, tensor, "kept" if isinstance(packed, Kept) else "stored")
     return tensor
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """No gradient flows to it: a batch, a mask, a buffer, a detached weight."""
+    return tensor.grad_fn is None and not tensor.requires_grad
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -8,12 +8,13 @@ from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.utils.parametrize
 from torch import nn
 
 from disthooks._handles import Attachment
 from disthooks._match import Pattern, match_modules
 from disthooks.errors import AttachError
-from disthooks.saved.frame import Frame, why_not
+from disthooks.saved.frame import Frame, never_runs, why_not
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 
@@ -70,17 +71,18 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """
-    chosen = _outermost(match_modules(model, _listed(patterns)))
     line, ledger = pipeline(to), Ledger()
+    chosen = _outermost(_running(match_modules(model, _listed(patterns))))
     for name, module in chosen:
         _refuse(name, module)
     saving = Saving(ledger, tuple(name for name, _ in chosen))
     classes = {_plain(type(module)) for _, module in chosen}
     # Wrap policies pick modules by class, and take the first one's: all of a class must stay of one class.
     alike = [part for part in model.modules() if _plain(type(part)) in classes and _refusal(part) is None]
-    for module in alike:
-        if not any(_PLAIN in kind.__dict__ for kind in type(module).__mro__):  # fully_shard may derive from ours
-            module.__class__ = _subclass(cast(Hashable, type(module)))
+    # fully_shard may have derived from ours. All are made before any is used: a class may refuse to be derived from.
+    fresh = [part for part in alike if not any(_PLAIN in kind.__dict__ for kind in type(part).__mro__)]
+    for module, kind in [(part, _derived(type(part))) for part in fresh]:
+        module.__class__ = kind
     for name, module in chosen:
         module.__dict__[_SITE] = _Site(line, ledger, name)
     saving.on_remove(functools.partial(_detach, [module for _, module in chosen], alike))
@@ -92,6 +94,15 @@ def _listed(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
     return [cast(Pattern, patterns)] if one else list(cast("Iterable[Pattern]", patterns))
 
 
+def _running(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Without the containers, which are never called themselves, and would stand for what is inside."""
+    reasons = {name: never_runs(module) for name, module in matched}
+    if all(reasons.values()):
+        name, why = next(iter(reasons.items()))
+        raise AttachError(f"{name or 'the model'!r}: {why}: {f'{name}.*'.lstrip('.')!r}")
+    return [(name, module) for name, module in matched if not reasons[name]]
+
+
 def _outermost(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     inner = {part for _, module in matched for part in module.modules() if part is not module}
     return [(name, module) for name, module in matched if module not in inner]
@@ -99,6 +110,16 @@ def _outermost(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", kind.__dict__.get(_PLAIN, kind))
+
+
+def _derived(kind: type[nn.Module]) -> type[nn.Module]:
+    try:
+        return _subclass(cast(Hashable, kind))
+    except Exception as error:  # whatever an __init_subclass__ or a metaclass raises
+        raise AttachError(
+            f"{kind.__name__} cannot be derived from ({type(error).__name__}: {error}); wrap it instead: "
+            "SaveWith(module, ...)"
+        ) from error
 
 
 @functools.cache
@@ -139,6 +160,8 @@ def _refusal(module: nn.Module) -> str | None:
         return "a scripted module runs without Python hooks"
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "a lazy module changes its class when it materialises; run it once first"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "a parametrized module edits its own class; attach to a module around it"
     return None
 
 

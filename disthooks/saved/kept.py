@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from disthooks._tensors import Layout
 from disthooks.errors import MutationError
 
 
@@ -34,19 +33,3 @@ class Kept:
         """The tensor itself."""
         self.check()
         return self.tensor
-
-
-class Recast(Kept):
-    """What autograd holds for the narrow copy of a weight that autocast made: the weight, to be cast again."""
-
-    __slots__ = ("layout",)
-
-    def __init__(self, weight: torch.Tensor, copy: torch.Tensor, where: str) -> None:
-        super().__init__(weight, where)
-        self.layout = Layout.of(copy)
-
-    def unpack(self) -> torch.Tensor:
-        """The narrow copy, made anew from the weight, in the layout it had."""
-        self.check()
-        copy = self.tensor.detach().to(self.layout.dtype)
-        return self.layout.over(copy.untyped_storage())

@@ -20,6 +20,7 @@ class SavedReport:
     """Bytes of saved tensors by what became of them, since the attachment was made, on this rank.
 
     Attributes:
+        calls: forwards, or blocks of code, that ran with the hooks on.
         stored: handed to the store (after codecs), each content once.
         moved: of those, bytes that left the memory they were in.
         shared: saved again as another view of what was packed already, so neither stored nor kept twice.
@@ -32,6 +33,7 @@ class SavedReport:
         unpack_seconds: time that backward waited for the store.
     """
 
+    calls: int = 0
     stored: int = 0
     moved: int = 0
     shared: int = 0
@@ -57,6 +59,8 @@ class SavedReport:
     def __str__(self) -> str:
         why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))
         calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))
+        if not self.calls:
+            return "no call ran with the hooks on" + (f"; calls without: {calls}" if calls else "")
         lines = [
             f"stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
             f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
@@ -86,6 +90,16 @@ class Ledger:
         with self.lock:
             self._bytes[what] += nbytes
 
+    def count_call(self) -> None:
+        """One more call with the hooks on."""
+        with self.lock:
+            self._bytes["calls"] += 1
+
+    def forget(self, key: Key | None) -> None:
+        """Nothing is to share what is packed under ``key`` any more."""
+        with self.lock:
+            self.packed.pop(key, None)  # type: ignore[arg-type]
+
     def count_kept(self, reason: str, nbytes: int) -> None:
         """Add to ``kept``."""
         with self.lock:
@@ -111,6 +125,7 @@ class Ledger:
             while self._released:
                 self._bytes["released"] += self._released.popleft()
             return SavedReport(
+                calls=self._bytes["calls"],
                 stored=self._bytes["stored"],
                 moved=self._bytes["moved"],
                 shared=self._bytes["shared"],

@@ -17,7 +17,7 @@ from disthooks._torch import StorageRef
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.kept import changed_message
-from disthooks.saved.ledger import Ledger
+from disthooks.saved.ledger import Key, Ledger
 from disthooks.saved.stores.base import Store
 
 
@@ -76,6 +76,24 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+class _Stored:
+    """What the store holds for a packed value.
+
+    An object of its own, so that the packed value needs no destructor: while one runs, Python lets other threads
+    find the dying object again, and they would share bytes that are being dropped.
+    """
+
+    __slots__ = ("_ledger", "_nbytes", "_store", "tickets")
+
+    def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
+        self._store, self.tickets, self._ledger, self._nbytes = store, tickets, ledger, nbytes
+
+    def __del__(self) -> None:
+        for ticket in self.tickets:
+            self._store.drop(ticket)
+        self._ledger.release(self._nbytes)
+
+
 class Packed:
     """The contents of one storage at one version: in memory first, then in the store, until nobody needs them.
 
@@ -88,20 +106,23 @@ class Packed:
         "_codecs",
         "_generation",
         "_held",
+        "_loaded",
         "_lock",
         "_store",
+        "_stored",
         "_stream",
         "_waiting",
         "_wanted",
         "alias",
         "changed",
+        "key",
         "ledger",
         "live",
         "nbytes",
+        "owner",
         "region",
         "source",
         "spec",
-        "tickets",
         "version",
         "where",
     )
@@ -119,37 +140,38 @@ class Packed:
         self._codecs, self._store, self.ledger, self.where = codecs, store, ledger, where
         # Held so that the address in the ledger's key is not given to another storage.
         self.source = StorageRef(alias.untyped_storage())
+        self.key: Key | None = None
+        self.owner: weakref.ref[torch.Tensor] | None = None
+        self.nbytes = alias.untyped_storage().nbytes()
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
         self.changed = False
-        self.tickets: list[Any] | None = None
+        self._stored: _Stored | None = None
+        self._loaded: torch.cuda.Event | None = None
         self.spec: list[Any] = []
-        self.nbytes = 0
         self.live = 0  # handles that exist
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
         self._held: Any = None  # the storage brought back, or a weak reference to it
         self._generation = self._waiting = 0
-
-    def __del__(self) -> None:
-        for ticket in self.tickets or ():
-            self._store.drop(ticket)
-        self.ledger.release(self.nbytes)
 
     # -- from memory to the store
 
     def store(self) -> None:
         """Hand the contents to the store and let go of the memory; StoreError leaves everything as it was."""
         with self._lock:
-            if self.tickets is not None or self._is_changed():
+            # Memory that was freed already (FSDP frees what it gathered when its forward ends) may come back: it
+            # stays an alias, as without hooks.
+            gone = self.alias.untyped_storage().nbytes() != self.nbytes
+            if self._stored is not None or gone or self._is_changed():
                 return
             begin = time.perf_counter()
             with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
-                self.tickets = self._put(self._encode())
+                self._stored = self._put(self._encode())
             self._is_changed()  # another thread may have written while it was copied
             self.alias.data = _empty(self.alias.dtype, self.alias.device)
             self.ledger.count_seconds("pack", time.perf_counter() - begin)
 
-    def _put(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def _put(self, tensors: Sequence[torch.Tensor]) -> _Stored:
         tickets: list[Any] = []
         try:
             for tensor in tensors:
@@ -158,13 +180,14 @@ class Packed:
             for ticket in tickets:
                 self._store.drop(ticket)
             raise
+        total = 0
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
-            self.nbytes += nbytes
-            self.ledger.count("stored", nbytes)
+            total += nbytes
             if self._store.moves(tensor):
                 self.ledger.count("moved", nbytes)
-        return tickets
+        self.ledger.count("stored", total)
+        return _Stored(self._store, tickets, self.ledger, total)
 
     def _content(self) -> torch.Tensor:
         """The bytes to keep, as a tensor without conj or neg bits: those belong to the views."""
@@ -197,7 +220,7 @@ class Packed:
         It is brought back once for all handles that want it next.
         """
         with self._lock:
-            if self.tickets is None:
+            if self._stored is None:
                 return self.alias.untyped_storage(), 0
             storage = self._held() if isinstance(self._held, weakref.ref) else self._held
             if storage is None:
@@ -227,12 +250,16 @@ class Packed:
 
     def _load(self) -> torch.UntypedStorage:
         begin = time.perf_counter()
-        tensors = tuple(self._store.get(ticket) for ticket in self.tickets or ())
+        assert self._stored is not None
+        tensors = tuple(self._store.get(ticket) for ticket in self._stored.tickets)
         self.ledger.count("loaded", sum(t.numel() * t.element_size() for t in tensors))
         for codec, specs in zip(reversed(self._codecs), reversed(self.spec), strict=True):
             parts = iter(tensors)
             tensors = tuple(codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs)
         storage = self._place(tensors[0])
+        if storage.device.type == "cuda":
+            self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._loaded.record()
         self.ledger.count_seconds("unpack", time.perf_counter() - begin)
         return storage
 
@@ -249,6 +276,14 @@ class Packed:
         base = torch.empty(self.region.extent, dtype=content.dtype, device=content.device)
         base.as_strided(self.region.size, self.region.stride).copy_(content)
         return base.untyped_storage()
+
+    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""
+        if tensor.is_cuda and self._loaded is not None:
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(self._loaded)
+            tensor.record_stream(stream)
+        return tensor
 
     # -- versions
 
@@ -278,4 +313,4 @@ class Handle:
         """The saved tensor; any number of times, in any thread."""
         self.packed.check()
         storage, shift = self.packed.storage(self)
-        return self.layout.over(storage, shift)
+        return self.packed.hand_over(self.layout.over(storage, shift))

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch  # noqa: F401  (for the examples in the docstrings)
 from torch import nn
 
+from disthooks._torch import metadata_being_loaded
 from disthooks.errors import UsageError
-from disthooks.saved.frame import Frame, why_not
+from disthooks.saved.frame import Frame, never_runs, why_not
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
 from disthooks.saved.stores.cpu import OnCpu
@@ -48,11 +49,14 @@ class SaveWith(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
+        if why := never_runs(module):
+            raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
         self._pipeline = pipeline(to)
         self._ledger = Ledger()
         self.add_module(_INNER, module)
+        self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_strip_messages)  # type: ignore[no-untyped-call]
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -76,10 +80,6 @@ class SaveWith(nn.Module):
         with Frame(self._pipeline, self._ledger, type(inner).__name__, inner):
             return inner(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's ``state_dict``, with the names it would have without the wrapper."""
-        return self.unwrapped.state_dict(*args, **kwargs)
-
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
@@ -100,6 +100,14 @@ class SaveWith(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__(_INNER), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the module inside has is set there, as it is read there: ``wrapped.p = 0.1``."""
+        own = name.startswith("_") or name == "training" or _INNER not in self.__dict__.get("_modules", {})
+        if own or not hasattr(self.unwrapped, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.unwrapped, name, value)
 
     def __getitem__(self, index: Any) -> Any:
         return self.unwrapped[index]  # type: ignore[index]
@@ -162,13 +170,25 @@ class SaveToDisk(SaveWith):
         super().__init__(module, pipeline(AtLeast(at_least), OnDisk(directory, limit)))
 
 
+def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Name what is inside as if the wrapper were not there, versions too."""
+    inner = f"{prefix}{_INNER}"
+    for names in (state, getattr(state, "_metadata", {})):
+        for key in [key for key in names if key == inner or key.startswith(inner + ".")]:
+            names[(prefix + key[len(inner) + 1 :]).rstrip(".")] = names.pop(key)
+
+
 def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename the entries for what is inside, so that a checkpoint of the plain model loads."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
+    versions = metadata_being_loaded()
+    where = prefix.removesuffix(".")
+    for key in [key for key in versions if key == where or key.startswith(prefix)]:
+        versions[f"{prefix}{_INNER}{key[len(where) :] if where else '.' + key}".rstrip(".")] = versions[key]
 
 
-def _strip_prefix(module: nn.Module, incompatible: Any) -> None:
+def _strip_messages(module: nn.Module, incompatible: Any) -> None:
     """Name missing and unexpected keys as the user knows them."""
     for keys in incompatible:
         keys[:] = [key.replace(f"{_INNER}.", "") for key in keys]

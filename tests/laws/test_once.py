@@ -92,7 +92,7 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
 
 def test_views_share_one_content(tmp_path: pathlib.Path) -> None:
     x = torch.randn(64, 64)
-    saved, node = _saved(tmp_path, x, x.t(), x.view(-1), x[:40], x.detach())
+    saved, node = _saved(tmp_path, x, x.t(), x.view(-1), x[:40], x)
     report = saved.report()
     assert report.stored == x.nbytes
     assert report.shared == 3 * x.nbytes + x[:40].nbytes

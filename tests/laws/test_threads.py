@@ -124,8 +124,7 @@ def test_many_threads_train_their_own_models(tmp_path: pathlib.Path) -> None:
 
     def train(seed: int) -> list:
         model = Shards()
-        torch.manual_seed(seed)
-        x = torch.randn(32, 64)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))  # the global one is all threads'
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.linspace(-0.1, 0.1 + seed / 100, parameter.numel()).view_as(parameter))

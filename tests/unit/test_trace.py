@@ -469,3 +469,13 @@ def test_a_functional_relu_belongs_to_the_module_around_it() -> None:
     with dh.trace(model, print=None) as traced:
         model(torch.randn(5, 3))
     assert [e.name for e in traced.events if e.kind == "pack"] == ["fc", ""]
+
+
+def test_no_value_is_ever_read() -> None:
+    """On the meta device there are none: whatever would wait for a device raises there."""
+    model, x = Views().to("meta"), torch.empty(5, 3, device="meta")
+    with dh.trace(model, print=None) as traced, dh.features(model, "*", copy=True) as seen:
+        model(x).sum().backward()
+    assert seen["fc"].shape == (5, 4)
+    assert {"pack", "unpack", "post_accumulate"} <= {event.kind for event in traced.events}
+    assert str(traced.report())

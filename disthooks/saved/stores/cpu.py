@@ -54,7 +54,7 @@ class OnCpu(Store):
         """Copy ``tensor`` to the CPU and wait for the copy; hold it as it is if it is there."""
         if tensor.is_cpu:
             return _Held(tensor, tensor.device, 0)
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = int(tensor.numel()) * tensor.element_size()
         self.account.reserve(nbytes)
         try:
             pin = torch.cuda.is_available() if self.pin_memory == "auto" else self.pin_memory

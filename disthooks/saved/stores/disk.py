@@ -67,20 +67,21 @@ class Arena:
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._freed: collections.deque[tuple[int, int]] = collections.deque()
+        self._used = 0  # extents in use
         self._lock = threading.Lock()
 
-    def write(self, memory: memoryview) -> int:
-        """Write ``memory`` and return its offset in the file; StoreError when it does not fit."""
+    def write(self, memory: memoryview) -> tuple[int, int]:
+        """Write ``memory``; its offset in the file and the bytes reserved there. StoreError when it does not fit."""
         nbytes = memory.nbytes
-        offset = self._allocate(_extent(nbytes))
+        offset, room = self._allocate(_extent(nbytes))
         done = 0
         try:
             while done < nbytes:  # the system writes at most 2 GiB at a time, and less when it likes
                 done += os.pwrite(self._fd, memory[done:], offset + done)
         except OSError as error:
-            self.free(offset, nbytes)
+            self.free(offset, room)
             raise self._error(f"{format_bytes(nbytes)} could not be written", error, nbytes) from error
-        return offset
+        return offset, room
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset``; StoreError rather than ever a byte that was not written."""
@@ -94,19 +95,30 @@ class Arena:
                 raise self._error(f"the file ends {format_bytes(nbytes - done)} too soon", None, nbytes)
             done += count
 
-    def free(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, room: int) -> None:
         """Let the extent be used again; safe in a destructor."""
-        self._freed.append((offset, nbytes))
+        self._freed.append((offset, room))
 
-    def _allocate(self, extent: int) -> int:
+    def _allocate(self, extent: int) -> tuple[int, int]:
+        """An extent that is free, of this size or up to twice it, or else at the end."""
         with self._lock:
-            while self._freed:
-                offset, nbytes = self._freed.popleft()
-                self._free.setdefault(_extent(nbytes), []).append(offset)
-            if again := self._free.get(extent):
-                return again.pop()
+            self._settle()
+            self._used += 1
+            fitting = [room for room, offsets in self._free.items() if offsets and extent <= room <= 2 * extent]
+            if fitting:
+                room = min(fitting)
+                return self._free[room].pop(), room
             self._end += extent
-            return self._end - extent
+            return self._end - extent, extent
+
+    def _settle(self) -> None:
+        while self._freed:
+            offset, room = self._freed.popleft()
+            self._free.setdefault(room, []).append(offset)
+            self._used -= 1
+        if not self._used:  # as after every backward: begin again at the front, whatever sizes come next
+            self._free.clear()
+            self._end = 0
 
     def _error(self, what: str, error: OSError | None, wanted: int | None) -> StoreError:
         free = None
@@ -141,6 +153,7 @@ def arena(directory: str) -> Arena:
 class _Extent(NamedTuple):
     arena: Arena
     offset: int
+    room: int
     nbytes: int
     shape: torch.Size
     dtype: torch.dtype
@@ -186,15 +199,15 @@ class OnDisk(Store):
     def put(self, tensor: torch.Tensor) -> _Extent:
         """Write ``tensor`` and wait until the system has taken it."""
         host = tensor.detach().cpu().contiguous()
-        nbytes = host.numel() * host.element_size()
+        nbytes = int(host.numel()) * host.element_size()
         place = arena(str(self.directory))
         self.account.reserve(nbytes)
         try:
-            offset = place.write(_memory(host, _READ)) if nbytes else 0
+            offset, room = place.write(_memory(host, _READ)) if nbytes else (0, 0)
         except BaseException:
             self.account.release(nbytes)
             raise
-        return _Extent(place, offset, nbytes, tensor.shape, tensor.dtype, tensor.device)
+        return _Extent(place, offset, room, nbytes, tensor.shape, tensor.dtype, tensor.device)
 
     def get(self, ticket: _Extent) -> torch.Tensor:
         """Read the tensor into fresh memory of the device it came from."""
@@ -206,5 +219,5 @@ class OnDisk(Store):
     def drop(self, ticket: _Extent) -> None:
         """Let the extent be used again."""
         if ticket.nbytes:
-            ticket.arena.free(ticket.offset, ticket.nbytes)
+            ticket.arena.free(ticket.offset, ticket.room)
         self.account.release(ticket.nbytes)

@@ -1,0 +1,244 @@
+"""Found by review: each of these failed when it was written. To be moved to the law it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import identical
+from torch import nn
+
+import disthooks as dh
+from disthooks.saved.frame import Frame
+
+Run = Callable[[contextlib.AbstractContextManager[object]], list]
+
+
+def _exact(run: Run, folder: pathlib.Path) -> bool:
+    truth = run(contextlib.nullcontext())
+    return identical(run(dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))), truth)
+
+
+def test_running_statistics_change_without_a_version(tmp_path: pathlib.Path) -> None:
+    """Batch norm writes its buffers and torch does not count it: law 1, law 3."""
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list:
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(16), torch.randn(8, 16, requires_grad=True)
+        with context:
+            before = norm.eval()(x)
+            during = norm.train()(x.detach() * 3 + 1)
+            after = norm.eval()(x)
+        (after.square().sum() + before.detach().sum() + during.sum()).backward()
+        return [x.grad, norm.weight.grad]
+
+    assert _exact(run, tmp_path)
+
+
+def test_chunks_with_versions_of_their_own(tmp_path: pathlib.Path) -> None:
+    """``unsafe_chunk``: one storage, a version counter for each chunk: law 1, law 3."""
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list:
+        torch.manual_seed(0)
+        x = torch.randn(4, 16, requires_grad=True)
+        with context:
+            a, b = (x * 1.5).unsafe_chunk(2, 1)
+            a = a.sigmoid_()
+            c = a.square()
+            y = (b.tanh_() * c).sum()
+        y.backward()
+        return [x.grad]
+
+    assert _exact(run, tmp_path)
+
+
+def _channels_last(weight: nn.Parameter) -> torch.Tensor:
+    return weight.to(torch.bfloat16, memory_format=torch.channels_last)
+
+
+def _rounded(weight: nn.Parameter) -> torch.Tensor:
+    copy = weight.to(torch.bfloat16)
+    with torch.no_grad():
+        copy.mul_(4).round_()
+    return copy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", [_channels_last, _rounded, lambda w: w.to(torch.bfloat16, copy=True)])
+def test_a_cast_that_is_not_autocasts(cast: Callable, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    """``Recast`` takes every narrow copy of a weight for autocast's plain one: law 1."""
+
+    def run(context: contextlib.AbstractContextManager[object]) -> list:
+        torch.manual_seed(0)
+        flat = torch.randn(1000).to(dtype)
+        weight = nn.Parameter(flat[100 : 100 + 288].view(8, 4, 3, 3))  # as in a flat buffer
+        x = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+        with context:
+            y = F.conv2d(x, cast(weight))
+        y.float().square().sum().backward()
+        return [x.grad, weight.grad]
+
+    assert _exact(run, tmp_path)
+
+
+def test_memory_taken_away_before_the_copy(tmp_path: pathlib.Path) -> None:
+    """FSDP2 frees a gathered weight before the forward ends; ``weight.detach()`` was not copied by then: laws 1, 2."""
+    weight, x = torch.randn(64, 64), torch.randn(8, 64, requires_grad=True)
+    content = weight.clone()
+    with dh.saving(dh.OnDisk(tmp_path)):
+        y = x @ weight.detach()
+        weight.untyped_storage().resize_(0)
+    weight.untyped_storage().resize_(content.nbytes)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.copy_(content)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(8, 64) @ content.t())
+
+
+def test_an_entry_that_is_going_is_not_found(tmp_path: pathlib.Path) -> None:
+    """A thread that saves a tensor while another drops the last handle of it must not revive the dropped bytes."""
+    dropping, packed = threading.Event(), threading.Event()
+
+    class Slow(dh.OnDisk):
+        def drop(self, ticket: object) -> None:
+            super().drop(ticket)
+            if not dropping.is_set():
+                dropping.set()
+                packed.wait(5)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    saved = dh.saving(Slow(tmp_path))
+    with saved:
+        first = x.sin()
+    graphs = [first]
+    del first
+    thread = threading.Thread(target=graphs.clear)
+    thread.start()
+    dropping.wait(5)
+    with saved:
+        again = x.sin()
+        junk = torch.ones(64, 64, requires_grad=True) * torch.randn(64, 64)
+    packed.set()
+    thread.join()
+    again.sum().backward()
+    assert junk is not None
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+@pytest.mark.parametrize("pattern", ["blocks*", "blocks", nn.ModuleList])
+def test_a_container_that_is_never_called(pattern: object, tmp_path: pathlib.Path) -> None:
+    """Attaching to a ModuleList does nothing, and takes the place of the blocks inside: law 15."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x).relu()
+            return x
+
+    model = Model()
+    try:
+        saving = dh.save_activations(model, pattern, dh.OnDisk(tmp_path))
+    except dh.errors.AttachError:
+        return
+    model(torch.randn(32, 64)).sum().backward()
+    assert saving.report().stored > 0
+
+
+def test_a_wrapper_around_a_container_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(dh.errors.UsageError):
+        dh.SaveToDisk(nn.ModuleList([nn.Linear(64, 64)]), tmp_path)
+
+
+def test_a_trace_does_not_poison_the_arena(tmp_path: pathlib.Path) -> None:
+    """``torch.jit.trace`` makes ``numel()`` a tensor, and the file of the process keeps it."""
+    store = dh.OnDisk(tmp_path)
+    model = dh.SaveWith(nn.Linear(64, 64), store)
+    torch.jit.trace(model, torch.randn(64, 64))
+    gc.collect()
+    assert isinstance(store.account.held, int)
+    model(torch.randn(64, 64)).sum().backward()
+
+
+def test_versions_of_what_is_inside_reach_its_loading(tmp_path: pathlib.Path) -> None:
+    """``_metadata`` of a checkpoint: without it a module takes a new checkpoint for an old one: law 8."""
+
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state: dict, prefix: str, metadata: dict, *rest: object) -> None:
+            if metadata.get("version", 1) < 2:
+                state[prefix + "weight"] = -state[prefix + "weight"]
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    plain, wrapped = nn.Sequential(Versioned(3, 3)), nn.Sequential(dh.SaveToDisk(Versioned(3, 3), tmp_path))
+    wrapped.load_state_dict(plain.state_dict())
+    assert torch.equal(wrapped[0].weight, plain[0].weight)
+
+
+def test_an_outer_hook_without_a_module(tmp_path: pathlib.Path) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        dh.SaveToDisk(nn.Linear(64, 64), tmp_path)(torch.randn(32, 64)).sum().backward()
+
+
+def test_nothing_is_attached_when_a_class_cannot_be_derived_from(tmp_path: pathlib.Path) -> None:
+    class Registered(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            raise ValueError("registered already")
+
+    model = nn.Sequential(nn.Linear(4, 4), Registered(4, 4))
+    with pytest.raises(dh.errors.AttachError):
+        dh.save_activations(model, ["0", "1"], dh.OnDisk(tmp_path))
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
+    """Freed extents of other sizes are neither joined nor given back: law 10."""
+    import os
+
+    store = dh.OnDisk(tmp_path, "1 MiB")
+    for nbytes in range(4096, 1 << 20, 4096):  # one at a time
+        store.drop(store.put(torch.zeros(nbytes, dtype=torch.uint8)))
+    assert os.fstat(store._arena._fd).st_blocks * 512 <= 2 << 20
+
+
+def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
+    """Training loops switch the collector off; a frame for each call must go by itself."""
+    model = dh.SaveToDisk(nn.Linear(8, 8), tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            model(torch.ones(1, 8))
+        assert sum(isinstance(thing, Frame) for thing in gc.get_objects()) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_pack_that_raises_holds_nothing() -> None:
+    def pack(tensor: torch.Tensor) -> object:
+        raise ValueError
+
+    saved = dh.saving(dh.Functions(pack, lambda packed: packed))
+    with pytest.raises(ValueError), saved:
+        torch.ones(4, requires_grad=True).exp()
+    assert saved.report().held == 0
+
+
+def test_a_smaller_try_after_a_full_store(tmp_path: pathlib.Path) -> None:
+    """What a dead graph left pending is not tried again for ever."""
+    big, small = torch.randn(64, 64, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path, 1000))):
+        with pytest.raises(dh.errors.StoreError):
+            big.exp().sin()
+        y = small.exp().sin().sum()
+    y.backward()
