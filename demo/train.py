@@ -1,0 +1,176 @@
+"""Train a byte-level GPT on Python's own library, its saved tensors on disk; see README.md beside this file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import options as cli
+import torch
+from measure import Measure
+from progress import Bar
+from ranks import Ranks, start, stop
+from rich.console import Console
+from table import gradient_summary, show
+from torch.distributed.elastic.multiprocessing.errors import record
+from trainer import Trainer
+
+import disthooks as dh
+import disthooks.memory
+from disthooks.config import SavingPlan
+from disthooks.saved.inplace import Saving
+
+WARM_UP_STEPS = 2
+MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}
+BEGAN = time.monotonic()
+
+
+@record  # so that the launcher shows the error of the rank that failed
+def main() -> None:
+    """Set up, train, and print the table on rank 0."""
+    options = cli.parse()
+    ranks = start(options.engine)
+    console = Console(quiet=not ranks.first)
+    options.run.mkdir(parents=True, exist_ok=True)
+    announce(console, options, ranks)
+    summary = train(Trainer(options, ranks), console)  # no name for the trainer here: see stop()
+    if ranks.first:
+        (options.run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        show(summary, console)
+    stop()
+
+
+def announce(console: Console, options: argparse.Namespace, ranks: Ranks) -> None:
+    """Say what is run where, and make freed memory go back to the system when it is the CPU's."""
+    console.print(f"{ranks.world} process(es) on {ranks.device.type}, engine {options.engine}; logs in {options.run}")
+    if cli.in_memory(options.directory):
+        console.print(f"[bold]{options.directory} is memory, not a disk[/]: choose another --directory to free any")
+    if ranks.device.type == "cpu":
+        done = disthooks.memory.release_promptly()
+        console.print(
+            "release_promptly(): large freed blocks go back to the system at once, in both modes; else the C "
+            "library keeps them, and no saving shows in resident memory. It slows both modes down."
+            if done
+            else "this C library has no mallopt: peaks may not fall"
+        )
+
+
+def train(trainer: Trainer, console: Console) -> dict[str, Any]:
+    """The whole run: held-out loss, warm-up, proof, measured blocks of steps, held-out loss again."""
+    options, ranks = trainer.options, trainer.ranks
+    console.print("held-out files, warm-up, the same gradients with and without saving?", highlight=False)
+    before, took = timed(trainer.held_out)
+    log = options.run / "gradients.jsonl"
+    log.unlink(missing_ok=True)
+    with watch(trainer, log):
+        for number in range(WARM_UP_STEPS):
+            trainer.step(number)
+        same = proof(trainer)
+        measure = Measure(ranks, options.run)
+        run_blocks(trainer, measure, console, reserve=took)
+    return {
+        "engine": options.engine,
+        "world": ranks.world,
+        "device": ranks.device.type,
+        "parameters": trainer.parameters,
+        "bytes_per_step": options.batch * trainer.shape.context * ranks.world,
+        "files": [trainer.text.train_files, trainer.text.held_out_files],
+        "directory": options.directory,
+        **same,
+        **measure.summary(),
+        "held_out_first": before,
+        "held_out_last": trainer.held_out(),
+        "gradients": gradient_summary(log) if ranks.first else {},
+        "seconds": time.monotonic() - BEGAN,
+    }
+
+
+def timed(function: Any) -> tuple[float, float]:
+    """What ``function()`` returns, and how many seconds it took."""
+    began = time.monotonic()
+    return function(), time.monotonic() - began
+
+
+def watch(trainer: Trainer, log: pathlib.Path) -> dh.Attachment:
+    """Clip the gradient and log what it was, on every engine by the same call."""
+    if trainer.options.hooks:
+        return trainer.options.hooks.watch(trainer.engine, trainer.optimizer)
+    return dh.gradients(
+        trainer.engine,
+        trainer.optimizer,
+        rules=[dh.ClipNorm(trainer.options.clip)],
+        stats=[dh.stats.Norm(), dh.stats.MaxAbs(), dh.stats.NonFinite()],
+        sinks=[dh.sinks.Jsonl(log)],
+        every=1,
+    )
+
+
+def save(trainer: Trainer) -> Saving | SavingPlan:
+    """Send what autograd saves in the blocks to disk, until ``remove()``."""
+    if trainer.options.hooks:
+        return trainer.options.hooks.save(trainer.model)
+    to_disk = dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(trainer.options.directory))
+    return dh.save_activations(trainer.model, "blocks.*", to_disk)
+
+
+def proof(trainer: Trainer) -> dict[str, Any]:
+    """Compare the gradients of one batch without saving, again without, and with it, bit for bit."""
+    first, again = trainer.gradients(WARM_UP_STEPS), trainer.gradients(WARM_UP_STEPS)
+    with save(trainer):
+        saved = trainer.gradients(WARM_UP_STEPS)
+    unsteady, changed = trainer.ranks.sum([differ(first, again), differ(first, saved)])
+    if changed and not unsteady:
+        raise AssertionError(f"{changed:.0f} gradients are not the same with saved tensors on disk")
+    return {"gradients_changed": int(changed), "gradients_unsteady": int(unsteady), "gradients_compared": len(first)}
+
+
+def differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> int:
+    """How many of the tensors are not the same bits."""
+    return sum(not torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one)
+
+
+def run_blocks(trainer: Trainer, measure: Measure, console: Console, reserve: float) -> None:
+    """Take turns between the modes until the steps are done, or the time is; all ranks stop alike."""
+    options, ranks = trainer.options, trainer.ranks
+    modes = MODES[options.save]
+    rounds = options.steps // (options.block * len(modes))
+    number = WARM_UP_STEPS
+    with Bar(rounds * len(modes) * options.block, console, ranks.first) as bar:
+        for left in reversed(range(rounds)):
+            began = time.monotonic()
+            for saved in modes:
+                run_block(trainer, measure, bar, range(number, number + options.block), saved)
+                number += options.block
+            now = time.monotonic()
+            if left and ranks.max([now - BEGAN + (now - began) + reserve])[0] > options.limit:
+                console.print(f"stopping early: one more round would pass --limit {options.limit:.0f} s")
+                break
+
+
+def run_block(trainer: Trainer, measure: Measure, bar: Bar, numbers: range, saved: bool) -> None:
+    """Some steps in one mode; attaching and detaching are outside the clock, as they happen once in a run."""
+    with saving(trainer, measure, saved), measure.block(saved) as taken:
+        for number in numbers:
+            loss, seconds = trainer.step(number)
+            taken.append((number, loss, seconds))
+            bar.step("saved" if saved else "plain", loss, seconds)
+    bar.line()
+
+
+@contextlib.contextmanager
+def saving(trainer: Trainer, measure: Measure, on: bool) -> Iterator[None]:
+    """Saved tensors on disk while inside, if ``on``."""
+    attached = save(trainer) if on else None
+    yield
+    if attached is not None:
+        attached.remove()
+        measure.add_report(attached.report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Run a training script on this machine: one process for each GPU, or two on the CPU where there is none.
+#
+#   launch/local.sh SCRIPT [ARGUMENTS...]
+#
+# NPROC=4      that many processes instead
+# PYTHON=...   that Python instead of the first one on PATH
+# LOGS=folder  what each rank prints and its error.json go to files there, besides the terminal
+set -euo pipefail
+
+if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit $(($# == 0))
+fi
+[[ -f $1 ]] || { echo "launch/local.sh: no script $1" >&2; exit 2; }
+
+# The Python of the environment that is active; `python` is missing where only python3 is installed.
+python=${PYTHON:-$(command -v python || command -v python3)}
+"$python" -c 'import torch' || { echo "launch/local.sh: $python cannot import torch" >&2; exit 2; }
+
+# torch is asked, not nvidia-smi: it knows of CUDA_VISIBLE_DEVICES, and whether its build can use a GPU at all.
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+
+# Two on a machine without GPU: the fewest that are a distributed run.
+nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
+[[ $nproc =~ ^[1-9][0-9]*$ ]] || { echo "launch/local.sh: NPROC=$nproc is not a number of processes" >&2; exit 2; }
+
+# torchrun would set 1; here the cores are shared out, so that ranks on the CPU use all and do not fight.
+cores=$(getconf _NPROCESSORS_ONLN)
+threads=$((cores / nproc))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+# A restart (--max-restarts) never comes up again with the rendezvous store shared, seen with torch 2.13 and gloo.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
+# -m and not the torchrun script: it need not be on PATH. --standalone: a free port, this machine alone.
+command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc")
+# Redirect and tee both streams of every rank; after a crash read every rank, the first to fall may be a victim.
+[[ -z ${LOGS:-} ]] || command+=(--log-dir "$LOGS" --redirects 3 --tee 3)
+
+# "--": else the launcher takes a script's option for an abbreviation of its own (--run, of --run-path) and stops.
+command+=(--)
+
+echo "launch/local.sh: $gpus GPU(s), $cores core(s): OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]} $*"
+exec "${command[@]}" "$@"

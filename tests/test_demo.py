@@ -1,0 +1,186 @@
+"""``make demo`` as a user runs it, made small: its table, its logs, and the promise that saving changes nothing."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+ENGINES = ("ddp", "fsdp2")
+
+
+class Run(NamedTuple):
+    """What one run printed and left."""
+
+    output: str
+    folder: pathlib.Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``launch/local.sh`` with this Python, two processes on the CPU."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC": "2", "CUDA_VISIBLE_DEVICES": ""}
+    command = [str(ROOT / "launch" / "local.sh"), *arguments]
+    return subprocess.run(
+        command, env=os.environ | fixed | environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Any]:
+    """``demo(engine, save)``: a tiny run, made once for all tests that look at it."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def run(engine: str, save: str) -> Run:
+            place = pathlib.Path(folder, f"{engine}-{save}")
+            done = launch("demo/train.py", "--tiny", "--engine", engine, "--save", save, "--run", str(place))
+            assert done.returncode == 0, done.stdout + done.stderr
+            return Run(done.stdout, place)
+
+        yield run
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ENGINES)
+def test_losses_are_the_same_bits_with_and_without_saving(demo: Any, engine: str) -> None:
+    without, saved = demo(engine, "never").rows("steps.jsonl"), demo(engine, "always").rows("steps.jsonl")
+    assert len(without) == 8
+    assert [step["loss"] for step in without] == [step["loss"] for step in saved]
+    assert not any(step["saved"] for step in without)
+    assert all(step["saved"] for step in saved)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ENGINES)
+def test_saved_tensors_leave_memory_and_the_loss_falls(demo: Any, engine: str) -> None:
+    summary = demo(engine, "always").summary
+    assert summary["with"]["moved_bytes"] > 2**20
+    assert summary["with"]["shared_bytes"] > 0  # q, k and v
+    assert summary["with"]["kept_bytes"] > 0  # parameters
+    assert summary["gradients_changed"] == 0
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["held_out_last"] < summary["held_out_first"]
+
+
+@pytest.mark.dist
+def test_the_tables_say_what_was_asked_for(demo: Any) -> None:
+    run = demo("ddp", "alternate")
+    for words in ("bits per byte", "moved to", "shared", "kept", "with disthooks", "step time", "clip ratio"):
+        assert words in run.output
+    assert "the same bits (29 parameters)" in run.output
+    assert run.output.count("\nstep ") == 2, "one line for a block of steps, no bar, where there is no terminal"
+    assert [step["saved"] for step in run.rows("steps.jsonl")] == [False] * 4 + [True] * 4
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_clipped_and_logged(demo: Any, engine: str) -> None:
+    rows = demo(engine, "always").rows("gradients.jsonl")
+    assert len(rows) == 10, "two steps of warm-up and eight"
+    assert all(row["grad_norm_clipped"] <= min(row["grad_norm"], 1.0) * (1 + 1e-5) for row in rows)
+    assert all(row["nonfinite"] == 0 and row["grad_max_abs"] > 0 for row in rows)
+
+
+@pytest.mark.dist
+def test_plain_is_one_process_under_any_launcher(tmp_path: pathlib.Path) -> None:
+    done = launch("demo/train.py", "--tiny", "--engine", "plain", "--run", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["world"] == 1
+
+
+@pytest.mark.dist
+def test_a_failing_rank_is_named(tmp_path: pathlib.Path) -> None:
+    done = launch("demo/train.py", "--tiny", "--run", str(tmp_path / "file" / "x"), NPROC="1")
+    assert done.returncode == 0
+    (tmp_path / "taken").write_text("")
+    done = launch("demo/train.py", "--tiny", "--run", str(tmp_path / "taken"), NPROC="1")
+    assert done.returncode == 1
+    assert "FileExistsError" in done.stderr
+    assert "rank      : 0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch", "0"], "'0' is not a whole number above zero"),
+        (["--clip", "nan"], "'nan' is not a number above zero"),
+        (["--directory", "/nowhere"], "'/nowhere' is not a directory that can be written to"),
+        (["--steps", "4"], "at least two blocks"),
+    ],
+)
+def test_wrong_options_end_at_once_and_say_what_is_right(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "demo"))
+    import options
+
+    with pytest.raises(SystemExit):
+        options.parse(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_whole_files_are_held_out(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "demo"))
+    import text
+
+    for number in range(40):
+        (tmp_path / f"module{number}.py").write_text(f"# file {number}\n")
+    (tmp_path / "copy.py").write_text("# file 7\n")
+    found = text.load(str(tmp_path))
+    pages = [bytes(part.tolist()).split(b"\0") for part in (found.train, found.held_out)]
+    assert not set(pages[0]) & set(pages[1]), "equal files are on one side"
+    assert len(pages[0]) + len(pages[1]) == 41 == found.train_files + found.held_out_files
+
+
+@pytest.mark.parametrize("arguments", [[], ["no/such/script.py"]])
+def test_the_launcher_says_how_it_is_used(arguments: list[str]) -> None:
+    done = launch(*arguments)
+    assert done.returncode != 0
+    assert "launch/local.sh" in done.stdout + done.stderr
+
+
+def test_the_table_names_the_rank_and_the_parameter_of_a_gradient_that_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "demo"))
+    import table
+
+    places = [{"param": "head.weight", "count": 3, "rank": 1}, {"param": "norm.bias", "count": 1, "rank": None}]
+    rows = [
+        {"step": 0, "grad_norm": 2.0, "clip_ratio": 0.5, "nonfinite": 0, "nonfinite_at": []},
+        {"step": 1, "grad_norm": "nan", "clip_ratio": "nan", "nonfinite": 4, "nonfinite_at": places},
+    ]
+    log = tmp_path / "gradients.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = dict(table._gradients(table.gradient_summary(log)))
+    assert shown["non-finite gradients"] == "head.weight on rank 1, step 1; norm.bias on no rank alone, step 1"
+    assert dict(table._gradients({})) == {"gradients": "logged elsewhere, as --hooks says"}
+
+
+@pytest.mark.dist
+def test_the_same_from_a_file(tmp_path: pathlib.Path) -> None:
+    log, hooks = tmp_path / "gradients.jsonl", tmp_path / "hooks.yaml"
+    text = (ROOT / "demo" / "hooks.yaml").read_text()
+    hooks.write_text(text.replace("/tmp", str(tmp_path)).replace("runs/demo/gradients.jsonl", str(log)))
+    done = launch("demo/train.py", "--tiny", "--hooks", str(hooks), "--run", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["with"]["moved_bytes"] > 2**20
+    assert summary["gradients"]["logged"] == 10
