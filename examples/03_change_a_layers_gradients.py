@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import disthooks as dh
+
 
 class Net(nn.Module):
     """8x8 images to five numbers; with ``clamp`` on, the convolution is given no negative gradient."""
@@ -59,3 +61,9 @@ assert net.smallest[0] >= 0
 assert torch.equal(clamped["fc.weight"], plain["fc.weight"])  # it lies before the hook on the way back
 assert not torch.equal(clamped["conv.weight"], plain["conv.weight"])
 net.clamp = False
+
+# With disthooks, for the bias: by name, an error if no parameter has it, gone with the block, the same under DDP.
+with dh.on_gradient(net, "fc.bias", torch.zeros_like, at="local") as zeroed:
+    assert not step()["fc.bias"].any()
+assert zeroed.report() == {"fc.bias": 1}
+assert torch.equal(step()["fc.bias"], plain["fc.bias"])

@@ -6,6 +6,8 @@ import torch
 from _resnet import ResNet18
 from torch import nn
 
+import disthooks as dh
+
 LOW, HIGH = -0.1, 0.1
 
 
@@ -35,6 +37,29 @@ nn.functional.cross_entropy(resnet(images), labels).backward()
 assert largest(resnet) == torch.tensor(HIGH)
 print("by hand:", largest(mlp), largest(resnet))
 
-# A hook on a parameter is called for every backward, so of two micro-batches each is clipped, and not the sum.
+# A hook on a parameter is called in every backward: of two micro-batches each is clipped, and not the sum.
 clip(mlp)(x).sum().backward()
 assert largest(mlp) > HIGH
+
+# With disthooks: a rule sees the gradient that the optimizer will use, accumulated, and averaged over ranks.
+resnet = ResNet18(classes=10)
+optimizer = torch.optim.SGD(resnet.parameters(), lr=1.0)
+records: list[dict[str, object]] = []
+rules, stats = [dh.ClipValue(LOW, HIGH)], [dh.stats.MaxAbs(), dh.stats.Norm()]
+before = resnet.fc.bias.detach().clone()
+with dh.gradients(resnet, optimizer, rules=rules, stats=stats, sinks=[records.append], every=1):
+    for _ in range(2):
+        nn.functional.cross_entropy(resnet(images), labels).backward()
+    accumulated = resnet.fc.bias.grad.clone()
+    assert largest(resnet) > HIGH
+    optimizer.step()
+assert largest(resnet) == torch.tensor(HIGH)
+assert torch.equal(resnet.fc.bias, before - accumulated.clamp(LOW, HIGH))
+print("by rule:", largest(resnet), records[0])
+
+# Only some parameters: the same patterns as everywhere.
+optimizer.zero_grad()
+with dh.gradients(resnet, optimizer, rules=[dh.only("fc.*", dh.ClipValue(LOW, HIGH))]):
+    nn.functional.cross_entropy(resnet(images), labels).backward()
+    optimizer.step()
+assert largest(resnet.fc) <= torch.tensor(HIGH) < largest(resnet)

@@ -1,0 +1,60 @@
+"""Law 13: rules and statistics never make the host wait, in a step that is logged or not; and truth on the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from trained import close, grads_of, loss_of, make
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RULES = [dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)]
+STATS = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.NonFinite()]
+
+
+def test_no_host_sync() -> None:
+    model = make("plain").cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
+    inputs = torch.randn(8, 6, device="cuda")
+    with dh.gradients(model, optimizer, rules=RULES, stats=STATS, every=2) as watch:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(5):
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert watch.latest["step"] == 2
+    assert watch.latest["step"] == 4
+    assert watch.latest["nonfinite"] == 0
+    assert math.isfinite(watch.latest["grad_norm"])
+
+
+def test_the_device_gives_what_the_cpu_gives() -> None:
+    truth = make("plain")
+    loss_of(truth, 0, "plain").backward()
+    model = make("plain").cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for mine, theirs in zip(model.parameters(), truth.parameters(), strict=True):
+        mine.grad = theirs.grad.cuda()
+    torch.nn.utils.clip_grad_norm_(truth.parameters(), 1.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+        optimizer.step()
+    assert close({name: grad.cpu() for name, grad in grads_of(model).items()}, grads_of(truth))
+
+
+def test_long_sums_keep_their_digits() -> None:
+    weight = torch.nn.Parameter(torch.zeros(20_000_003, device="cuda"))
+    weight.grad = torch.randn_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    with dh.gradients(torch.nn.ParameterList([weight]), optimizer, stats=[stats.Norm()]) as watch:
+        optimizer.step()
+    assert close(watch.latest["grad_norm"], float(weight.grad.double().norm()))

@@ -1,0 +1,41 @@
+"""Every example runs alone and proves what it shows; two as real processes, the others in this one to save imports."""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+FOLDER = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("[0-9]*.py"))
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 13
+    assert [path.name[:2] for path in EXAMPLES] == [f"{i:02}" for i in range(1, len(EXAMPLES) + 1)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_is_short_and_asserts(path: pathlib.Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) < 80
+    assert any(line.lstrip().startswith("assert ") for line in lines)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    with torch.random.fork_rng():
+        runpy.run_path(str(path), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", EXAMPLES[5::6], ids=lambda path: path.stem)
+def test_it_runs_as_a_process_from_anywhere(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert done.stderr == ""
