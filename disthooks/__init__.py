@@ -5,12 +5,13 @@ from __future__ import annotations
 from disthooks import errors, memory
 from disthooks._handles import Attachment
 from disthooks._version import __version__
+from disthooks.config import Plan, from_config
 from disthooks.grads import sinks, stats
-from disthooks.grads.attach import gradients
+from disthooks.grads.attach import Gradients, gradients
 from disthooks.grads.rules import ClipNorm, ClipValue, only
 from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast
-from disthooks.saved.inplace import save_activations
+from disthooks.saved.inplace import Saving, save_activations
 from disthooks.saved.ledger import SavedReport
 from disthooks.saved.pipeline import AtLeast, pipeline
 from disthooks.saved.saving import saving
@@ -28,15 +29,19 @@ __all__ = [
     "ClipNorm",
     "ClipValue",
     "Functions",
+    "Gradients",
     "OnCpu",
     "OnDisk",
+    "Plan",
     "SaveToCpu",
     "SaveToDisk",
     "SaveWith",
     "SavedReport",
+    "Saving",
     "__version__",
     "errors",
     "features",
+    "from_config",
     "gradients",
     "memory",
     "on_gradient",

@@ -1,4 +1,4 @@
-"""Found by review: each of these failed when it was written. To be moved to the law it belongs to."""
+"""Found by hostile review: each of these was wrong once. The laws they belong to are named in each."""
 
 from __future__ import annotations
 

@@ -1,0 +1,126 @@
+"""What an engine has to know, and what is the same for all of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from disthooks._match import canonical
+from disthooks.engines.shard import Layout, Shard
+from disthooks.errors import AttachError
+
+LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
+
+
+class Removable(Protocol):
+    """A handle of a torch hook."""
+
+    def remove(self) -> None:
+        """Take the hook off."""
+
+
+def is_a(module: nn.Module, *names: str) -> bool:
+    """Whether ``module`` is of a class with one of ``names``; so no engine has to be imported to be known.
+
+    >>> is_a(nn.Linear(1, 1), "Linear"), is_a(nn.Linear(1, 1), "FSDPModule")
+    (True, False)
+    """
+    return any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+class Engine:
+    """A plain module in one process; the engines for several ranks override what is different there.
+
+    Attributes:
+        model: the user's own model, inside the engine's wrapper if it has one.
+        ranks: the global ranks whose gradients belong together, in order.
+        position: this rank's place among them.
+        shards: every parameter of the model, in the same order on every rank.
+    """
+
+    label: ClassVar[str] = "a plain module"
+
+    def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
+        self.model, self.ranks, self.position = model, tuple(ranks), position
+        self.shards = tuple(self._shards())
+        self._places = tuple(self._registered())
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """Whether ``model`` is this engine's to handle."""
+        return True
+
+    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
+        """Whether this rank owns its part of a parameter, and how that is laid out over the ranks."""
+        return True, "whole"
+
+    def check(self) -> None:
+        """Compare identities: the model must still have the parameters that were attached to.
+
+        Raises:
+            AttachError: when something replaced them since.
+        """
+        for parameters, key, parameter, name in self._places:
+            if parameters.get(key) is not parameter:
+                raise AttachError(
+                    f"{name!r} is no longer the parameter that was attached to: fully_shard, another engine or "
+                    f"to() replaced it, and hooks on the old one never fire ({self.label}); attach after the "
+                    "engine has taken the model, and make the optimizer after it too"
+                )
+
+    def before_step(self, optimizer: Any, run: Callable[..., None]) -> Removable:
+        """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update."""
+        handle: Removable = stepping(optimizer).register_step_pre_hook(run)
+        return handle
+
+    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+        """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
+
+        It is called once in every backward that reaches the parameter; what it returns, unless None, takes the
+        gradient's place. ``wanted`` are indices into ``shards``; those that need no gradient are left out.
+        """
+        return [
+            self.shards[i].parameter.register_hook(functools.partial(hook, i))  # type: ignore[no-untyped-call]
+            for i in wanted
+            if self.shards[i].parameter.requires_grad
+        ]
+
+    def fixed(self, parameter: nn.Parameter) -> bool:
+        """Whether the model holds ``parameter`` itself at all times, so that :meth:`check` may look for it."""
+        return True
+
+    def _shards(self) -> list[Shard]:
+        found = []
+        for i, (name, parameter) in enumerate(self.model.named_parameters()):
+            owned, layout = self.place(i, canonical(name), parameter)
+            found.append(Shard(canonical(name), parameter, owned, layout))
+        return found
+
+    def _registered(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
+        places = []
+        for path, module in self.model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and self.fixed(parameter):
+                    places.append((module._parameters, key, parameter, canonical(f"{path}.{key}".lstrip("."))))
+        return places
+
+
+def stepping(optimizer: Any) -> Any:
+    """The optimizer whose ``step`` makes the update: ``optimizer``, or the one inside a wrapper around it.
+
+    Raises:
+        AttachError: when there is none that torch's hooks could be put on.
+    """
+    while not hasattr(optimizer, "register_step_pre_hook"):  # accelerate's AcceleratedOptimizer has none
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise AttachError(
+                f"{type(optimizer).__name__} has no register_step_pre_hook and no .optimizer that has one: pass the "
+                "torch.optim.Optimizer whose step() makes the update"
+            )
+        optimizer = inner
+    return optimizer

@@ -1,0 +1,44 @@
+"""``DistributedDataParallel``: every rank ends backward with the same whole gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from disthooks._match import inside
+from disthooks.engines.base import Engine, is_a
+from disthooks.engines.shard import Layout
+from disthooks.errors import AttachError
+
+
+class Ddp(Engine):
+    """The ranks take turns at owning parameters, so each measures its part and none measures all."""
+
+    label = "DDP"
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapper: Any = model
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        self._ignored = frozenset(wrapper.parameters_to_ignore)
+        super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """A ``DistributedDataParallel``."""
+        return is_a(model, "DistributedDataParallel")
+
+    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
+        """Whole on every rank; the ranks own them in turn."""
+        if name in self._ignored:
+            raise AttachError(
+                f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
+                "one to measure; let DDP have it"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise AttachError(
+                f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
+                "fully_shard with a two-dimensional mesh in place of DDP"
+            )
+        return index % len(self.ranks) == self.position, "replica"

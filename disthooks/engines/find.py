@@ -1,0 +1,48 @@
+"""Which engine has taken a model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from disthooks.engines.base import Engine, is_a
+from disthooks.engines.data_parallel import DataParallel
+from disthooks.engines.plain import Plain
+from disthooks.engines.refused import refuse, refuse_nested
+from disthooks.errors import AttachError, UsageError
+
+
+def find(model: nn.Module) -> Engine:
+    """The engine of ``model``; nothing is changed.
+
+    Raises:
+        UsageError: when ``model`` is no module.
+        AttachError: for an engine on which hooks would not fire; the message says what works.
+
+    >>> find(nn.DataParallel(nn.Linear(2, 2))).label
+    'DataParallel'
+    >>> [shard.name for shard in find(nn.Linear(2, 2)).shards]
+    ['weight', 'bias']
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    while is_a(model, "OptimizedModule"):  # what torch.compile returns
+        model = cast(nn.Module, model._orig_mod)
+    refuse(model)
+    found = next(kind for kind in _kinds() if kind.recognises(model))(model)
+    refuse_nested(found.model)
+    if not found.shards:
+        raise AttachError(f"{type(model).__name__} has no parameters")
+    return found
+
+
+def _kinds() -> list[type[Engine]]:
+    kinds: list[type[Engine]] = [DataParallel]
+    if torch.distributed.is_available():
+        from disthooks.engines.ddp import Ddp
+        from disthooks.engines.fsdp2 import Fsdp2
+
+        kinds += [Ddp, Fsdp2]
+    return [*kinds, Plain]

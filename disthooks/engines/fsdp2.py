@@ -1,0 +1,145 @@
+"""``fully_shard`` (FSDP2): parameters and final gradients are DTensors, of which each rank has a part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from disthooks.engines.base import Engine, LocalHook, Removable, is_a
+from disthooks.engines.shard import Layout
+from disthooks.errors import AttachError
+
+
+class Fsdp2(Engine):
+    """A model with DTensor parameters; those that are none belong to the first rank."""
+
+    label = "FSDP2"
+
+    def __init__(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if is_a(module, "FSDPModule"):
+                module.reshard()  # type: ignore[operator]  # after a forward without backward the root is whole
+        ranks = _ranks(model)
+        rank = dist.get_rank()
+        if rank not in ranks:
+            raise AttachError(f"rank {rank} is not in the device mesh of this model, which has ranks {list(ranks)}")
+        super().__init__(model, ranks, ranks.index(rank))
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """A model with an FSDP2 module or a DTensor parameter in it."""
+        return any(is_a(module, "FSDPModule") for module in model.modules()) or any(
+            hasattr(parameter, "device_mesh") for parameter in model.parameters()
+        )
+
+    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
+        """Along mesh dimensions that hold replicas, the first of them owns."""
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            return self.position == 0, "replica"
+        kinds = [placement.is_replicate() for placement in parameter.placements]  # type: ignore[attr-defined]
+        at = mesh.get_coordinate()
+        owned = all(place == 0 for place, replicated in zip(at, kinds, strict=True) if replicated)
+        return owned, "replica" if all(kinds) else "sharded"
+
+    def fixed(self, parameter: nn.Parameter) -> bool:
+        """A sharded parameter gives its place to the whole one while its module runs."""
+        return not hasattr(parameter, "device_mesh")
+
+    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+        """Hooks on the sharded parameters never fire: they go on the whole ones, once FSDP has gathered them.
+
+        The hook sees the whole, plain, unreduced gradient, in the dtype that forward used.
+        """
+        index = {id(self.shards[i].parameter): i for i in wanted}
+        local = _Gathered(hook)
+        covered: set[int] = set()
+        for unit, places in _units(self.model, index).items():
+            covered |= {i for _, _, i in places}
+            # FSDP put its own forward pre-hook first in line, so by now the parameters are whole.
+            local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
+        for shard in (self.shards[i] for i in covered if self.shards[i].parameter.requires_grad):
+            missed = functools.partial(local.must_have_fired, index[id(shard.parameter)], shard.name)
+            local.handles.append(shard.parameter.register_post_accumulate_grad_hook(missed))  # type: ignore[no-untyped-call]
+        return [local, *super().on_local([i for i in wanted if i not in covered], hook)]
+
+
+class _Gathered:
+    """Hooks on gathered parameters, one for each tensor: FSDP gathers into the same tensor again and again."""
+
+    def __init__(self, hook: LocalHook) -> None:
+        self.hook = hook
+        self.handles: list[Any] = []
+        self.seen = WeakIdKeyDictionary()
+        self.fired: set[int] = set()
+
+    def fire(self, i: int, grad: torch.Tensor) -> torch.Tensor | None:
+        self.fired.add(i)
+        return self.hook(i, grad)
+
+    def must_have_fired(self, i: int, name: str, parameter: torch.Tensor) -> None:
+        """Once FSDP has reduced a gradient: raise if its hook was never put on."""
+        if i not in self.fired:
+            raise AttachError(
+                f"the gradient of {name!r} was reduced before any hook saw it (FSDP2): its module did not run by "
+                "forward() since attaching; attach before the forward pass, and call the FSDP module itself, not "
+                "another method of it"
+            )
+        self.fired.discard(i)
+
+    def look(self, places: list[tuple[dict[str, Any], str, int]], module: nn.Module, args: Any) -> None:
+        for parameters, key, i in places:
+            tensor: torch.Tensor = parameters[key]
+            if tensor.requires_grad and tensor not in self.seen:
+                self.seen[tensor] = True
+                handle = tensor.register_hook(functools.partial(self.fire, i))  # type: ignore[no-untyped-call]
+                self.handles.append(handle)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _units(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[tuple[dict[str, Any], str, int]]]:
+    """For each FSDP module, where the parameters that it gathers are registered.
+
+    The FSDP module runs in any case; the module that owns a parameter may not (MultiheadAttention reads
+    ``out_proj.weight`` and never calls ``out_proj``).
+    """
+    units: dict[nn.Module, list[tuple[dict[str, Any], str, int]]] = {}
+    for unit, module in _under(model, None):
+        for key, parameter in module._parameters.items():
+            if unit is not None and parameter is not None and id(parameter) in index:
+                units.setdefault(unit, []).append((module._parameters, key, index[id(parameter)]))
+    return units
+
+
+def _under(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
+    """Every module below, with the FSDP module that gathers its parameters."""
+    unit = module if is_a(module, "FSDPModule") else unit
+    yield unit, module
+    for child in module.children():
+        yield from _under(child, unit)
+
+
+def _ranks(model: nn.Module) -> tuple[int, ...]:
+    meshes: dict[tuple[int, ...], str] = {}
+    for name, parameter in model.named_parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            meshes.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), name)
+    if not meshes:
+        raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
+    if len(meshes) > 1:
+        shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in meshes.items())
+        raise AttachError(
+            f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
+            "told; put them all on one device mesh, replicated along the dimensions that do not shard them"
+        )
+    return next(iter(meshes))

@@ -1,0 +1,1 @@
+"""Rules for gradients and statistics of them, right over all ranks."""

@@ -1,0 +1,120 @@
+"""Law 12: a round is at most one SUM and one MAX, however much is measured; none of it inside a hook of backward."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import nn
+from trained import ENGINES, all_reduces, loss_of, make
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = pytest.mark.dist
+EVERYTHING = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite()]
+
+
+def _count(rank: int, engine: str, rules: list, watched: list, every: int = 2) -> tuple[list, list, object]:
+    """What was all-reduced in backward, in each of three steps, and what the report had promised."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = dh.gradients(model, optimizer, rules=rules, stats=watched, every=every)
+    in_backward: list[tuple[str, int]] = []
+    in_steps: list[list[tuple[str, int]]] = []
+    for step in range(3):
+        with mock.patch.object(dist, "all_reduce", all_reduces(in_backward)):
+            loss_of(model, step, engine, rank).backward()
+        in_steps.append([])
+        with mock.patch.object(dist, "all_reduce", all_reduces(in_steps[-1])):
+            optimizer.step()
+    watch.remove()
+    return in_backward, [[op for op, _ in step] for step in in_steps], watch.report()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_sum_and_one_max(ranks: Ranks, engine: str) -> None:
+    for backward, steps, report in ranks(_count, engine, [dh.ClipNorm(1.0), dh.ClipValue(0.1)], EVERYTHING):
+        assert backward == []
+        assert steps == [["SUM", "MAX"], ["SUM"], ["SUM", "MAX"]]
+        assert report.rounds == 1
+        assert report.collectives == (1, 2)
+
+
+def test_a_measuring_rule_after_a_rewriting_one_costs_a_round(ranks: Ranks) -> None:
+    rules = [dh.ClipValue(0.1), dh.ClipNorm(1.0), dh.ClipNorm(0.5, math.inf)]
+    for _, steps, report in ranks(_count, "ddp", rules, [stats.MaxAbs()]):
+        assert steps == [["MAX", "SUM", "MAX"], ["SUM", "MAX"], ["MAX", "SUM", "MAX"]]
+        assert report.rounds == 3
+        assert report.collectives == (2, 3)
+
+
+def test_rules_for_different_parameters_share_a_round(ranks: Ranks) -> None:
+    rules = [dh.only("embed.*", dh.ClipNorm(1.0)), dh.only("mid.*", dh.ClipNorm(1.0)), dh.ClipValue(0.1)]
+    for _, steps, report in ranks(_count, "ddp", rules, []):
+        assert steps == [["SUM"]] * 3
+        assert report.rounds == 1
+
+
+def test_a_rule_that_measures_nothing_costs_nothing(ranks: Ranks) -> None:
+    for _, steps, report in ranks(_count, "fsdp2", [dh.ClipValue(0.1)], [stats.Norm()]):
+        assert steps == [["SUM"], [], ["SUM"]]
+        assert report.collectives == (0, 1)
+
+
+def _many(rank: int, layers: int) -> tuple[int, int, int]:
+    """Number of collectives and of float64 numbers in one step, and of parameters."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    calls: list[tuple[str, int]] = []
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm(), stats.MaxAbs()]):
+        model(torch.ones(2, 3)).sum().backward()
+        with mock.patch.object(dist, "all_reduce", all_reduces(calls)):
+            optimizer.step()
+    return len(calls), sum(numel for _, numel in calls), 2 * layers
+
+
+def test_as_many_collectives_for_many_parameters(ranks: Ranks) -> None:
+    (few, small, n), (many, large, m) = ranks(_many, 2)[0], ranks(_many, 40)[0]
+    assert few == many == 2
+    assert (small, large) == (3 * n, 3 * m)  # one for the norm, shared by rule and statistic, and two for the maximum
+
+
+def _alone(rank: int) -> list[tuple[str, int]]:
+    model, calls = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watching = dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=EVERYTHING, every=1)
+    with mock.patch.object(dist, "all_reduce", all_reduces(calls)), watching:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return calls
+
+
+def test_a_plain_module_beside_other_ranks_reduces_nothing(ranks: Ranks) -> None:
+    assert ranks(_alone) == [[], []]
+
+
+def _own_group(rank: int) -> tuple[bool, bool]:
+    model = make("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    groups: list[object] = []
+    true = dist.all_reduce
+
+    def watched(*args: object, group: object = None, **kwargs: object) -> object:
+        groups.append(group)
+        return true(*args, group=group, **kwargs)
+
+    for _ in range(2):
+        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+            loss_of(model, 0, "ddp", rank).backward()
+            with mock.patch.object(dist, "all_reduce", watched):
+                optimizer.step()
+    return groups[0] not in (None, dist.group.WORLD, model.process_group), groups[0] is groups[1]
+
+
+def test_a_group_of_its_own_made_once(ranks: Ranks) -> None:
+    assert ranks(_own_group) == [(True, True)] * 2

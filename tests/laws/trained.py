@@ -1,0 +1,132 @@
+"""One small model trained on the same global batch by every engine, so that results can be compared."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import disthooks as dh
+
+BATCH = 8
+ENGINES = ["ddp", "fsdp2", "hsdp"]
+BOTH = [0, 1]
+
+
+class Net(nn.Module):
+    """Sizes that do not divide by two, a parameter of one row (an empty shard on rank 1), a scalar's worth of scale,
+    and a projection that is used without its module being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 7)
+        self.mid = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.GELU())
+        self.scale = nn.Parameter(torch.full((1, 5), 1.5))
+        self.head = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mid(self.embed(x)) * self.scale
+        return nn.functional.linear(x, self.head.weight)
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
+
+
+def make(engine: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    if engine == "plain":
+        return model
+    if engine == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if engine == "dp":
+        return nn.DataParallel(model)
+    return sharded(model, engine)
+
+
+def sharded(model: Net, engine: str = "fsdp2", **options: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shapes = {"fsdp2": (2,), "hsdp": (2, 1), "hsdp12": (1, 2)}
+    shape = shapes[engine]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model.mid, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def loss_of(model: nn.Module, step: int, engine: str, rank: int = 0, scale: float = 100.0) -> torch.Tensor:
+    """Mean over this rank's half of the batch; both halves' mean is that of the whole."""
+    x = data(step).to(next(model.parameters()).dtype)
+    if engine not in ("plain", "dp"):
+        x = x.chunk(2)[rank]
+    return model(x).square().mean() * scale
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; a collective when it is a DTensor."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.module.named_parameters() if hasattr(model, "module") else model.named_parameters()
+    return {name: whole(p.grad) for name, p in named if p.grad is not None}
+
+
+def train(
+    rank: int,
+    engine: str,
+    rules: Sequence[object] = (),
+    stats: Sequence[object] = (),
+    steps: int = 2,
+    spoil: Callable[[nn.Module, int, int], None] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """Train a little; the record of each step, and the gradients that the last one used."""
+    model = make(engine, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    records = []
+    with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, step, engine, rank).backward()
+            if spoil is not None:
+                spoil(model, step, rank)
+            optimizer.step()
+            watch.flush()
+            records.append(dict(watch.latest))
+    return records, grads_of(model)
+
+
+def close(found: object, truth: object, tolerance: float = 1e-6) -> bool:
+    """Equal, with numbers to within a relative tolerance, in whatever they are nested."""
+    if isinstance(truth, dict):
+        return found.keys() == truth.keys() and all(close(found[k], truth[k], tolerance) for k in truth)
+    if isinstance(truth, (list, tuple)):
+        return len(found) == len(truth) and all(map(lambda a, b: close(a, b, tolerance), found, truth))
+    if isinstance(truth, torch.Tensor):
+        return torch.allclose(found, truth, rtol=tolerance, atol=tolerance * float(truth.abs().max()), equal_nan=True)
+    if isinstance(truth, float):
+        return math.isclose(found, truth, rel_tol=tolerance) or (math.isnan(found) and math.isnan(truth))
+    return found == truth
+
+
+def all_reduces(count: list[tuple[str, int]]) -> Callable[..., Any]:
+    """A stand-in for ``dist.all_reduce`` that writes down what was reduced, but for what the engine reduces."""
+    true = dist.all_reduce
+
+    def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if not any(
+            frame.filename.endswith(("_fsdp_collectives.py", "_fsdp_param_group.py")) for frame in inspect.stack()
+        ):
+            count.append((str(op).split(".")[-1], tensor.numel()))
+        return true(tensor, op, *args, **kwargs)
+
+    return counted

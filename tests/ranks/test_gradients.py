@@ -1,0 +1,287 @@
+"""Law 14 on engines: what is seen when, and ranks that differ from one another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from trained import ENGINES, close, grads_of, loss_of, make, sharded, train
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = pytest.mark.dist
+
+
+@contextlib.contextmanager
+def unsynced(model: nn.Module) -> Iterator[None]:
+    if hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+
+# --- "local"
+
+
+def _local(rank: int, engine: str, keep: bool) -> tuple[list[torch.Tensor], dict[str, int], list[str]]:
+    """Two steps of two micro-batches; what a local hook saw of a parameter whose module is never called."""
+    model = make(engine) if not keep else sharded(make("plain"), engine, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[torch.Tensor] = []
+
+    def see(grad: torch.Tensor) -> None:
+        seen.append(grad.clone())
+
+    with dh.on_gradient(model, "head.weight", see, at="local") as hook:
+        for step in range(2):
+            optimizer.zero_grad()
+            with unsynced(model):
+                loss_of(model, 2 * step, engine, rank).backward()
+            loss_of(model, 2 * step + 1, engine, rank).backward()
+            optimizer.step()
+    loss_of(model, 0, engine, rank).backward()
+    return seen, hook.report(), [type(grad).__name__ for grad in seen]
+
+
+@pytest.mark.parametrize(("engine", "keep"), [("ddp", False), ("fsdp2", False), ("fsdp2", True), ("hsdp", False)])
+def test_local_is_this_ranks_own_gradient_once_a_micro_batch(ranks: Ranks, engine: str, keep: bool) -> None:
+    for rank, (seen, report, kinds) in enumerate(ranks(_local, engine, keep)):
+        assert report == {"head.weight": 4}
+        assert set(kinds) <= {"Tensor"}
+        for batch, grad in enumerate(seen):
+            model = make("plain")
+            loss_of(model, batch, engine, rank).backward()
+            assert close(grad, model.head.weight.grad, 1e-5)
+
+
+def _edits(rank: int, engine: str, at: str) -> torch.Tensor:
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.on_gradient(model, "head.weight", lambda grad: grad * (3.0 if rank == 0 or at == "final" else 1.0), at):
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    return grads_of(model)["head.weight"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("at", ["local", "final"])
+def test_an_edit_reaches_the_update(ranks: Ranks, engine: str, at: str) -> None:
+    halves = []
+    for rank in range(2):
+        model = make("plain")
+        loss_of(model, 0, engine, rank).backward()
+        halves.append(model.head.weight.grad)
+    truth = 1.5 * (halves[0] + halves[1]) if at == "final" else (3 * halves[0] + halves[1]) / 2
+    assert all(close(found, truth, 1e-5) for found in ranks(_edits, engine, at))
+
+
+# --- "final"
+
+
+def _final(rank: int, engine: str) -> tuple[bool, int]:
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.0)
+    with dh.on_gradient(model, "*bias", lambda grad: grad / grad.norm()) as hook:
+        loss_of(model, 0, engine, rank).backward()
+        other.step()
+        before = sum(hook.report().values())
+        optimizer.step()
+    found = grads_of(model)
+    return all(close(float(g.norm()), 1.0) for n, g in found.items() if n.endswith("bias")), before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_torchs_own_functions_mean_the_whole_gradient_in_final(ranks: Ranks, engine: str) -> None:
+    assert ranks(_final, engine) == [(True, 0)] * 2
+
+
+def _accumulated(rank: int, engine: str) -> list[dict[str, Any]]:
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], every=1) as watch:
+        with unsynced(model):
+            loss_of(model, 0, engine, rank).backward()
+        loss_of(model, 1, engine, rank).backward()
+        optimizer.step()
+    return [watch.latest]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_accumulated_gradients_are_final_once(ranks: Ranks, engine: str) -> None:
+    model = make("plain")
+    (loss_of(model, 0, "plain") + loss_of(model, 1, "plain")).backward()
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
+    for (record,) in ranks(_accumulated, engine):
+        assert close(record, {"step": 0, "grad_norm": norm})
+
+
+# --- ranks that differ
+
+
+class Branch(nn.Module):
+    """Rank 1 never uses ``left``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.right(x) + (self.left(x) if both else 0)
+
+
+def _unused(rank: int) -> list[Any]:
+    model = nn.parallel.DistributedDataParallel(Branch(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.1)], stats=[stats.Norm(), stats.NonFinite()]) as watch:
+        model(torch.ones(2, 3) + rank, rank == 0).sum().backward()
+        optimizer.step()
+    return [watch.latest, grads_of(model)]
+
+
+def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
+    model = Branch()
+    ((model(torch.ones(2, 3), True).sum() + model(torch.ones(2, 3) + 1, False).sum()) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for record, grads in ranks(_unused):
+        assert close(record["grad_norm"], float(norm))
+        assert close(grads, grads_of(model))
+
+
+def _none(rank: int, engine: str, who: int) -> dict[str, Any]:
+    """One rank steps without having any gradient."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    every = [stats.Norm(), stats.MaxAbs(), stats.NonFinite()]
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=every, every=1) as watch:
+        loss_of(model, 0, engine, rank).backward()
+        if rank == who:
+            optimizer.zero_grad()
+        optimizer.step()
+    return watch.latest
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_without_gradients_takes_part(ranks: Ranks, engine: str, who: int) -> None:
+    one, other = ranks(_none, engine, who)
+    assert one == other
+    assert 0 < one["grad_norm"] < math.inf
+
+
+def _jsonl(rank: int, path: str) -> tuple[dict[str, Any], str]:
+    model = make("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[dh.sinks.Jsonl(path)], every=2)
+    for step in range(5):
+        loss_of(model, step, "ddp", rank).backward()
+        optimizer.step()
+        if step == 2:
+            assert watch.latest["step"] == 0  # one step late
+    watch.remove()
+    refused = ""
+    try:
+        dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[dh.sinks.Jsonl(f"{path}/below/a/file")])
+    except dh.errors.UsageError as error:
+        refused = str(error)
+    return watch.latest, refused
+
+
+def test_the_first_rank_writes_and_all_can_read(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run" / "gradients.jsonl"
+    (latest, refused), (same, told) = ranks(_jsonl, str(path))
+    assert latest == same
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4]
+    assert lines[-1] == latest
+    assert "cannot be written" in refused
+    assert "rank 0 could not open its sinks" in told
+
+
+def _mixed(rank: int, engine: str) -> tuple[list[str], dict[str, Any]]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = sharded(make("plain"), engine, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[str] = []
+    with (
+        dh.on_gradient(model, "scale", lambda grad: seen.append(str(grad.dtype)), at="local"),
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.NonFinite()]) as watch,
+    ):
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
+    return seen, {**watch.latest, "after": norm}
+
+
+def test_mixed_precision(ranks: Ranks) -> None:
+    for seen, record in ranks(_mixed, "fsdp2"):
+        assert seen == ["torch.bfloat16"]
+        assert close(record["after"], record["grad_norm_clipped"], 1e-5)
+
+
+def _half(rank: int, engine: str, dtype: torch.dtype) -> tuple[dict[str, Any], float]:
+    model = make(engine, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm(), stats.NonFinite()]) as watch:
+        loss_of(model, 0, engine, rank).backward()
+        for parameter in model.parameters():
+            getattr(parameter.grad, "_local_tensor", parameter.grad).fill_(300.0)
+        optimizer.step()
+    return watch.latest, math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_half_precision_does_not_overflow(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
+    elements = sum(parameter.numel() for parameter in make("plain").parameters())
+    for record, after in ranks(_half, engine, dtype):
+        assert close(record["grad_norm"], 300 * math.sqrt(elements))
+        assert record["nonfinite"] == 0
+        assert close(after, 1.0, 1e-2)
+
+
+def _checkpointed(rank: int) -> dict[str, int]:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.body, checkpoint(self.body, x, use_reentrant=False), use_reentrant=False)
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Checkpointed()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model.body, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with dh.on_gradient(model, "*", lambda grad: None, at="local") as hook:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    return hook.report()
+
+
+def test_a_checkpointed_layer_used_twice_is_seen_once_a_backward(ranks: Ranks) -> None:
+    assert ranks(_checkpointed) == [{"body.weight": 2, "body.bias": 2}] * 2
+
+
+def test_the_records_of_all_ranks_are_the_same(ranks: Ranks) -> None:
+    one, other = ranks(train, "fsdp2", [dh.ClipNorm(1.0)], [stats.Norm(per_parameter=True), stats.MaxAbs()])
+    assert one[0] == other[0]

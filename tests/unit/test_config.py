@@ -1,0 +1,122 @@
+"""One YAML file: what it says is what is attached, and what it cannot mean is an error with the nearest right name."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import Tiny, identical, step, tokens
+
+import disthooks as dh
+from disthooks.errors import ConfigError, MatchError
+
+WHOLE = """
+save:
+  - modules: blocks.0
+    at_least: 8 KiB
+    store: {kind: OnDisk, directory: {folder}}
+  - modules: ["blocks.1.mlp", "norm"]
+    store: {kind: OnDisk, directory: {folder}, limit: 1 GiB}
+watch:
+  every: 2
+  rules:
+    - {kind: only, pattern: "*.bias", rule: {kind: ClipValue, low: -0.1, high: 0.1}}
+    - {kind: ClipNorm, max_norm: 0.5}
+  stats: [{kind: Norm}, {kind: MaxAbs}, {kind: NonFinite}]
+  sinks: [{kind: Jsonl, path: {folder}/run/gradients.jsonl}]
+"""
+
+
+def _write(folder: pathlib.Path, text: str) -> pathlib.Path:
+    file = folder / "hooks.yaml"
+    file.write_text(text.replace("{folder}", str(folder)))
+    return file
+
+
+def test_all_of_it(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    truth = step(model, tokens())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = dh.from_config(_write(tmp_path, WHOLE))
+    assert not (tmp_path / "run").exists()  # nothing happens before it is attached
+    with plan.save(model) as saving, plan.watch(model, optimizer):
+        for i in range(3):
+            grads = step(model, tokens())
+            if i == 0:
+                assert identical(grads, truth)
+            optimizer.step()
+    assert saving.report().moved > 0
+    assert saving.report().held == 0
+    lines = [json.loads(line) for line in (tmp_path / "run/gradients.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert {"grad_norm", "grad_max_abs", "clip_ratio", "nonfinite"} <= set(lines[0])
+    before = saving.report().stored
+    step(model, tokens())
+    assert saving.report().stored == before  # removed
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("saves: []", r"hooks\.yaml: saves is not known; did you mean 'save'\?"),
+        ("save: [{modul: x, store: {kind: OnCpu}}]", r"save\.0\.modul is not known; did you mean 'modules'\?"),
+        ("save: [{modules: x}]", r"save\.0\.store: field required"),
+        ("save: [{modules: x, store: {}}]", r"save\.0\.store has no kind; a store is one of OnCpu, OnDisk"),
+        ("save: [{modules: x, store: {kind: OnDisc}}]", r"'OnDisc' is no store; did you mean 'OnDisk'\?"),
+        ("save: [{modules: x, store: {kind: OnCpu, limits: 3}}]", r"limits is no argument .* did you mean 'limit'\?"),
+        ("save: [{modules: x, store: {kind: OnCpu, limit: 12 potatoes}}]", "'12 potatoes' is not a number of bytes"),
+        ("save: [{modules: x, at_least: many, store: {kind: OnCpu}}]", r"save\.0\.at_least: .*'many' is not"),
+        ("save: [{modules: x, codecs: [{kind: Cast, dtype: bf16}], store: {kind: OnCpu}}]", "'bf16' is no dtype"),
+        ("watch: {every: often}", r"watch\.every: input should be a valid integer"),
+        ("watch: {rules: [{kind: ClipNorm, max_norm: -1}]}", r"watch\.rules\.0: .*-1"),
+        ("watch: {rules: [{kind: ClipNorm}]}", r"watch\.rules\.0: .*max_norm"),
+        ("watch: {rules: [{kind: 'nowhere:Rule'}]}", "cannot be imported"),
+        ("- a\n- list", "the file: input should be a valid dictionary"),
+        ("save: [", "is not YAML"),
+    ],
+)
+def test_what_it_cannot_mean(text: str, says: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dh.from_config(_write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read: No such file"):
+        dh.from_config(tmp_path / "nothing.yaml")
+
+
+def test_a_pattern_that_matches_nothing_leaves_nothing_attached(tmp_path: pathlib.Path) -> None:
+    text = "save: [{modules: blocks.0, store: {kind: OnCpu}}, {modules: blocks.7, store: {kind: OnCpu}}]"
+    model = Tiny()
+    with pytest.raises(MatchError, match=r"blocks\.7"):
+        dh.from_config(_write(tmp_path, text)).save(model)
+    assert type(model.blocks[0]) is type(Tiny().blocks[0])
+
+
+def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
+    text = "save: [{modules: blocks.0, store: {kind: 'disthooks.saved.stores.disk:OnDisk', directory: {folder}}}]"
+    assert dh.from_config(_write(tmp_path, text)).saves[0][1].store == dh.OnDisk(str(tmp_path))
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_command_line_checks_a_file(good: bool, tmp_path: pathlib.Path) -> None:
+    file = _write(tmp_path, WHOLE if good else "save: [{modules: x, store: {kind: OnDisc}}]")
+    call = "from disthooks.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", call, "check", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if good else 1)
+    if good:
+        assert "save   blocks.0: AtLeast('8.0 KiB'), OnDisk(" in done.stdout
+    else:
+        assert "did you mean 'OnDisk'?" in done.stderr
+
+
+def test_the_command_line_tells_about_the_machine() -> None:
+    call = "from disthooks.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", call, "env"], capture_output=True, text=True, check=True)
+    assert f"disthooks            {dh.__version__}" in done.stdout
+    assert "can hold saved tensors" in done.stdout

@@ -1,0 +1,258 @@
+"""The pieces of gradients(): measures, sinks, and the life of an attachment."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from trained import close, grads_of, loss_of, make
+
+import disthooks as dh
+from disthooks import sinks, stats
+from disthooks.grads.collect import Layout
+from disthooks.grads.measures import FirstToFail, Local, NonFiniteCount, Power
+
+CPU = torch.device("cpu")
+# Squares of float32 numbers below 1e-19 vanish, as they do in torch's own norm.
+NUMBERS = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-12 else 0.0) | st.sampled_from(
+    [math.nan, math.inf, -math.inf, 0.0]
+)
+
+
+def _local(grads: list[torch.Tensor | None], position: int = 0, world: int = 1) -> Local:
+    return Local(grads, [None] * len(grads), position, world, CPU)
+
+
+def _merged(layout: Layout, parts: list[Local]) -> dict[Any, torch.Tensor]:
+    sums, peaks = zip(*(layout.pack(part) for part in parts), strict=True)
+    return layout.unpack((torch.stack(sums).sum(0), torch.stack(peaks).amax(0)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(NUMBERS, min_size=1, max_size=40), st.data())
+def test_measures_merge_however_a_tensor_is_split(numbers: list[float], data: st.DataObject) -> None:
+    whole = torch.tensor(numbers)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=3)))
+    parts = [_local([part]) for part in torch.tensor_split(whole, cuts)]
+    layout = Layout({m: (0,) for m in (Power(2.0), Power(1.0), Power(math.inf), NonFiniteCount())})
+    found = _merged(layout, parts)
+    exact = whole.double()
+    assert close(float(found[Power(2.0)]), float(exact.square().sum()), 1e-6)
+    assert close(float(found[Power(1.0)]), float(exact.abs().sum()), 1e-6)
+    assert close(float(found[Power(math.inf)]), float(exact.abs().max()), 1e-6)
+    assert int(found[NonFiniteCount()]) == sum(not math.isfinite(x) for x in numbers)
+
+
+def test_the_first_rank_to_fail() -> None:
+    flags = [[None, False, True], [True, False, None], [True, False, True]]
+    parts = [
+        Local([None] * 3, [None if f is None else torch.tensor(f) for f in row], rank, 3, CPU)
+        for rank, row in enumerate(flags)
+    ]
+    merged = _merged(Layout({FirstToFail(): (0, 1, 2)}), parts)[FirstToFail()]
+    assert merged.tolist() == [2.0, 0.0, 3.0]
+    found = stats.NonFinite().finish(["a", "b", "c"], [torch.tensor([1.0, 1.0, 1.0]), merged], [4, 5, 6])
+    assert [item["rank"] for item in found["nonfinite_at"]] == [5, None, 4]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 5000, 8192])
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_every_size(size: int, p: float, dtype: torch.dtype) -> None:
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = Power(p).norm(Power(p).local(_local([grad, None])))
+    truth = torch.linalg.vector_norm(grad.double(), p) if size else torch.zeros(())
+    assert close(float(found), float(truth), 1e-5 if p < 1 else 1e-6)
+
+
+@pytest.mark.parametrize("size", [10, 8192, 8200])
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_infinity_is_not_made_nan(size: int, p: float) -> None:
+    grad = torch.ones(size)
+    grad[0] = -math.inf
+    assert float(Power(p).norm(Power(p).local(_local([grad])))) == math.inf
+
+
+def test_a_gradient_that_is_not_contiguous() -> None:
+    grad = torch.randn(100, 90, generator=torch.Generator().manual_seed(0)).t()
+    assert close(float(Power(2.0).local(_local([grad]))), float(grad.double().square().sum()), 1e-6)
+
+
+# --- sinks
+
+
+def test_jsonl_is_strict_and_appends(tmp_path: pathlib.Path) -> None:
+    sink = sinks.Jsonl(tmp_path / "deep" / "er" / "log.jsonl")
+    sink.open()
+    sink({"step": 0, "a": math.nan, "b": [{"c": -math.inf}]})
+    sink({"step": 1, "a": 1.5})
+    lines = pathlib.Path(sink.path).read_text().splitlines()
+    assert lines[0] == '{"step": 0, "a": "nan", "b": [{"c": "-inf"}]}'
+    assert json.loads(lines[1]) == {"step": 1, "a": 1.5}
+
+
+def test_jsonl_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dh.errors.UsageError, match="cannot be written"):
+        dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[sinks.Jsonl(tmp_path)])
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_console_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    at = [{"param": f"p{i}", "count": 1, "rank": None if i else 3} for i in range(6)]
+    sinks.Console()({"step": 7, "grad_norm": 123.456789, "nonfinite": 6, "nonfinite_at": at})
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith("step 7  grad_norm 123.5  nonfinite 6  nonfinite_at p0 on rank 3, p1 on no rank before")
+    assert out.endswith("and 2 more\n")
+
+
+# --- the attachment
+
+
+def run(steps: int, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    model, records = make("plain"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append], **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, "plain").backward()
+        optimizer.step()
+    return watch, records
+
+
+def test_logged_steps_are_read_one_step_late() -> None:
+    watch, records = run(5, every=2)
+    assert [record["step"] for record in records] == [0, 2]
+    watch.flush()
+    watch.flush()
+    assert [record["step"] for record in records] == [0, 2, 4]
+    assert watch.latest == records[-1]
+    assert watch.report().steps == 5
+
+
+def test_remove_flushes_and_takes_everything_off() -> None:
+    watch, records = run(1)
+    watch.remove()
+    watch.remove()
+    assert [record["step"] for record in records] == [0]
+
+
+def test_a_block_that_raises_flushes_too() -> None:
+    model, records = make("plain"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def interrupted() -> None:
+        with dh.gradients(model, optimizer, stats=[stats.NonFinite()], sinks=[records.append]):
+            loss_of(model, 0, "plain").backward()
+            optimizer.step()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    assert [record["nonfinite"] for record in records] == [0]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_on_gradient_takes_everything_off() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    model = make("plain")
+    for at in ("local", "final"):
+        dh.on_gradient(model, "*", torch.zeros_like, at).remove()
+    assert not _global_optimizer_pre_hooks
+    assert not model._forward_pre_hooks
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_an_optimizer_in_a_wrapper() -> None:
+    class AcceleratedOptimizer:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, AcceleratedOptimizer(optimizer), rules=[dh.ClipNorm(1.0)]) as watch:
+        loss_of(model, 0, "plain").backward()
+        optimizer.step()
+    assert watch.latest["clip_ratio"] < 1
+
+
+def test_parameters_that_the_optimizer_does_not_hold_are_left_alone() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.0)
+    loss_of(model, 0, "plain").backward()
+    before = grads_of(model)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.1)]) as watch:
+        optimizer.step()
+    after = grads_of(model)
+    assert close(watch.latest["grad_norm"], float(before["head.weight"].norm()))
+    assert close(float(after["head.weight"].norm()), 0.1, 1e-5)
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "head.weight")
+
+
+def test_two_rules_of_a_kind_write_different_names() -> None:
+    rules = [dh.ClipNorm(10.0), dh.ClipNorm(1.0), dh.only("head.*", dh.ClipNorm(0.1))]
+    watch, _ = run(1, rules=rules)
+    watch.flush()
+    assert set(watch.latest) == {
+        *("step", "grad_norm", "grad_norm_clipped", "clip_ratio"),
+        *("grad_norm_clipped/1", "clip_ratio/1", "grad_norm_clipped/head.*", "clip_ratio/head.*"),
+    }
+    assert watch.report().rounds == 3
+
+
+def test_frozen_and_unused_parameters() -> None:
+    model = make("plain")
+    model.embed.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.NonFinite(), stats.MaxAbs()]) as watch:
+        loss_of(model, 0, "plain").backward()
+        truth = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+    assert close(watch.latest["grad_norm"], float(truth))
+
+
+def test_a_rule_for_some_beside_a_statistic_of_all() -> None:
+    rules = [dh.only(["head.*", "embed.weight"], dh.ClipNorm(0.1))]
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, 0, "plain").backward()
+    clipped = [model.embed.weight.grad.clone(), model.head.weight.grad.clone()]
+    norm = float(torch.nn.utils.get_total_norm(clipped))
+    with dh.gradients(model, optimizer, rules=rules, stats=[stats.Norm()]) as watch:
+        optimizer.step()
+    assert close(watch.latest["grad_norm/head.*,embed.weight"], norm)
+    after = torch.nn.utils.get_total_norm([model.embed.weight.grad, model.head.weight.grad])
+    assert close(float(after), 0.1, 1e-5)
+
+
+def test_data_parallel_is_the_module_inside() -> None:
+    model = make("dp")
+    with dh.on_gradient(model, "head.weight", torch.zeros_like, at="local") as hook:
+        loss_of(model, 0, "dp").backward()
+    assert hook.report() == {"head.weight": 1}
+    assert not model.module.head.weight.grad.any()
+
+
+def test_a_compiled_model() -> None:
+    model = torch.compile(make("plain"), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.on_gradient(model, "head.weight", lambda grad: grad * 0, at="local"),
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.Norm(per_parameter=True)]) as watch,
+    ):
+        loss_of(model, 0, "plain").backward()
+        optimizer.step()
+    assert watch.latest["grad_norm/param/head.weight"] == 0
+    assert watch.latest["grad_norm"] > 0
