@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from disthooks.errors import StoreError, UsageError
 
@@ -139,3 +142,20 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
+
+
+def storages_of(module: nn.Module) -> dict[int, str]:
+    """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies.
+
+    The values are "parameter" and "buffer".
+
+    >>> list(storages_of(nn.Linear(2, 2)).values())
+    ['parameter', 'parameter']
+    """
+    copies = (copy for part in module.modules() for copy in getattr(part, "_former_parameters", {}).values())
+    found = {}
+    for kind, tensors in (("buffer", module.buffers()), ("parameter", itertools.chain(module.parameters(), copies))):
+        for tensor in tensors:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+                found[local_part(tensor).untyped_storage()._cdata] = kind
+    return found

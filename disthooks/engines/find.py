@@ -15,7 +15,7 @@ from disthooks.errors import AttachError, UsageError
 
 
 def find(model: nn.Module) -> Engine:
-    """The engine of ``model``; nothing is changed.
+    """The engine of ``model``, which stays as it is; parameters that FSDP2 holds gathered are sharded again.
 
     Raises:
         UsageError: when ``model`` is no module.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import inspect
-import itertools
 import threading
 import weakref
 from types import TracebackType
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 from disthooks import _events
-from disthooks._tensors import Layout, exotic, local_part
+from disthooks._tensors import Layout, exotic, storages_of
 from disthooks._torch import hooks_allowed, sequence_number, top_hooks
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
@@ -51,17 +49,6 @@ def never_runs(module: nn.Module) -> str | None:
     if inspect.isgeneratorfunction(type(module).forward):
         return "its forward is a generator, whose body runs after the call; take the modules that it calls"
     return None
-
-
-def storages_of(module: nn.Module) -> dict[int, str]:
-    """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies."""
-    copies = (copy for part in module.modules() for copy in getattr(part, "_former_parameters", {}).values())
-    found = {}
-    for kind, tensors in (("buffer", module.buffers()), ("parameter", itertools.chain(module.parameters(), copies))):
-        for tensor in tensors:
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
-                found[local_part(tensor).untyped_storage()._cdata] = kind
-    return found
 
 
 def is_weight_copy(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from disthooks._tensors import exotic
+from disthooks._tensors import exotic, storages_of
 from disthooks._torch import StorageRef, hooks_allowed, top_hooks
 from disthooks.errors import MutationError
 from disthooks.watch._modules import shown, version_of
@@ -56,8 +56,7 @@ def replica_weights(module: nn.Module) -> frozenset[int]:
     """Addresses of the storages of a DataParallel replica's weights, which are not Parameters there."""
     if not getattr(module, "_is_replica", False):
         return frozenset()
-    copies = (copy for part in module.modules() for copy in getattr(part, "_former_parameters", {}).values())
-    return frozenset(copy.untyped_storage()._cdata for copy in copies)
+    return frozenset(address for address, kind in storages_of(module).items() if kind == "parameter")
 
 
 class _Looked:

@@ -131,6 +131,23 @@ def test_accumulated_gradients_are_final_once(ranks: Ranks, engine: str) -> None
 # --- ranks that differ
 
 
+def _after_evaluation(rank: int) -> list[Any]:
+    """After a forward without backward the root's parameters stay gathered."""
+    model = make("fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        loss_of(model, 0, "fsdp2", rank)
+    with dh.gradients(model, optimizer, stats=[stats.Norm(), stats.NonFinite()]) as watch:
+        loss_of(model, 0, "fsdp2", rank).backward()
+        optimizer.step()
+    return [watch.latest]
+
+
+def test_attached_after_an_evaluation(ranks: Ranks) -> None:
+    truth = train(0, "plain", [], [stats.Norm(), stats.NonFinite()], 1)[0]
+    assert all(close(found, truth) for found in ranks(_after_evaluation))
+
+
 class Branch(nn.Module):
     """Rank 1 never uses ``left``."""
 

@@ -21,9 +21,8 @@ from disthooks.grads.measures import FirstToFail, Local, NonFiniteCount, Power
 
 CPU = torch.device("cpu")
 # Squares of float32 numbers below 1e-19 vanish, as they do in torch's own norm.
-NUMBERS = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-12 else 0.0) | st.sampled_from(
-    [math.nan, math.inf, -math.inf, 0.0]
-)
+NUMBERS = st.floats(-1e6, 1e6, width=32).map(lambda x: x if abs(x) > 1e-12 else 0.0)
+SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 
 
 def _local(grads: list[torch.Tensor | None], position: int = 0, world: int = 1) -> Local:
@@ -36,7 +35,7 @@ def _merged(layout: Layout, parts: list[Local]) -> dict[Any, torch.Tensor]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(NUMBERS, min_size=1, max_size=40), st.data())
+@given(st.lists(NUMBERS | SPECIAL, min_size=1, max_size=40), st.data())
 def test_measures_merge_however_a_tensor_is_split(numbers: list[float], data: st.DataObject) -> None:
     whole = torch.tensor(numbers)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(numbers)), max_size=3)))
@@ -172,6 +171,17 @@ def test_on_gradient_takes_everything_off() -> None:
     assert not _global_optimizer_pre_hooks
     assert not model._forward_pre_hooks
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_local_gradients_are_looked_at_in_logged_steps_only() -> None:
+    model, looked = make("plain"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], every=3) as watch:
+        for step in range(5):
+            loss_of(model, step, "plain").backward()
+            looked.append(len(watch._flags))
+            optimizer.step()
+    assert looked == [8, 0, 0, 8, 0]
 
 
 def test_an_optimizer_in_a_wrapper() -> None:
