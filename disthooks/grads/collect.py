@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from disthooks.grads.measures import Local, Measure
 
 # A group is kept for as long as the default group it was made under: making one anew can meet the keys that its
 # namesake left in the store, and with NCCL each holds device memory.
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+# Weakly: once torch.distributed has destroyed them, they must not live on here with their threads.
+_groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
@@ -24,11 +26,15 @@ def group_of(ranks: Sequence[int]) -> Any:
     """
     if len(ranks) == 1:
         return None
-    default, group = _groups.get(tuple(ranks), (None, None))
+    default, group = (ref() for ref in _groups.get(tuple(ranks), (_nothing, _nothing)))
     if group is None or default is not dist.group.WORLD:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
-        _groups[tuple(ranks)] = (dist.group.WORLD, group)
+        _groups[tuple(ranks)] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
     return group
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
 
 
 def device_for(group: Any, device: torch.device) -> torch.device:

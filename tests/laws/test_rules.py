@@ -34,8 +34,9 @@ RULES: dict[str, list[Any]] = {
 
 
 # In float32 the batch's two halves add up a little differently (which has nothing to do with the rules), and a
-# rule that makes a gradient small makes that difference large.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
+# rule that makes the large gradients small makes that difference large.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-6}
+LOOSER = {(torch.float32, "value then norm"): 1e-5}
 
 
 @pytest.mark.dist
@@ -44,7 +45,8 @@ TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
 def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
     truths = _all(0, "plain", dtype)
     for found in ranks(_all, engine, dtype):
-        assert [name for name, truth in truths.items() if not close(found[name], truth, TOLERANCES[dtype])] == []
+        for name, truth in truths.items():
+            assert close(found[name], truth, LOOSER.get((dtype, name), TOLERANCES[dtype])), name
         assert close(found["norm"], truths["norm"])
     untouched = train(0, "plain", dtype=dtype, stats=[dh.stats.Norm()])[1]
     assert close(truths["norm not reached"][1], untouched, 0.0)

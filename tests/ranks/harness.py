@@ -31,16 +31,12 @@ class RankError(AssertionError):
 def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.Connection) -> None:
     stack = pathlib.Path(folder, f"stack.{rank}").open("w")  # noqa: SIM115  (open as long as the process is)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     while True:
         try:
             job = pipe.recv_bytes()
@@ -79,9 +75,7 @@ class Ranks:
         answers = self._collect(time.monotonic() + (timeout or self.timeout))
         if any(kind == "error" for kind, _ in answers):
             self.stop()
-            raise RankError(
-                "\n".join(f"--- rank {r} ---\n{a[1]}" for r, a in enumerate(answers) if a[0] == "error")
-            )
+            raise RankError("\n".join(f"--- rank {r} ---\n{a[1]}" for r, a in enumerate(answers) if a[0] == "error"))
         return [value for _, value in answers]
 
     def _collect(self, deadline: float) -> list[tuple[str, Any]]:
@@ -114,9 +108,7 @@ class Ranks:
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.world):
             here, there = spawn.Pipe()
-            worker = spawn.Process(
-                target=_serve, args=(rank, self.world, self._folder.name, there), daemon=True
-            )
+            worker = spawn.Process(target=_serve, args=(rank, self.world, self._folder.name, there), daemon=True)
             worker.start()
             there.close()
             self._workers.append(worker)
