@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 A = TypeVar("A", bound="Attachment")
 
@@ -30,6 +35,17 @@ class Attachment:
         """Have ``undo`` called on removal, the last one given first."""
         self._undo.callback(undo)
 
+    def at_exit(self, method: Callable[[], object]) -> None:
+        """Have a method of this object called when the process ends, if it is still attached then."""
+        alive = weakref.WeakMethod(method)
+
+        def call() -> None:
+            if (method := alive()) is not None:
+                method()
+
+        atexit.register(call)
+        self.on_remove(functools.partial(atexit.unregister, call))
+
     def remove(self) -> None:
         """Take off everything that was attached."""
         self._undo.close()
@@ -41,3 +57,28 @@ class Attachment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+
+class Hook:
+    """A hook on a module that a copy or pickle of the module does not have: the copy gets one that does nothing.
+
+    >>> import copy
+    >>> copy.copy(Hook(lambda: "seen"))() is None
+    True
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function returns; nothing at all while torch.compile traces, since a lock is not traceable."""
+        return None if torch.compiler.is_compiling() else self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    """The hook of a copy."""

@@ -52,3 +52,25 @@ def metadata_being_loaded() -> dict[str, Any]:
             return found if isinstance(found, dict) else {}
         frame = frame.f_back
     return {}
+
+
+_STEP = next(
+    code
+    for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
+    if getattr(code, "co_name", None) == "wrapper"
+)
+
+
+def steps_under_way() -> list[Any]:
+    """The optimizers whose ``step`` is running in this thread, innermost first, the one whose hook asks included.
+
+    A step may run another one: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
+    The stack is read because nothing else tells: the hook after a step is not called when the step raises.
+    """
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP:
+            found.append(frame.f_locals["args"][0])
+        frame = frame.f_back
+    return found

@@ -24,9 +24,10 @@ import importlib
 import inspect
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from torch import nn
@@ -49,6 +50,10 @@ _KINDS: dict[str, dict[str, Callable[..., Any]]] = {
     "stat": {"MaxAbs": stats.MaxAbs, "NonFinite": stats.NonFinite, "Norm": stats.Norm},
     "sink": {"Console": sinks.Console, "Jsonl": sinks.Jsonl},
 }
+
+
+# YAML 1.1 takes 1e-3 for text: it wants 1.0e-3.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class SavingPlan(Attachment):
@@ -158,6 +163,7 @@ def _schema(document: Any) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError("reading a configuration file needs pydantic: pip install 'disthooks[config]'") from error
     strict = pydantic.ConfigDict(extra="forbid")
+    steps: Any = Annotated[int, pydantic.Field(ge=1, strict=True)]
     kinds: Any = (list[dict[str, Any]], [])
     save: Any = pydantic.create_model(
         "save",
@@ -168,7 +174,7 @@ def _schema(document: Any) -> dict[str, Any]:
         store=(dict[str, Any], ...),
     )
     watch: Any = pydantic.create_model(
-        "watch", __config__=strict, every=(int, 50), rules=kinds, stats=kinds, sinks=kinds
+        "watch", __config__=strict, every=(steps, 50), rules=kinds, stats=kinds, sinks=kinds
     )
     whole: Any = pydantic.create_model("hooks", __config__=strict, save=(list[save], []), watch=(watch | None, None))
     try:
@@ -235,6 +241,8 @@ def _value(key: str, value: Any, noun: str, where: str) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"{where}: {value!r} is no dtype of torch")
         return dtype
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return float(value)
     return _maker(value, noun, where)() if isinstance(value, dict) and "kind" in value else value
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from disthooks._match import canonical
+from disthooks._torch import steps_under_way
 from disthooks.engines.shard import Layout, Shard
 from disthooks.errors import AttachError
 
@@ -48,6 +49,7 @@ class Engine:
         self.model, self.ranks, self.position = model, tuple(ranks), position
         self.shards = tuple(self._shards())
         self._places = tuple(self._registered())
+        self._parts = self._modules()
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -64,6 +66,8 @@ class Engine:
         Raises:
             AttachError: when something replaced them since.
         """
+        if any(parts.get(key) is not module for parts, key, module in self._parts):
+            self._refresh()
         for parameters, key, parameter, name in self._places:
             if parameters.get(key) is not parameter:
                 raise AttachError(
@@ -74,7 +78,12 @@ class Engine:
 
     def before_step(self, optimizer: Any, run: Callable[..., None]) -> Removable:
         """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update."""
-        handle: Removable = stepping(optimizer).register_step_pre_hook(run)
+
+        def once(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if sum(under_way is optimizer for under_way in steps_under_way()) < 2:  # not its super().step() again
+                run(optimizer, args, kwargs)
+
+        handle: Removable = stepping(optimizer).register_step_pre_hook(once)
         return handle
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
@@ -100,6 +109,20 @@ class Engine:
             found.append(Shard(canonical(name), parameter, owned, layout))
         return found
 
+    def _modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
+        return [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items() if part]
+
+    def _refresh(self) -> None:
+        """A module was replaced: by a wrapper around the same parameters, which is fine, or by another one."""
+        now = {id(parameter) for _, _, parameter, _ in self._registered()}
+        gone = [name for _, _, parameter, name in self._places if id(parameter) not in now]
+        if gone:
+            raise AttachError(
+                f"{gone[0]!r} is no longer in the model: the module that held it was replaced since hooks were "
+                f"attached ({self.label}); attach after changing the model, and make the optimizer after it too"
+            )
+        self._places, self._parts = tuple(self._registered()), self._modules()
+
     def _registered(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
         places = []
         for path, module in self.model.named_modules():
@@ -115,7 +138,8 @@ def stepping(optimizer: Any) -> Any:
     Raises:
         AttachError: when there is none that torch's hooks could be put on.
     """
-    while not hasattr(optimizer, "register_step_pre_hook"):  # accelerate's AcceleratedOptimizer has none
+    # accelerate's AcceleratedOptimizer inherits the method, and not what it needs: that is made in __init__.
+    while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
             raise AttachError(

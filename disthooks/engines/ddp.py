@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from disthooks._match import inside
+from disthooks._match import canonical, inside
 from disthooks.engines.base import Engine, is_a
 from disthooks.engines.shard import Layout
 from disthooks.errors import AttachError
@@ -21,7 +21,8 @@ class Ddp(Engine):
     def __init__(self, model: nn.Module) -> None:
         wrapper: Any = model
         ranks = dist.get_process_group_ranks(wrapper.process_group)
-        self._ignored = frozenset(wrapper.parameters_to_ignore)
+        self._ignored = frozenset(map(canonical, wrapper.parameters_to_ignore))
+        self._wrapper = wrapper
         super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
 
     @classmethod
@@ -42,3 +43,12 @@ class Ddp(Engine):
                 "fully_shard with a two-dimensional mesh in place of DDP"
             )
         return index % len(self.ranks) == self.position, "replica"
+
+    def check(self) -> None:
+        """Also raise AttachError under ``join()``: a rank that has no inputs left takes no step, and is waited for."""
+        if self._wrapper._join_config.enable:
+            raise AttachError(
+                "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
+                "statistics: give every rank the same number of steps, or remove() the attachment before join()"
+            )
+        super().check()

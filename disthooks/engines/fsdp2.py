@@ -42,7 +42,7 @@ class Fsdp2(Engine):
         """Along mesh dimensions that hold replicas, the first of them owns."""
         mesh: Any = getattr(parameter, "device_mesh", None)
         if mesh is None:
-            return self.position == 0, "replica"
+            return self.position == 0, "apart"
         kinds = [placement.is_replicate() for placement in parameter.placements]  # type: ignore[attr-defined]
         at = mesh.get_coordinate()
         owned = all(place == 0 for place, replicated in zip(at, kinds, strict=True) if replicated)

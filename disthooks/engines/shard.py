@@ -11,7 +11,7 @@ from torch import nn
 from disthooks._tensors import local_part
 from disthooks.errors import UsageError
 
-Layout = Literal["whole", "replica", "sharded"]
+Layout = Literal["whole", "replica", "sharded", "apart"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Shard:
         parameter: the parameter that the optimizer holds.
         owned: whether this rank counts its elements; over all ranks every element is counted once.
         layout: "whole" when no other rank has any of it, "replica" when every rank has all of it, "sharded"
-            when this rank has a part.
+            when this rank has a part, "apart" when every rank has all of it and nothing reduces its gradient.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer(torch.ones(1, 2)).sum().backward()

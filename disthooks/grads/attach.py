@@ -19,7 +19,7 @@ from disthooks.grads.held import check_step, held_by, wanted_of
 from disthooks.grads.measures import Local, Measure
 from disthooks.grads.plan import Bound, Round, check_stat, labels_of, pick, rounds_of
 from disthooks.grads.rules import Rule, as_rule
-from disthooks.grads.sinks import Sink
+from disthooks.grads.sinks import Sink, write
 from disthooks.grads.stats import Stat
 
 Values = dict[Measure, torch.Tensor]
@@ -88,9 +88,6 @@ class Gradients(Attachment):
         self._sinks = self._opened(sinks)
         self._attach(optimizer)
 
-    def __enter__(self) -> Gradients:
-        return self
-
     def report(self) -> GradientsReport:
         """The engine found, and what a step costs."""
         costs = [sum(step.layout(logged).collectives() for step in self._rounds) for logged in (False, True)]
@@ -112,8 +109,7 @@ class Gradients(Attachment):
         if pending.arrived is not None:
             pending.arrived.synchronize()
         self.latest = self._record(pending)
-        for sink in self._sinks:
-            sink(dict(self.latest))
+        self._sinks = write(self._sinks, self.latest)
 
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         self._looking = any(stat.looks_local for stat in self._stats)
@@ -122,6 +118,7 @@ class Gradients(Attachment):
                 self.on_remove(handle.remove)
         self.on_remove(self._engine.before_step(optimizer, self._before_step).remove)
         self.on_remove(self.flush)
+        self.at_exit(self.flush)
 
     def _opened(self, sinks: Sequence[Sink]) -> Sequence[Sink]:
         """The sinks on the first rank, none on the others; when it cannot open them every rank raises."""
@@ -132,12 +129,27 @@ class Gradients(Attachment):
                 getattr(sink, "open", lambda: None)()
         except Exception as error:
             failure = error
-        failed = collect.any_of(self._group, self._device, failure is not None)
+        failed, alike = collect.agree(self._group, self._device, failure is not None, self._plan())
         if failure is not None:
             raise failure
+        if not alike:
+            raise AttachError(
+                f"the ranks {list(self._engine.ranks)} do not attach the same: they must give the same rules, stats "
+                f"and every, for the same parameters; this one has {self._plan()}"
+            )
         if failed:
             raise AttachError(f"rank {self._engine.ranks[0]} could not open its sinks; its error says why")
         return mine
+
+    def _plan(self) -> str:
+        """What all ranks must have alike, or they would add up different things, or wait for each other."""
+        uses = [
+            (str(k), v) for step in self._rounds for line in (step.always, step.logged) for k, v in line.uses.items()
+        ]
+        return f"every={self._every}, {len(self._rounds)} rounds, parameters {self._names()}, measures {uses}"
+
+    def _names(self) -> list[str]:
+        return [shard.name for shard in self._shards]
 
     def _look(self, index: int, grad: torch.Tensor) -> None:
         """On one rank's gradient before its reduction: count on the device, and only for steps to be logged."""
@@ -188,6 +200,10 @@ class Gradients(Attachment):
             position=self._engine.position,
             world=len(self._engine.ranks),
             device=self._device,
+            apart=[
+                grad if shard.layout == "apart" and not shard.owned else None
+                for grad, shard in zip(grads, self._shards, strict=True)
+            ],
         )
 
     def _send(self, merged: list[tuple[torch.Tensor, torch.Tensor]]) -> _Pending:
@@ -209,9 +225,10 @@ class Gradients(Attachment):
                 if mine is not None:
                     numbers = bound.rule.finish(mine, bound.fresh)
                     record |= {f"{name}{label}": number for name, number in numbers.items()}
-        names = [shard.name for shard in self._shards]
         for stat in self._stats:
-            record |= stat.finish(names, [values[0][measure] for measure in stat.measures()], self._engine.ranks)
+            record |= stat.finish(
+                self._names(), [values[0][measure] for measure in stat.measures()], self._engine.ranks
+            )
         return record
 
 
@@ -268,6 +285,8 @@ def gradients(
             raise UsageError(f"{sink!r} is no sink: give sinks.Jsonl(path), sinks.Console() or a function of a dict")
     if not chosen and not watched:
         raise UsageError("gradients() without rules and stats would do nothing: give at least one")
+    if targets and not watched and not any(rule.measure() for rule in chosen):
+        raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     return Gradients(find(model), stepping(optimizer), chosen, watched, targets, every)
 
 

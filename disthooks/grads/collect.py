@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,15 @@ def device_for(group: Any, device: torch.device) -> torch.device:
     return torch.device(kinds[0]) if kinds[0] == "cpu" else torch.device(kinds[0], torch.cuda.current_device())
 
 
-def any_of(group: Any, device: torch.device, flag: bool) -> bool:
-    """Whether ``flag`` is true on any rank: a collective, for decisions that all must take alike."""
+def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool, bool]:
+    """Whether ``flag`` is true on any rank, and whether ``what`` is the same text on all: one collective."""
     if group is None:
-        return flag
-    mark = torch.tensor(float(flag), device=device)
-    dist.all_reduce(mark, dist.ReduceOp.MAX, group=group)
-    return bool(mark.item())
+        return flag, True
+    mark = float(zlib.crc32(what.encode()))  # of 32 bits, so exact in float64
+    found = torch.tensor([float(flag), mark, -mark], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    any_flag, most, least = found.tolist()
+    return bool(any_flag), most == -least
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ class Layout:
         """This rank's numbers: what to SUM, and what to MAX; both float64, the same length on every rank."""
         sums, peaks = [local_zeros(local, 0)], [local_zeros(local, 0)]
         for measure, indices in self.uses.items():
-            part = local._replace(grads=[local.grads[i] for i in indices], flags=[local.flags[i] for i in indices])
+            part = local._replace(
+                grads=[local.grads[i] for i in indices],
+                flags=[local.flags[i] for i in indices],
+                apart=[local.apart[i] for i in indices] if local.apart else (),
+            )
             values = measure.local(part)
             if measure.merge == "sum":
                 sums.append(values)

@@ -18,6 +18,11 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of the parameters of all groups."""
+    return {id(parameter) for parameter in held_by(optimizer)}
+
+
 def wanted_of(engine: Engine, held: Sequence[nn.Parameter]) -> list[int]:
     """Which of the engine's shards the optimizer holds.
 

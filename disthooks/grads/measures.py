@@ -7,6 +7,7 @@ the number of parameters and never on how many ranks there are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Local(NamedTuple):
         position: this rank's place among the ranks.
         world: how many ranks there are.
         device: where the result is wanted.
+        apart: gradients that no engine reduces and this rank does not own; a NaN in them is on this rank alone.
     """
 
     grads: Sequence[torch.Tensor | None]
@@ -37,6 +39,7 @@ class Local(NamedTuple):
     position: int
     world: int
     device: torch.device
+    apart: Sequence[torch.Tensor | None] = ()
 
 
 class Measure(Protocol):
@@ -66,8 +69,11 @@ class Power:
     p: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.p, (int, float)) or isinstance(self.p, bool) or not self.p > 0:
-            raise UsageError(f"norm_type={self.p!r}: a norm is of a number above 0, or of math.inf")
+        number = isinstance(self.p, (int, float)) and not isinstance(self.p, bool)
+        if not number or not (0 < self.p <= 16 or math.isinf(self.p)) or self.p < 0:
+            raise UsageError(
+                f"norm_type={self.p!r}: a number above 0 and up to 16 (higher powers overflow), or math.inf, is needed"
+            )
 
     @property
     def merge(self) -> Literal["sum", "max"]:
@@ -94,7 +100,8 @@ class NonFiniteCount:
 
     def local(self, local: Local) -> torch.Tensor:
         """The count for each parameter."""
-        return _stack(local.grads, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
+        slots = [grad if grad is not None else other for grad, other in itertools.zip_longest(local.grads, local.apart)]
+        return _stack(slots, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ def _norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
             together.setdefault((grad.device, grad.dtype), []).append(i)
     for (_, dtype), indices in together.items():
         group = [real(grads[i]) for i in indices]
-        for i, norm in zip(indices, torch._foreach_norm(group, p, dtype=_wide(dtype)), strict=True):
+        for i, norm in zip(indices, torch._foreach_norm(group, p, dtype=wide(dtype)), strict=True):
             result[i] = norm
     return [norm for norm in result if norm is not None]
 
@@ -148,11 +155,11 @@ def _long_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
     On the CPU torch sums a norm in float32 without blocking: over 20 million elements it was 9e-4 too low, this way
     2e-10, in the same time. On CUDA the kernel sums in blocks already.
     """
-    flat, wide = real(grad).reshape(-1), _wide(grad.dtype)
+    flat, dtype = real(grad).reshape(-1), wide(grad.dtype)
     whole = flat.numel() // _ROW * _ROW
-    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=wide)]
+    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)]
     if whole < flat.numel():
-        parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=wide)[None])
+        parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)[None])
     norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts).double(), p)
     return norm
 
@@ -162,5 +169,6 @@ def real(grad: torch.Tensor) -> torch.Tensor:
     return grad.abs() if grad.is_complex() else grad
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over gradients of ``dtype`` are taken in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

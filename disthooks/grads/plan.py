@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from disthooks.errors import UsageError
+from disthooks.errors import MatchError, UsageError
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures import Measure
 from disthooks.grads.rules import Rule
@@ -71,6 +71,8 @@ def rounds_of(
     rewritten: set[int] = set()  # in any
     for rule in rules:
         indices = tuple(rule.scope(parameters))
+        if not indices:
+            raise MatchError(f"{rule!r} is for none of the {len(parameters)} parameters of the optimizer")
         rule.check([parameters[i] for i in indices])
         if rule.measure() is not None and touched & set(indices):
             split.append([])

@@ -12,7 +12,7 @@ from torch import nn
 
 from disthooks._match import Pattern, match
 from disthooks.errors import UsageError
-from disthooks.grads.measures import Measure, Power
+from disthooks.grads.measures import Measure, Power, wide
 from disthooks.grads.stats import norm_label
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -139,8 +139,8 @@ class ClipNorm(Rule):
         assert values is not None
         factor = self._factor(self.measure().norm(values))
         for group in _groups(grads):
-            dtype = group[0].dtype.to_real()
-            torch._foreach_mul_(group, factor.to(group[0].device, dtype, non_blocking=True))
+            # Wide: in float16 a small factor would be 0. A tensor without dimensions does not widen the gradients.
+            torch._foreach_mul_(group, factor.to(group[0].device, wide(group[0].dtype), non_blocking=True))
 
     def finish(self, values: torch.Tensor, fresh: bool) -> dict[str, float]:
         """The norm before (if that is what backward left) and after, and the factor."""
@@ -220,10 +220,10 @@ class Function(Rule):
         """Call the function for each gradient, and put what it returns in its place."""
         for name, grad in grads:
             result = self.function(name, grad)
-            if not isinstance(result, torch.Tensor) or result.shape != grad.shape:
-                got = tuple(result.shape) if isinstance(result, torch.Tensor) else repr(result)
+            if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (grad.shape, grad.dtype):
+                got = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
                 raise UsageError(
-                    f"rule {self.function!r} must return a tensor of shape {tuple(grad.shape)} for {name!r}, got {got}"
+                    f"rule {self.function!r} must return {grad.dtype} {tuple(grad.shape)} for {name!r}, got {got}"
                 )
             if result is not grad:
                 grad.copy_(result)

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern, match
+from disthooks._torch import steps_under_way
 from disthooks.engines.base import Engine
 from disthooks.engines.find import find
 from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
+from disthooks.grads.held import check_step, ids_of
 
 Function = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -27,40 +29,49 @@ class OnGradient(Attachment):
         names: the parameters it is for.
     """
 
-    def __init__(self, engine: Engine, indices: Sequence[int], function: Function) -> None:
+    def __init__(self, engine: Engine, indices: Sequence[int], function: Function, at: str) -> None:
         super().__init__()
         self._engine, self._function = engine, function
+        self._at = at
         self._shards = {i: engine.shards[i] for i in indices}
+        self._frozen = [shard for shard in self._shards.values() if not shard.parameter.requires_grad]
         self._calls: collections.Counter[str] = collections.Counter()
         self.names = tuple(shard.name for shard in self._shards.values())
-
-    def __enter__(self) -> OnGradient:
-        return self
 
     def report(self) -> dict[str, int]:
         """How many times the function was called for each parameter, on this rank."""
         return {name: self._calls[name] for name in self.names}
 
-    def attach(self, at: str) -> None:
+    def attach(self) -> None:
         """Put the hooks on, and one that notices when the parameters are replaced by an engine."""
-        if at == "local":
+        if self._at == "local":
             for handle in self._engine.on_local(list(self._shards), self._local):
                 self.on_remove(handle.remove)
         else:
             self.on_remove(register_optimizer_step_pre_hook(self._before_step).remove)
-        self.on_remove(self._engine.model.register_forward_pre_hook(self._check).remove)
+        self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
         # A replica of DataParallel has copies in place of parameters.
         if not torch.compiler.is_compiling() and not getattr(module, "_is_replica", False):
             self._engine.check()
+            if self._at == "local" and (thawed := [s.name for s in self._frozen if s.parameter.requires_grad]):
+                raise AttachError(
+                    f"{thawed[0]!r} was frozen when on_gradient was attached and is not now: attach again, since no "
+                    "hook is on it"
+                )
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         return self._call(self._shards[index], grad)
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = ids_of(optimizer)
+        if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
+            return
+        check_step(optimizer, args, kwargs)
+        for outer in steps_under_way()[1:]:
+            held -= ids_of(outer)  # the outer step has had them already
         for shard in self._shards.values():
             grad = shard.parameter.grad
             if grad is not None and id(shard.parameter) in held:
@@ -70,7 +81,13 @@ class OnGradient(Attachment):
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         self._calls[shard.name] += 1
+        version = grad._version
         result = self._function(grad)
+        if self._at == "local" and grad._version != version:
+            raise UsageError(
+                f"the function for the local gradient of {shard.name!r} changed it in place, and autograd may use the "
+                "same tensor for other parameters: return a new one (grad.clamp(...) for grad.clamp_(...))"
+            )
         if result is not None:
             _check_result(result, grad, f"{shard.name!r} on rank {self._engine.ranks[self._engine.position]}")
         return result
@@ -117,8 +134,8 @@ def on_gradient(
     if not callable(fn):
         raise UsageError(f"fn={fn!r} cannot be called")
     engine = find(model)
-    attached = OnGradient(engine, _chosen(engine, pattern), fn)
-    attached.attach(at)
+    attached = OnGradient(engine, _chosen(engine, pattern), fn, at)
+    attached.attach()
     return attached
 
 
@@ -127,8 +144,8 @@ def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern]) -> list[int]:
     patterns = [cast(Pattern, pattern)] if one else list(cast("Iterable[Pattern]", pattern))
     named = [(shard.name, shard.parameter) for shard in engine.shards]
     names = {name for name, _ in match(named, patterns, "parameter")}
-    indices = [i for i, (name, p) in enumerate(named) if name in names and p.requires_grad]
-    if not indices:
+    indices = [i for i, (name, _) in enumerate(named) if name in names]
+    if not any(named[i][1].requires_grad for i in indices):
         shown = ", ".join(sorted(names)[:5]) or "none"
         raise AttachError(f"no matching parameter needs a gradient ({shown}): set requires_grad before attaching")
     return indices

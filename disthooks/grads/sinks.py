@@ -9,7 +9,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,18 +73,43 @@ class Console:
 
     print: Callable[[str], object] = print
 
+    def __post_init__(self) -> None:
+        if not callable(self.print):
+            raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
+
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Print one line; empty lists are left out."""
         self.print("  ".join(f"{name} {_shown(value)}" for name, value in record.items() if value != []))
+
+
+def write(sinks: Sequence[Sink], record: Mapping[str, Any]) -> list[Sink]:
+    """Give ``record`` to every sink; those that did not fail.
+
+    A sink that raises is named in a warning and left out: raising here, on one rank, would leave the others waiting.
+    """
+    left = []
+    for sink in sinks:
+        try:
+            sink(dict(record))
+            left.append(sink)
+        except Exception as error:
+            warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
+    return left
 
 
 def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        items = [f"{item['param']} on {_rank(item.get('rank'))}" for item in value[:4]]
+        items = [_item(item) for item in value[:4]]
         return ", ".join(items) + (f" and {len(value) - 4} more" if len(value) > 4 else "")
     return str(value)
+
+
+def _item(item: object) -> str:
+    if isinstance(item, Mapping) and "param" in item:
+        return f"{item['param']} on {_rank(item.get('rank'))}"
+    return _shown(item)
 
 
 def _rank(rank: int | None) -> str:

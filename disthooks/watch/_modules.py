@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -11,31 +10,6 @@ from torch.utils import _pytree as pytree
 
 from disthooks._match import Pattern, inside, match_modules
 from disthooks.errors import AttachError, MatchError
-
-
-class Hook:
-    """A hook on a module that a copy or pickle of the module does not have: the copy gets one that does nothing.
-
-    >>> import copy
-    >>> copy.copy(Hook(lambda: "seen"))() is None
-    True
-    """
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        """What the function returns; nothing at all while torch.compile traces, since a lock is not traceable."""
-        return None if torch.compiler.is_compiling() else self.function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    """The hook of a copy."""
 
 
 def shown(name: str) -> str:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern
 from disthooks.errors import DisthooksError, MutationError, UsageError
-from disthooks.watch._modules import Hook, choose, shown, tensors_of, version_of
+from disthooks.watch._modules import choose, shown, tensors_of, version_of
 
 __all__ = ["NotSeenError", "Seen", "features"]
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from disthooks import _events
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern, canonical, inside, match
 from disthooks.errors import UsageError
 from disthooks.watch._lines import REMEDIES, TraceEvent, TraceReport, line, summary
-from disthooks.watch._modules import Hook, choose, tensors_of
+from disthooks.watch._modules import choose, tensors_of
 from disthooks.watch._saves import Chained, Contents, Look
 
 __all__ = ["KINDS", "Trace", "trace"]
