@@ -8,7 +8,8 @@
     │   ├── AttachError                  hooks that could not fire on this module or engine
     │   └── ConfigError                  a configuration file that says something unknown
     ├── StoreError (also RuntimeError)   a saved tensor could not be written or read back
-    └── MutationError (also RuntimeError)  a saved tensor was changed in place before backward
+    ├── MutationError (also RuntimeError)  a saved tensor was changed in place before backward
+    └── NotSeenError (also KeyError)     the output of a module that has not run, or is not watched
 
 Catching :class:`DisthooksError` catches them all; each also is the built-in error that code written
 without disthooks would expect in its place.
@@ -22,6 +23,7 @@ __all__ = [
     "DisthooksError",
     "MatchError",
     "MutationError",
+    "NotSeenError",
     "StoreError",
     "UsageError",
 ]
@@ -72,3 +74,10 @@ class MutationError(DisthooksError, RuntimeError):
     torch raises a ``RuntimeError`` for this when no saved-tensor hooks are active and checks nothing when
     they are; disthooks checks, and adds the name of the module that saved the tensor.
     """
+
+
+class NotSeenError(DisthooksError, KeyError):
+    """The output of a module that has not run, or that is not watched."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError shows its message quoted, as if it were the key

@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "saved.stores.cpu": (1, "saved", 1),
     "saved.stores.disk": (1, "saved", 1),
     "saved.ledger": (1, "saved", 1),
+    "saved.region": (1, "saved", 1),
     "saved.kept": (1, "saved", 1),
     "saved.packed": (1, "saved", 2),
     "saved.pipeline": (1, "saved", 2),

@@ -17,8 +17,9 @@ from disthooks._tensors import Layout, exotic, storages_of
 from disthooks._torch import hooks_allowed, sequence_number, top_hooks
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
-from disthooks.saved.packed import Handle, Packed, region_of
+from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.region import region_of
 from disthooks.saved.stores.base import Functions
 
 _NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked

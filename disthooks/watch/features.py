@@ -15,17 +15,10 @@ from torch.utils import _pytree as pytree
 
 from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern
-from disthooks.errors import DisthooksError, MutationError, UsageError
+from disthooks.errors import MutationError, NotSeenError, UsageError
 from disthooks.watch._modules import choose, shown, tensors_of, version_of
 
-__all__ = ["NotSeenError", "Seen", "features"]
-
-
-class NotSeenError(DisthooksError, KeyError):
-    """The output of a module that has not run, or that is not watched."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+__all__ = ["Seen", "features"]
 
 
 class _Run(NamedTuple):

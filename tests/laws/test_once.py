@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._tensors import Layout
-from disthooks.saved.packed import region_of
+from disthooks.saved.region import region_of
 
 
 class Save(torch.autograd.Function):
