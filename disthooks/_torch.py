@@ -24,9 +24,16 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 class StorageRef:
-    """Keeps the address of a storage object from being given to another one, without keeping its memory.
+    """A weak reference to a storage, by torch's own counts: Python's may find a storage that is being destroyed.
 
-    >>> address = StorageRef(torch.ones(3).untyped_storage()).address
+    It also keeps the address of the storage object from being given to another one.
+
+    >>> tensor = torch.ones(3)
+    >>> ref = StorageRef(tensor.untyped_storage())
+    >>> ref.get().nbytes()
+    12
+    >>> del tensor
+    >>> ref.get()
     """
 
     __slots__ = ("_ref", "address")
@@ -34,6 +41,11 @@ class StorageRef:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.address: int = storage._cdata
         self._ref: Any = storage._weak_ref()
+
+    def get(self) -> torch.UntypedStorage | None:
+        """The storage, if anything still uses it."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref)
+        return found
 
     def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._ref)

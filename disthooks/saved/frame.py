@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import inspect
 import threading
-import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdRef
 
 from disthooks import _events
 from disthooks._tensors import Layout, exotic, storages_of
@@ -133,7 +133,7 @@ class Frame:
             if packed is None or packed.owner() is not owner or alone:
                 fate = "stored"
                 packed = Packed(tensor.detach(), region, self._codecs, self._store, self._ledger, self._where)
-                packed.key, packed.owner = key, weakref.ref(owner)
+                packed.key, packed.owner = key, WeakIdRef(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
             handle = Handle(packed, layout)

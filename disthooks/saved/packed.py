@@ -6,11 +6,11 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from disthooks._tensors import Layout
 from disthooks._torch import StorageRef
@@ -92,7 +92,7 @@ class Packed:
         # Held so that the address in the ledger's key is not given to another storage.
         self.source = StorageRef(alias.untyped_storage())
         self.key: Key | None = None
-        self.owner: weakref.ref[torch.Tensor] | None = None
+        self.owner: WeakIdRef | None = None
         self.nbytes = alias.untyped_storage().nbytes()
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
@@ -102,7 +102,7 @@ class Packed:
         self.spec: list[Any] = []
         self.live = 0  # handles that exist
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
-        self._held: Any = None  # the storage brought back, or a weak reference to it
+        self._held: torch.UntypedStorage | StorageRef | None = None  # the storage brought back
         self._generation = self._waiting = 0
 
     # -- from memory to the store
@@ -173,7 +173,7 @@ class Packed:
         with self._lock:
             if self._stored is None:
                 return self.alias.untyped_storage(), 0
-            storage = self._held() if isinstance(self._held, weakref.ref) else self._held
+            storage = self._held.get() if isinstance(self._held, StorageRef) else self._held
             if storage is None:
                 storage = self._load()
                 self._generation += 1
@@ -182,7 +182,7 @@ class Packed:
                 handle.seen = self._generation
                 self._waiting -= 1
             # The others will want it in a moment; after the last of them only its users keep it.
-            self._held = storage if self._waiting > 0 else weakref.ref(storage)
+            self._held = storage if self._waiting > 0 else StorageRef(storage)
             return storage, self.region.offset if self.region else 0
 
     def forget(self, handle: Handle) -> None:

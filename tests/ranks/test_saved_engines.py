@@ -196,7 +196,7 @@ def test_a_rank_killed_in_mid_step_leaves_no_file(tmp_path: pathlib.Path) -> Non
     assert victims[1].returncode == -signal.SIGKILL
     assert victims[0].returncode != 0  # its peer is gone: an error, and no hang
     assert time.monotonic() - begin < 60
-    assert all(int(out) > 1_000_000 for out, _ in outputs)
+    assert all(int(out.splitlines()[-1]) > 1_000_000 for out, _ in outputs)  # some gloos print a line of their own
     assert os.listdir(folder) == []
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks import _events
-from disthooks._torch import top_hooks
+from disthooks._torch import StorageRef, top_hooks
 from disthooks.errors import MatchError, MutationError, UsageError
 from disthooks.watch.trace import KINDS, Trace
 
@@ -252,11 +252,11 @@ def test_the_graph_is_no_cycle() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid())
     with dh.trace(model, print=None):
         y = model(torch.randn(2, 3))
-        gone = weakref.ref(y.untyped_storage())
+        gone = StorageRef(y.untyped_storage())
         gc.disable()
         del y
         try:
-            assert gone() is None
+            assert gone.get() is None
         finally:
             gc.enable()
 
