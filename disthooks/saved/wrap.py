@@ -184,11 +184,19 @@ def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
     versions = metadata_being_loaded()
     where = prefix.removesuffix(".")
-    for key in [key for key in versions if key == where or key.startswith(prefix)]:
-        versions[f"{prefix}{_INNER}{key[len(where) :] if where else '.' + key}".rstrip(".")] = versions[key]
+    inside = {
+        f"{prefix}{_INNER}{key[len(where) :] if where else '.' + key}".rstrip("."): version
+        for key, version in versions.items()
+        if key == where or key.startswith(prefix)
+    }
+    versions.update(inside)
+    module.__dict__["_added"] = list(inside)  # they are the user's checkpoint's: taken out again after loading
 
 
 def _strip_messages(module: nn.Module, incompatible: Any) -> None:
-    """Name missing and unexpected keys as the user knows them."""
+    """Name missing and unexpected keys as the user knows them, and leave the checkpoint as it was."""
+    versions = metadata_being_loaded()
+    for key in module.__dict__.pop("_added", ()):
+        versions.pop(key, None)
     for keys in incompatible:
         keys[:] = [key.replace(f"{_INNER}.", "") for key in keys]

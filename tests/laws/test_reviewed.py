@@ -181,8 +181,12 @@ def test_versions_of_what_is_inside_reach_its_loading(tmp_path: pathlib.Path) ->
             super()._load_from_state_dict(state, prefix, metadata, *rest)
 
     plain, wrapped = nn.Sequential(Versioned(3, 3)), nn.Sequential(dh.SaveToDisk(Versioned(3, 3), tmp_path))
-    wrapped.load_state_dict(plain.state_dict())
-    assert torch.equal(wrapped[0].weight, plain[0].weight)
+    checkpoint = plain.state_dict()
+    names, versions = list(checkpoint), dict(checkpoint._metadata)
+    for _ in range(2):
+        wrapped.load_state_dict(checkpoint)
+        assert torch.equal(wrapped[0].weight, plain[0].weight)
+        assert (list(checkpoint), dict(checkpoint._metadata)) == (names, versions)  # the user's, and left as it was
 
 
 def test_an_outer_hook_without_a_module(tmp_path: pathlib.Path) -> None:
