@@ -15,6 +15,7 @@ from models import identical
 from torch import nn
 
 import disthooks as dh
+from disthooks._tensors import Layout
 from disthooks.saved.frame import Frame
 
 Run = Callable[[contextlib.AbstractContextManager[object]], list]
@@ -246,3 +247,30 @@ def test_a_smaller_try_after_a_full_store(tmp_path: pathlib.Path) -> None:
             big.exp().sin()
         y = small.exp().sin().sum()
     y.backward()
+
+
+def test_a_tensor_whose_memory_is_exchanged_is_another_content(tmp_path: pathlib.Path) -> None:
+    """``t.data = other``: the same tensor at the same version, and often at the address just given back: law 3."""
+    batch, anchor, outputs = torch.zeros(8, 8), torch.zeros(8, 8, requires_grad=True), []
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
+        for i in range(300):
+            batch.data = torch.full((8, 8), float(i))
+            outputs.append(anchor * batch)
+            anchor.exp()  # the next operator: the one before is stored
+    for i, output in enumerate(outputs):
+        assert output.grad_fn._saved_other[0, 0] == i
+
+
+def test_what_nobody_needs_any_more_is_never_written(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        x.exp()
+        x.sum()
+    assert saved.report().moved == 0
+
+
+def test_a_layout_does_not_lengthen_its_storage() -> None:
+    """``set_`` would, with bytes that nobody wrote."""
+    layout = Layout.of(torch.zeros(4, 4))
+    with pytest.raises(dh.errors.StoreError, match="was taken away"):
+        layout.over(torch.zeros(3).untyped_storage())
