@@ -18,7 +18,7 @@ from disthooks.saved.saving import saving
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
-from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith
+from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
 from disthooks.watch.features import features
 from disthooks.watch.trace import trace
 
@@ -52,4 +52,5 @@ __all__ = [
     "sinks",
     "stats",
     "trace",
+    "unwrap",
 ]

@@ -23,6 +23,12 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 )
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward: a gradient hook, or a checkpoint that computes again."""
+    running: int = torch._C._current_graph_task_id()
+    return running != -1
+
+
 class StorageRef:
     """A weak reference to a storage, by torch's own counts: Python's may find a storage that is being destroyed.
 

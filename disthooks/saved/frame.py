@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import inspect
 import threading
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -13,16 +14,17 @@ from torch import nn
 from torch.utils.weak import WeakIdRef
 
 from disthooks import _events
-from disthooks._tensors import Layout, exotic, storages_of
-from disthooks._torch import hooks_allowed, sequence_number, top_hooks
+from disthooks._tensors import Layout, exotic
+from disthooks._torch import hooks_allowed, in_backward, sequence_number, top_hooks
+from disthooks.errors import AttachError
+from disthooks.saved.contents import Compact, InStore, WeightCopy
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.pipeline import Pipeline
-from disthooks.saved.region import region_of
+from disthooks.saved.region import Region, region_of
 from disthooks.saved.stores.base import Functions
-
-_NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
+from disthooks.saved.weights import Weights, is_constant
 
 
 def why_not() -> str | None:
@@ -36,9 +38,10 @@ def why_not() -> str | None:
     if not hooks_allowed():
         return "hooks disabled"  # torch.func's transforms forbid them
     top = top_hooks(True)
-    # Non-reentrant checkpointing works by hooks of its own: on top of them ours would defeat it.
-    theirs = top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
-    return "checkpoint" if theirs else None
+    if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+        return "checkpoint"  # non-reentrant ones work by hooks of their own: on top of them ours would defeat it
+    # A reentrant one computes again inside a backward what it will use at once.
+    return "backward" if in_backward() else None
 
 
 def never_runs(module: nn.Module) -> str | None:
@@ -47,19 +50,9 @@ def never_runs(module: nn.Module) -> str | None:
         return None  # refused elsewhere; its class has no forward to look at
     if type(module).forward is nn.Module.forward:
         return "it is a container without a forward, which nobody calls; take the modules inside it"
-    if inspect.isgeneratorfunction(type(module).forward):
-        return "its forward is a generator, whose body runs after the call; take the modules that it calls"
+    if inspect.iscoroutinefunction(type(module).forward) or inspect.isasyncgenfunction(type(module).forward):
+        return "its forward is asynchronous, and other code may run in between; take the modules that it awaits"
     return None
-
-
-def is_weight_copy(tensor: torch.Tensor) -> bool:
-    """Whether a narrow ``tensor`` is a cast of a parameter, as autocast makes them, or the transpose of one."""
-    node = tensor.grad_fn
-    if node is not None and node.name() == "TBackward0":
-        node = node.next_functions[0][0]
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 class Frame:
@@ -75,11 +68,7 @@ class Frame:
     def __init__(self, pipeline: Pipeline, ledger: Ledger, where: str = "", module: nn.Module | None = None) -> None:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
         self._ledger, self._where = ledger, where
-        self._module = module
-        # A replica's weights have a history; those of any other module are told by type, or looked up when in doubt.
-        replica = module is not None and getattr(module, "_is_replica", False)
-        self._own = storages_of(module) if replica and module is not None else None
-        self._is_replica = replica
+        self._weights = Weights(module)
         self._thread = threading.get_ident()
         self._sequence = -1
         self._pending: collections.deque[Packed] = collections.deque()
@@ -88,6 +77,10 @@ class Frame:
 
     def __enter__(self) -> Frame:
         self._ledger.count_call()
+        outer = top_hooks(True)
+        outer_frame = getattr(outer[0], "__self__", None) if outer is not None else None
+        if isinstance(outer_frame, Frame) and outer_frame._ledger is not self._ledger:
+            outer_frame._ledger.count_inner()  # the inner one wins
         self._hooks.__enter__()
         return self
 
@@ -103,7 +96,12 @@ class Frame:
             for packed in self._pending:
                 self._ledger.forget(packed.key)
             self._pending.clear()
-            self._hooks = self._module = None  # the hooks hold this frame: no cycle may stay
+            self._hooks = None  # they hold this frame: no cycle may stay
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise AttachError(
+                f"{self._where or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, and torch "
+                "allows no saved-tensor hooks there: attach to other modules, or to the parts outside of that call"
+            ) from error
 
     # -- pack
 
@@ -115,60 +113,75 @@ class Frame:
             if sequence != self._sequence:
                 self._sequence = sequence
                 self._flush()
-        kept = self._keep(tensor)
-        if kept is not None:
-            return kept
+        reason = self._reason(tensor)
+        if reason == "parameter itself":  # ZeRO-3 gathers and frees it, an alias would hold it
+            return self._kept(tensor, tensor, "parameter")
+        if reason is not None and not (reason == "small" and self._pins_much(tensor)):
+            return self._kept(tensor, tensor.detach(), reason)
+        copied = self._weights.copied(tensor)
+        if copied is not None and copied.weight is None:
+            return self._kept(tensor, tensor.detach(), "autocast weight")
+        return self._share(tensor, copied and copied.weight, small=reason == "small")
+
+    def _reason(self, tensor: torch.Tensor) -> str | None:
+        """Why ``tensor`` stays in memory, if it does."""
+        if isinstance(tensor, nn.Parameter):
+            return "parameter itself"
+        unknown = exotic(tensor)
+        if unknown is not None:
+            return unknown
+        if tensor._is_view() and isinstance(tensor._base, nn.Parameter):
+            return "parameter"
+        nbytes = _nbytes(tensor)
+        if nbytes < self._at_least or nbytes == 0:
+            return "small"
+        owned = self._weights.owned(tensor)
+        if owned is not None:
+            return owned
+        return "in place" if not self._codecs and not self._store.moves(tensor) else None
+
+    def _pins_much(self, tensor: torch.Tensor) -> bool:
+        """Whether keeping a small ``tensor`` would keep in memory what would otherwise go to the store."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < self._at_least or _nbytes(tensor) == 0 or not self._store.moves(tensor):
+            return False
+        return region_of(Layout.of(tensor), nbytes) is not None and self._weights.owned(tensor) is None
+
+    def _share(self, tensor: torch.Tensor, weight: nn.Parameter | None, small: bool) -> Handle:
+        """A handle on the one packed value of what ``tensor`` lies over."""
         storage = tensor.untyped_storage()
         layout = Layout.of(tensor)
-        region = region_of(layout, storage.nbytes())
+        region = None if weight is not None else region_of(layout, storage.nbytes())
         dtype = layout.dtype if self._codecs and region is None else None
         key = (storage._cdata, tensor._version, region or dtype)
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
-        alone = owner.dim() < 2 and _is_constant(owner)
+        alone = owner.dim() < 2 and is_constant(owner)
         fate = "shared"
         with self._ledger.lock:
             packed = self._ledger.packed.get(key)
             if packed is None or packed.owner() is not owner or alone:
-                fate = "stored"
-                packed = Packed(tensor.detach(), region, self._codecs, self._store, self._ledger, self._where)
+                fate = "kept" if small or weight is not None else "stored"
+                packed = self._made(tensor.detach(), weight, region, small)
                 packed.key, packed.owner = key, WeakIdRef(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
             handle = Handle(packed, layout)
         if fate == "shared":
             self._ledger.count("shared", _nbytes(tensor))
+        elif small:
+            self._ledger.count_kept("small", _nbytes(tensor))
         if _events.listeners:
             _events.tell("pack", self._where, tensor, fate)
         return handle
 
-    def _keep(self, tensor: torch.Tensor) -> Kept | None:
-        """The packed value of a tensor that stays where it is; None for one that goes to the store."""
-        if isinstance(tensor, nn.Parameter):  # itself: ZeRO-3 gathers and frees it, an alias would hold it
-            return self._kept(tensor, tensor, "parameter")
-        reason = exotic(tensor) or self._reason(tensor)
-        return None if reason is None else self._kept(tensor, tensor.detach(), reason)
-
-    def _reason(self, tensor: torch.Tensor) -> str | None:
-        """Why a plain tensor stays, if it does."""
-        if tensor._is_view() and isinstance(tensor._base, nn.Parameter):
-            return "parameter"
-        nbytes = _nbytes(tensor)
-        if nbytes < self._at_least or nbytes == 0:
-            return "small"
-        if self._is_replica or _is_constant(tensor):
-            owned = self._owned().get(tensor.untyped_storage()._cdata)
-            if owned is not None:
-                return owned
-        if tensor.dtype in _NARROW and is_weight_copy(tensor):
-            return "autocast weight"
-        return "in place" if not self._codecs and not self._store.moves(tensor) else None
-
-    def _owned(self) -> dict[int, str]:
-        if self._own is None:
-            self._own = {} if self._module is None else storages_of(self._module)
-        return self._own
+    def _made(self, alias: torch.Tensor, weight: nn.Parameter | None, region: Region | None, small: bool) -> Packed:
+        if small:
+            return Compact(alias, region, self._ledger, self._where)
+        if weight is not None:
+            return WeightCopy(alias, weight, self._ledger, self._where)
+        return InStore(alias, region, self._codecs, self._store, self._ledger, self._where)
 
     def _kept(self, tensor: torch.Tensor, alias: torch.Tensor, reason: str) -> Kept:
         self._told(tensor, reason)
@@ -195,10 +208,28 @@ class Frame:
             if not packed.live:
                 continue  # its graph is gone already
             try:
-                packed.store()
+                packed.take()
             except BaseException:
                 self._ledger.forget(packed.key)  # it stays in memory, for its own graph alone
                 raise
+            if packed.undecided:
+                self._ledger.undecided.append(weakref.ref(packed))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ask those again that could not say at once, the oldest first, up to one that still cannot."""
+        for _ in range(len(self._ledger.undecided)):
+            try:
+                reference = self._ledger.undecided.popleft()
+            except IndexError:
+                return  # another thread was faster
+            packed = reference()
+            if packed is None or not packed.live:
+                continue
+            packed.take()
+            if packed.undecided:
+                self._ledger.undecided.appendleft(reference)
+                return
 
 
 class Called:
@@ -226,11 +257,6 @@ def unpack(packed: Handle | Kept | Called) -> torch.Tensor:
         where = packed.packed.where if isinstance(packed, Handle) else packed.where
         _events.tell("unpack", where, tensor, "kept" if isinstance(packed, Kept) else "stored")
     return tensor
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    """No gradient flows to it: a batch, a mask, a buffer, a detached weight."""
-    return tensor.grad_fn is None and not tensor.requires_grad
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,17 @@ from disthooks._tensors import format_bytes
 # Storage address, version, region. The address is that of the storage object, whose weak reference the packed
 # value holds, so that it cannot be given to another storage while the key is in use.
 Key = tuple[int, int, object]
+
+_STEPPED_BACK = (
+    "disthooks stepped back in {where}, which runs inside {what}: what it saves is computed again anyway. To save the "
+    "checkpoint's inputs instead, attach to the module around the checkpoint, or wrap it: SaveWith(checkpointed, ...). "
+    "report().passed counts these calls; this is said once"
+)
+#: Reasons to go without hooks that the user can do something about, and what.
+_MENDABLE = {
+    "checkpoint": _STEPPED_BACK.replace("{what}", "an activation checkpoint"),
+    "backward": _STEPPED_BACK.replace("{what}", "a backward (a reentrant checkpoint, most likely)"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,9 +38,11 @@ class SavedReport:
         shared: saved again as another view of what was packed already, so neither stored nor kept twice.
         kept: left where they were.
         kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
+        recast: autocast's copies of weights that were dropped, to be cast again in backward.
         loaded: brought back from the store.
         held: in the store now; zero once every graph is gone.
         passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
+        inner: calls inside whose saved tensors another attachment, further in, took; the inner one wins.
         pack_seconds: time that forward waited for the store.
         unpack_seconds: time that backward waited for the store.
     """
@@ -39,9 +53,11 @@ class SavedReport:
     shared: int = 0
     kept: int = 0
     kept_by: dict[str, int] = field(default_factory=dict)
+    recast: int = 0
     loaded: int = 0
     held: int = 0
     passed: dict[str, int] = field(default_factory=dict)
+    inner: int = 0
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
 
@@ -67,7 +83,13 @@ class SavedReport:
             f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
             f"forward waited {self.pack_seconds:.3f} s, backward {self.unpack_seconds:.3f} s",
         ]
-        return "\n".join(lines + ([f"calls without hooks: {calls}"] if calls else []))
+        if self.recast:
+            lines.append(f"copies of weights dropped, to be cast again: {format_bytes(self.recast)}")
+        if calls:
+            lines.append(f"calls without hooks: {calls}")
+        if self.inner:
+            lines.append(f"calls inside that another attachment took: {self.inner}")
+        return "\n".join(lines)
 
 
 class Ledger:
@@ -76,24 +98,38 @@ class Ledger:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.packed: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()
+        # Those whose contents may be dropped once the device has said so.
+        self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self._bytes: collections.Counter[str] = collections.Counter()
         self._kept: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
         self._seconds: collections.Counter[str] = collections.Counter()
         self._released: collections.deque[int] = collections.deque()
+        self._told = False
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
 
     def count(self, what: str, nbytes: int) -> None:
-        """Add to ``stored``, ``moved``, ``shared`` or ``loaded``."""
+        """Add to ``stored``, ``shared``, ``loaded`` or ``recast``."""
         with self.lock:
             self._bytes[what] += nbytes
+
+    def count_put(self, stored: int, moved: int) -> None:
+        """Add to ``stored`` and ``moved``."""
+        with self.lock:
+            self._bytes["stored"] += stored
+            self._bytes["moved"] += moved
 
     def count_call(self) -> None:
         """One more call with the hooks on."""
         with self.lock:
             self._bytes["calls"] += 1
+
+    def count_inner(self) -> None:
+        """One more call inside that another attachment takes."""
+        with self.lock:
+            self._bytes["inner"] += 1
 
     def forget(self, key: Key | None) -> None:
         """Nothing is to share what is packed under ``key`` any more."""
@@ -105,10 +141,13 @@ class Ledger:
         with self.lock:
             self._kept[reason] += nbytes
 
-    def count_pass(self, reason: str) -> None:
-        """One more call that went through without hooks."""
+    def count_pass(self, reason: str, where: str) -> None:
+        """One more call of ``where`` that went through without hooks; the user is told once if that can be mended."""
         with self.lock:
             self._passed[reason] += 1
+            tell, self._told = reason in _MENDABLE and not self._told, self._told or reason in _MENDABLE
+        if tell:
+            warnings.warn(_MENDABLE[reason].format(where=repr(where or "this block")), stacklevel=4)
 
     def count_seconds(self, what: str, seconds: float) -> None:
         """Add to ``pack`` or ``unpack`` seconds."""
@@ -131,9 +170,11 @@ class Ledger:
                 shared=self._bytes["shared"],
                 kept=sum(self._kept.values()),
                 kept_by=dict(self._kept),
+                recast=self._bytes["recast"],
                 loaded=self._bytes["loaded"],
                 held=self._bytes["stored"] - self._bytes["released"],
                 passed=dict(self._passed),
+                inner=self._bytes["inner"],
                 pack_seconds=float(self._seconds["pack"]),
                 unpack_seconds=float(self._seconds["unpack"]),
             )

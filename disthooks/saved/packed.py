@@ -1,4 +1,4 @@
-"""The packed value: one stored content, shared by all the views of it that autograd saved."""
+"""The packed value: one content, shared by all the views of it that autograd saved."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from abc import ABC, abstractmethod
 
 import torch
 from torch.utils.weak import WeakIdRef
 
 from disthooks._tensors import Layout
 from disthooks._torch import StorageRef
-from disthooks.errors import MutationError, StoreError
-from disthooks.saved.codecs import Codec
+from disthooks.errors import MutationError
 from disthooks.saved.kept import changed_message
 from disthooks.saved.ledger import Key, Ledger
 from disthooks.saved.region import Region
-from disthooks.saved.stores.base import Store
 
 
 @functools.cache
@@ -27,43 +24,23 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-class _Stored:
-    """What the store holds for a packed value.
+class Packed(ABC):
+    """The contents of one storage at one version: in memory first, then elsewhere, until nobody needs them.
 
-    An object of its own, so that the packed value needs no destructor: while one runs, Python lets other threads
-    find the dying object again, and they would share bytes that are being dropped.
-    """
-
-    __slots__ = ("_ledger", "_nbytes", "_store", "tickets")
-
-    def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
-        self._store, self.tickets, self._ledger, self._nbytes = store, tickets, ledger, nbytes
-
-    def __del__(self) -> None:
-        for ticket in self.tickets:
-            self._store.drop(ticket)
-        self._ledger.release(self._nbytes)
-
-
-class Packed:
-    """The contents of one storage at one version: in memory first, then in the store, until nobody needs them.
-
-    ``alias`` shares the saved tensor's version counter. Once the contents are stored its memory is exchanged
+    ``alias`` shares the saved tensor's version counter. Once the contents are taken its memory is exchanged
     for none, and what stays is a witness: a few bytes that still see every in-place change.
+
+    Where "elsewhere" is, a subclass says, by taking the contents and bringing them back.
     """
 
     __slots__ = (
         "__weakref__",
-        "_codecs",
         "_generation",
         "_held",
         "_loaded",
         "_lock",
-        "_store",
-        "_stored",
         "_stream",
         "_waiting",
-        "_wanted",
         "alias",
         "changed",
         "key",
@@ -73,97 +50,75 @@ class Packed:
         "owner",
         "region",
         "source",
-        "spec",
+        "taken",
+        "undecided",
         "version",
         "where",
     )
 
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        region: Region | None,
-        codecs: Sequence[Codec],
-        store: Store,
-        ledger: Ledger,
-        where: str,
-    ) -> None:
+    def __init__(self, alias: torch.Tensor, region: Region | None, ledger: Ledger, where: str) -> None:
         self.alias, self.version, self.region = alias, alias._version, region
-        self._codecs, self._store, self.ledger, self.where = codecs, store, ledger, where
+        self.ledger, self.where = ledger, where
+        storage = alias.untyped_storage()
         # Held so that the address in the ledger's key is not given to another storage.
-        self.source = StorageRef(alias.untyped_storage())
+        self.source = StorageRef(storage)
         self.key: Key | None = None
         self.owner: WeakIdRef | None = None
-        self.nbytes = alias.untyped_storage().nbytes()
+        self.nbytes = storage.nbytes()
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
-        self.changed = False
-        self._stored: _Stored | None = None
         self._loaded: torch.cuda.Event | None = None
-        self.spec: list[Any] = []
+        self.taken = self.changed = self.undecided = False
         self.live = 0  # handles that exist
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
         self._held: torch.UntypedStorage | StorageRef | None = None  # the storage brought back
         self._generation = self._waiting = 0
 
-    # -- from memory to the store
+    @abstractmethod
+    def _take(self) -> bool:
+        """Put the contents elsewhere; False when they have to stay, or, if ``undecided``, may be asked for again.
 
-    def store(self) -> None:
-        """Hand the contents to the store and let go of the memory; StoreError leaves everything as it was."""
+        An error leaves everything as it was.
+        """
+
+    @abstractmethod
+    def _bring(self) -> torch.UntypedStorage:
+        """The contents, over a storage whose first element stands at the region's offset."""
+
+    # -- from memory to elsewhere
+
+    def take(self) -> None:
+        """Have the contents put elsewhere and let go of the memory; after an error everything is as it was."""
         with self._lock:
             # Memory that was freed already (FSDP frees what it gathered when its forward ends) may come back: it
             # stays an alias, as without hooks.
             gone = self.alias.untyped_storage().nbytes() != self.nbytes
-            if self._stored is not None or gone or self._is_changed():
+            if self.taken or gone or self._is_changed():
                 return
             begin = time.perf_counter()
             with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
-                self._stored = self._put(self._encode())
-            self._is_changed()  # another thread may have written while it was copied
-            self.alias.data = _empty(self.alias.dtype, self.alias.device)
+                self.taken = self._take()
+            if self.taken:
+                self._is_changed()  # another thread may have written while it was copied
+                self.alias.data = _empty(self.alias.dtype, self.alias.device)
             self.ledger.count_seconds("pack", time.perf_counter() - begin)
 
-    def _put(self, tensors: Sequence[torch.Tensor]) -> _Stored:
-        tickets: list[Any] = []
-        try:
-            for tensor in tensors:
-                tickets.append(self._store.put(tensor))
-        except BaseException:
-            for ticket in tickets:
-                self._store.drop(ticket)
-            raise
-        total = 0
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            total += nbytes
-            if self._store.moves(tensor):
-                self.ledger.count("moved", nbytes)
-        self.ledger.count("stored", total)
-        return _Stored(self._store, tickets, self.ledger, total)
+    def content(self, typed: bool = False) -> torch.Tensor:
+        """What to keep, as a tensor without conj or neg bits: those belong to the views.
 
-    def _content(self) -> torch.Tensor:
-        """The bytes to keep, as a tensor without conj or neg bits: those belong to the views."""
+        Without a region it is all of the storage, as ``uint8``, or when ``typed`` in the dtype of the tensor that
+        was saved, where that divides it.
+        """
         storage = self.alias.untyped_storage()
         if self.region is not None:
             dtype, offset, size, stride = self.region
         else:
-            # Bytes are bytes unless a codec wants to know what they mean.
-            typed = self._codecs and storage.nbytes() % self.alias.dtype.itemsize == 0
+            typed = typed and storage.nbytes() % self.alias.dtype.itemsize == 0
             dtype, offset, stride = self.alias.dtype if typed else torch.uint8, 0, (1,)
             size = (storage.nbytes() // dtype.itemsize,)
         return torch.empty(0, dtype=dtype, device=self.alias.device).set_(storage, offset, size, stride)
 
-    def _encode(self) -> tuple[torch.Tensor, ...]:
-        content = self._content()
-        self._wanted = (content.dtype, content.shape)
-        tensors: tuple[torch.Tensor, ...] = (content,)
-        self.spec = []
-        for codec in self._codecs:
-            encoded = [codec.encode(tensor) for tensor in tensors]
-            self.spec.append([(len(parts), spec) for parts, spec in encoded])
-            tensors = tuple(part for parts, _ in encoded for part in parts)
-        return tensors
-
-    # -- from the store to memory
+    # -- from elsewhere to memory
 
     def storage(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
         """The storage that ``handle`` lies over, and the offset at which that storage begins.
@@ -171,11 +126,11 @@ class Packed:
         It is brought back once for all handles that want it next.
         """
         with self._lock:
-            if self._stored is None:
+            if not self.taken:
                 return self.alias.untyped_storage(), 0
             storage = self._held.get() if isinstance(self._held, StorageRef) else self._held
             if storage is None:
-                storage = self._load()
+                storage = self._timed_bring()
                 self._generation += 1
                 self._waiting = self.live
             if handle.seen != self._generation:
@@ -199,34 +154,14 @@ class Packed:
             finally:
                 self._lock.release()
 
-    def _load(self) -> torch.UntypedStorage:
+    def _timed_bring(self) -> torch.UntypedStorage:
         begin = time.perf_counter()
-        assert self._stored is not None
-        tensors = tuple(self._store.get(ticket) for ticket in self._stored.tickets)
-        self.ledger.count("loaded", sum(t.numel() * t.element_size() for t in tensors))
-        for codec, specs in zip(reversed(self._codecs), reversed(self.spec), strict=True):
-            parts = iter(tensors)
-            tensors = tuple(codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs)
-        storage = self._place(tensors[0])
+        storage = self._bring()
         if storage.device.type == "cuda":
             self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._loaded.record()
         self.ledger.count_seconds("unpack", time.perf_counter() - begin)
         return storage
-
-    def _place(self, content: torch.Tensor) -> torch.UntypedStorage:
-        # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
-        if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
-            raise StoreError(
-                f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
-                f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
-                "must return what was put, and decode() what was encoded"
-            )
-        if self.region is None:
-            return (content if content.storage_offset() == 0 else content.clone()).untyped_storage()
-        base = torch.empty(self.region.extent, dtype=content.dtype, device=content.device)
-        base.as_strided(self.region.size, self.region.stride).copy_(content)
-        return base.untyped_storage()
 
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""

@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch  # noqa: F401  (for the examples in the docstrings)
+import torch
 from torch import nn
 
 from disthooks._torch import metadata_being_loaded
 from disthooks.errors import UsageError
-from disthooks.saved.frame import Frame, never_runs, why_not
+from disthooks.saved.frame import never_runs
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
+from disthooks.saved.site import Site
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 
@@ -51,8 +52,7 @@ class SaveWith(nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
         if why := never_runs(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
-        self._pipeline = pipeline(to)
-        self._ledger = Ledger()
+        self._site = Site(pipeline(to), Ledger(), type(module).__name__)
         self.add_module(_INNER, module)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
@@ -65,20 +65,20 @@ class SaveWith(nn.Module):
         assert inner is not None
         return inner
 
+    def unwrap(self) -> nn.Module:
+        """The module without this wrapper and those inside it; see :func:`unwrap`."""
+        return unwrap(self)
+
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
-        return self._ledger.report()
+        return self._site.ledger.report()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with the hooks on in this thread."""
         inner = self.unwrapped
-        reason = why_not()
-        if reason is not None:
-            if reason != "compiling":  # a lock is nothing to trace
-                self._ledger.count_pass(reason)
+        if torch.compiler.is_compiling():  # a lock is nothing to trace
             return inner(*args, **kwargs)
-        with Frame(self._pipeline, self._ledger, type(inner).__name__, inner):
-            return inner(*args, **kwargs)
+        return self._site.call(inner, inner, *args, **kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -93,7 +93,7 @@ class SaveWith(nn.Module):
 
     def extra_repr(self) -> str:
         """The pipeline."""
-        return str(self._pipeline)
+        return str(self._site.pipeline)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -168,6 +168,43 @@ class SaveToDisk(SaveWith):
         limit: int | str | None = None,
     ) -> None:
         super().__init__(module, pipeline(AtLeast(at_least), OnDisk(directory, limit)))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Take every disthooks wrapper out of ``model``, which is changed in place, and give back what is left.
+
+    Args:
+        model: a model with wrappers in it, or a wrapper.
+
+    Returns:
+        ``model``, or what was inside when it is a wrapper itself.
+
+    Raises:
+        UsageError: when a wrapper has hooks of its own, as after ``fully_shard(wrapper)``: they would be lost.
+
+    >>> net = nn.Sequential(nn.Linear(8, 4), SaveToCpu(SaveToCpu(nn.Linear(4, 2))))
+    >>> [type(layer).__name__ for layer in unwrap(net)]
+    ['Linear', 'Linear']
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, SaveWith) and (module._forward_hooks or module._forward_pre_hooks):
+            raise UsageError(
+                f"{name or 'the model'!r} cannot be unwrapped: {type(module).__name__} has hooks of its own, an "
+                "engine's perhaps, that would be lost. Unwrap before the engine takes the model; its state_dict is "
+                "that of the plain model in any case"
+            )
+    for module in list(model.modules()):
+        if not isinstance(module, SaveWith):
+            module._modules.update({name: _innermost(child) for name, child in module._modules.items()})
+    inner = _innermost(model)
+    assert inner is not None
+    return inner
+
+
+def _innermost(module: nn.Module | None) -> nn.Module | None:
+    while isinstance(module, SaveWith):
+        module = module.unwrapped
+    return module
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -109,4 +109,5 @@ def test_autocast_and_accumulation(tmp_path: pathlib.Path) -> None:
     truth = run()
     with dh.save_activations(model, "blocks.*", dh.OnCpu()) as saving:
         assert identical(run(), truth)
-    assert saving.report().kept_by["autocast weight"] > 0
+        model(x)  # what the device had not said by the end of one forward is settled in the next
+    assert saving.report().recast > 0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 
 import pytest
 import torch
+from models import identical
 from replicas import replicate
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.contents import WeightCopy
 
 
 def _stored(store_folder: pathlib.Path, run: object) -> dh.SavedReport:
@@ -55,21 +58,128 @@ def test_a_buffer_and_a_detached_weight_stay(tmp_path: pathlib.Path) -> None:
     assert wrapped.report().kept_by == {"buffer": layer.mask.nbytes, "parameter": layer.weight.nbytes}
 
 
-def test_an_autocast_copy_stays(tmp_path: pathlib.Path) -> None:
-    layer = nn.Linear(64, 64)
-    x = torch.randn(8, 64, requires_grad=True)
+class Narrow(nn.Module):
+    """Two layers under autocast; a last operation of its own, so that nothing is pending when it ends."""
 
-    def run() -> torch.Tensor:
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64).requires_grad_(not frozen), nn.Linear(64, 64)
+        self.conv = nn.Conv1d(8, 8, 3).to(memory_format=torch.preserve_format)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return layer(x)
+            return self.conv(self.two(self.one(x).relu())).float()
 
-    run().sum().backward()
-    truth, layer.weight.grad, x.grad = (layer.weight.grad, x.grad), None, None
-    report = _stored(tmp_path, run)
-    assert report.kept_by["autocast weight"] == layer.weight.numel() * 2
-    assert report.stored == x.numel() * 2
-    assert torch.equal(layer.weight.grad, truth[0])
-    assert torch.equal(x.grad, truth[1])
+
+def _narrow(frozen: bool = False) -> tuple[Narrow, torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model, x = Narrow(frozen), torch.randn(8, 64, requires_grad=True)
+    model(x).sum().backward()
+    return model, x, _taken(model, x)
+
+
+def _taken(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients, taken off."""
+    leaves = [leaf for leaf in (x, *model.parameters()) if leaf.grad is not None]
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return found
+
+
+def _live(nbytes: int) -> int:
+    """Narrow tensors of ``nbytes`` bytes that are alive, a graph's packed ones included."""
+    alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.bfloat16]
+    return sum(t.untyped_storage().nbytes() == nbytes for t in alive)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_autocast_copy_is_dropped_and_cast_again(frozen: bool, tmp_path: pathlib.Path) -> None:
+    model, x, truth = _narrow(frozen)
+    with dh.save_activations(model, "", dh.pipeline(dh.AtLeast("2 KiB"), dh.OnDisk(tmp_path))) as saving:
+        y = model(x)
+        report = saving.report()
+        assert report.recast == 2 * 64 * 64 * 2
+        assert report.stored == 0  # the activations are small here
+        assert _live(64 * 64 * 2) == 0
+        y.sum().backward(retain_graph=True)
+        assert identical(_taken(model, x), truth)
+        y.sum().backward()
+        assert identical(_taken(model, x), truth)
+
+
+def test_a_copy_that_others_hold_is_not_cast_again(tmp_path: pathlib.Path) -> None:
+    """Autocast itself keeps its copies until it ends, backward inside it uses those."""
+    model, x, truth = _narrow()
+    with torch.autocast("cpu", torch.bfloat16), dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
+        y = model(x)
+        assert saving.report().recast == 2 * 64 * 64 * 2
+        y.sum().backward()
+    assert identical(_taken(model, x), truth)
+
+
+def test_a_copy_whose_weight_has_changed_since_raises(tmp_path: pathlib.Path) -> None:
+    model, x, _ = _narrow()
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)):
+        y = model(x)
+        with torch.no_grad():
+            model.two.weight.mul_(2)
+        with pytest.raises(dh.errors.MutationError, match="before the optimizer steps"):
+            y.sum().backward()
+
+
+def test_a_stale_copy_stays(tmp_path: pathlib.Path) -> None:
+    """Autocast's cache does not see that a weight was changed: what it gives is not what casting gives: law 1."""
+
+    def run(attached: bool) -> list[torch.Tensor]:
+        model, x, _ = _narrow()
+        saving = dh.save_activations(model, "", dh.OnDisk(tmp_path)) if attached else None
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+            with torch.no_grad():
+                model.two.weight.mul_(2)
+            y = model(x)
+        if saving is not None:
+            assert saving.report().kept_by["autocast weight"] == 64 * 64 * 2
+            assert saving.report().recast == 3 * 64 * 64 * 2
+        y.sum().backward()
+        return _taken(model, x)
+
+    assert identical(run(True), run(False))
+
+
+def test_a_replicas_copy_and_a_cast_view_stay(tmp_path: pathlib.Path) -> None:
+    model, x, _ = _narrow()
+    line = dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(tmp_path))
+    wrapped = dh.SaveWith(model, line)
+    for copy in replicate(wrapped, 2):
+        copy(x).sum().backward()
+    assert (wrapped.report().recast, wrapped.report().stored) == (0, 0)
+    assert wrapped.report().kept_by["autocast weight"] == 2 * 2 * 64 * 64 * 2
+    flat = nn.Parameter(torch.randn(2, 64 * 64))
+    with dh.saving(line) as saved:
+        y = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True) @ flat[1].view(64, 64).to(torch.bfloat16)
+        y.sum().backward()
+    assert saved.report().stored == 0
+    assert saved.report().kept_by["autocast weight"] == 64 * 64 * 2
+
+
+def test_a_proof_that_takes_time(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """On a GPU the comparison is not waited for: the copy stays until a later forward knows."""
+    known: list[bool] = []
+    monkeypatch.setattr(WeightCopy, "_compare", lambda self: True if known else None)
+    model, x, truth = _narrow()
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
+        one = model(x)
+        assert saving.report().recast == 0
+        known.append(True)
+        two = model(x)
+        assert saving.report().recast == 4 * 64 * 64 * 2
+        assert len(saving._ledger.undecided) == 0
+        one.sum().backward()
+        assert identical(_taken(model, x), truth)
+        two.sum().backward()
+        assert identical(_taken(model, x), truth)
 
 
 def test_a_weight_that_changed_since_is_caught(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,184 @@
+"""Where contents go: a store, a compact copy beside them, or nowhere, when they can be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks.errors import MutationError, StoreError
+from disthooks.saved.codecs import Codec
+from disthooks.saved.ledger import Ledger
+from disthooks.saved.packed import Packed
+from disthooks.saved.region import Region
+from disthooks.saved.stores.base import Store
+
+
+class _Tickets:
+    """What the store holds for a packed value.
+
+    An object of its own, so that the packed value needs no destructor: while one runs, Python lets other threads
+    find the dying object again, and they would share bytes that are being dropped.
+    """
+
+    __slots__ = ("_ledger", "_nbytes", "_store", "tickets")
+
+    def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
+        self._store, self.tickets, self._ledger, self._nbytes = store, tickets, ledger, nbytes
+
+    def __del__(self) -> None:
+        for ticket in self.tickets:
+            self._store.drop(ticket)
+        self._ledger.release(self._nbytes)
+
+
+class InStore(Packed):
+    """Contents that go through codecs into a store."""
+
+    __slots__ = ("_codecs", "_spec", "_store", "_tickets", "_wanted")
+
+    def __init__(
+        self,
+        alias: torch.Tensor,
+        region: Region | None,
+        codecs: Sequence[Codec],
+        store: Store,
+        ledger: Ledger,
+        where: str,
+    ) -> None:
+        super().__init__(alias, region, ledger, where)
+        self._codecs, self._store = codecs, store
+
+    def _take(self) -> bool:
+        self._tickets = self._put(self._encode())
+        return True
+
+    def _encode(self) -> tuple[torch.Tensor, ...]:
+        content = self.content(typed=bool(self._codecs))  # bytes are bytes unless a codec wants to know their meaning
+        self._wanted = (content.dtype, content.shape)
+        tensors: tuple[torch.Tensor, ...] = (content,)
+        self._spec: list[Any] = []
+        for codec in self._codecs:
+            encoded = [codec.encode(tensor) for tensor in tensors]
+            self._spec.append([(len(parts), spec) for parts, spec in encoded])
+            tensors = tuple(part for parts, _ in encoded for part in parts)
+        return tensors
+
+    def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
+        tickets: list[Any] = []
+        try:
+            for tensor in tensors:
+                tickets.append(self._store.put(tensor))
+        except BaseException:
+            for ticket in tickets:
+                self._store.drop(ticket)
+            raise
+        sizes = [(tensor.numel() * tensor.element_size(), self._store.moves(tensor)) for tensor in tensors]
+        total = sum(nbytes for nbytes, _ in sizes)
+        self.ledger.count_put(total, sum(nbytes for nbytes, moved in sizes if moved))
+        return _Tickets(self._store, tickets, self.ledger, total)
+
+    def _bring(self) -> torch.UntypedStorage:
+        tensors = tuple(self._store.get(ticket) for ticket in self._tickets.tickets)
+        self.ledger.count("loaded", sum(t.numel() * t.element_size() for t in tensors))
+        for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
+            parts = iter(tensors)
+            tensors = tuple(codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs)
+        content = tensors[0]
+        # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
+        if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
+            raise StoreError(
+                f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
+                f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
+                "must return what was put, and decode() what was encoded"
+            )
+        return _spread(content, self.region)
+
+
+class Compact(Packed):
+    """A small part of a large storage: a copy of it stays in memory, so that the rest need not."""
+
+    __slots__ = ("_copy",)
+
+    def _take(self) -> bool:
+        self._copy = self.content().clone(memory_format=torch.contiguous_format)
+        return True
+
+    def _bring(self) -> torch.UntypedStorage:
+        return _spread(self._copy, self.region)
+
+
+class WeightCopy(Packed):
+    """A narrow copy of a weight, as autocast makes them: dropped, and cast again when backward needs it.
+
+    Only a copy that is proven to be cast again bit for bit is dropped: it is compared while it is there. One that
+    is not (another memory format, rounded in place, cast from a weight that was written since) stays in memory.
+    """
+
+    __slots__ = ("_proof", "_weight", "_weight_version")
+
+    def __init__(self, alias: torch.Tensor, weight: nn.Parameter, ledger: Ledger, where: str) -> None:
+        super().__init__(alias, None, ledger, where)
+        self._weight, self._weight_version = weight, weight._version
+        self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def _take(self) -> bool:
+        proven = self._is_proven() if self.alias.is_cuda else self._compare()
+        self.undecided = proven is None
+        if proven:
+            self.ledger.count("recast", self.nbytes)
+            self._held = self.source  # as long as others hold the copy (autocast until it ends), it is there
+        elif proven is not None:
+            self.ledger.count_kept("autocast weight", self.nbytes)
+        return bool(proven)
+
+    def _compare(self) -> torch.Tensor | bool:
+        """Whether casting again gives the same bytes."""
+        if not self._is_there():  # FSDP freed it when its forward ended
+            return False
+        self._weight_version = self._weight._version
+        again = torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self._cast())
+        now = self.content()
+        return again.shape == now.shape and (again == now).all()
+
+    def _is_proven(self) -> bool | None:
+        """The same without waiting for the device: asked first it says None, and so on until the answer is there."""
+        if self._proof is None:
+            same = self._compare()
+            if isinstance(same, bool):
+                return same
+            answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(same, non_blocking=True)
+            self._proof = answer, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._proof[1].record()
+        answer, done = self._proof
+        return bool(answer) if done.query() else None  # type: ignore[no-untyped-call]
+
+    def _bring(self) -> torch.UntypedStorage:
+        if self._weight._version != self._weight_version:
+            raise MutationError(
+                f"a weight was changed in place between the forward of {self.where!r} and its backward (its version is "
+                f"{self._weight._version}, expected {self._weight_version}), and autocast's copy of it was dropped: "
+                "call backward before the optimizer steps"
+            )
+        if not self._is_there():
+            raise StoreError(
+                f"a weight of {self.where!r} is not in memory in backward, to be cast again as autocast did"
+            )
+        return self._cast()
+
+    def _is_there(self) -> bool:
+        return self._weight.untyped_storage().nbytes() >= self._weight.numel() * self._weight.element_size()
+
+    def _cast(self) -> torch.UntypedStorage:
+        return self._weight.detach().to(self.alias.device, self.alias.dtype).untyped_storage()
+
+
+def _spread(content: torch.Tensor, region: Region | None) -> torch.UntypedStorage:
+    """A storage with ``content`` at the strides of its region, or as it is."""
+    if region is None:
+        return (content if content.storage_offset() == 0 else content.clone()).untyped_storage()
+    base = torch.empty(region.extent, dtype=content.dtype, device=content.device)
+    base.as_strided(region.size, region.stride).copy_(content)
+    return base.untyped_storage()

@@ -1,0 +1,61 @@
+"""A place where hooks open around calls: a module, a function, an autograd Function."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from disthooks.saved.frame import Frame, why_not
+from disthooks.saved.ledger import Ledger
+from disthooks.saved.pipeline import Pipeline
+
+
+class Site(NamedTuple):
+    """What to do with the tensors saved in a call, who counts them, and the name for errors."""
+
+    pipeline: Pipeline
+    ledger: Ledger
+    name: str = ""
+
+    def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns, run with the hooks on, or without and counted where they cannot be.
+
+        The body of a generator runs after the call: it gets one that opens the hooks each time it goes on.
+        """
+        result = self._once(module, function, *args, **kwargs)
+        return self._resumed(module, result) if type(result) is types.GeneratorType else result
+
+    def _once(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        reason = why_not()
+        if reason is not None:
+            self.ledger.count_pass(reason, self.name)
+            return function(*args, **kwargs)
+        with Frame(self.pipeline, self.ledger, self.name, module):
+            return function(*args, **kwargs)
+
+    def _resumed(self, module: nn.Module | None, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """``body`` with the hooks on while its own code runs and off while its consumer's does."""
+        go_on: Callable[[], Any] = functools.partial(next, body)
+        while True:
+            ended, value = self._once(module, _until_it_ends, go_on)
+            if ended:
+                return value
+            try:
+                go_on = functools.partial(body.send, (yield value))
+            except GeneratorExit:
+                self._once(module, body.close)
+                raise
+            except BaseException as error:
+                go_on = functools.partial(body.throw, error)
+
+
+def _until_it_ends(go_on: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether the generator has ended, and what it gave; its end is no error, after which nothing is stored."""
+    try:
+        return False, go_on()
+    except StopIteration as stop:
+        return True, stop.value

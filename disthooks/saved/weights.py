@@ -1,0 +1,110 @@
+"""Tells the weights of a module, and copies of them, among the tensors that autograd saves."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from disthooks._tensors import exotic, storages_of
+
+_NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
+
+# Nodes through which a view of a weight was made before it was cast: FSDP1's of its flat parameter, a transpose, ...
+_VIEWS = re.compile(
+    "(Alias|AsStrided|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|Squeeze|T|Transpose|Unbind|Unsqueeze|"
+    "UnsafeView|View)Backward[0-9]"
+)
+
+
+class Copied(NamedTuple):
+    """A tensor was cast from a weight: from ``weight`` as it is, or, where that is None, from a view of one."""
+
+    weight: nn.Parameter | None
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """No gradient flows to it: a batch, a mask, a buffer, a detached weight."""
+    return tensor.grad_fn is None and not tensor.requires_grad
+
+
+class Weights:
+    """The weights and buffers of the module whose forward it is, looked up when a tensor is in doubt.
+
+    Args:
+        module: None for code that belongs to no module.
+    """
+
+    __slots__ = ("_frozen", "_module", "_owned", "_replica", "_roots")
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self._module = module
+        self._owned: dict[int, str] | None = None
+        self._frozen: dict[torch.Size, list[nn.Parameter]] | None = None
+        # A replica's weights are no Parameters and have a history; those of any other module are told by type.
+        self._replica = module is not None and getattr(module, "_is_replica", False)
+        self._roots: list[tuple[Any, int]] | None = None
+
+    def owned(self, tensor: torch.Tensor) -> str | None:
+        """ "parameter" or "buffer" when the memory of a plain tensor, not a Parameter, is the module's."""
+        if self._module is None or not (self._replica or is_constant(tensor)):
+            return None
+        if self._owned is None:
+            self._owned = storages_of(self._module)
+        return self._owned.get(tensor.untyped_storage()._cdata)
+
+    def copied(self, tensor: torch.Tensor) -> Copied | None:
+        """From which weight ``tensor``, or what it is a view of, was cast to a narrower dtype, as autocast does it."""
+        if tensor.dtype not in _NARROW:
+            return None
+        owner: Any = tensor._base if tensor._is_view() else tensor
+        if is_constant(owner):
+            weight = self._frozen_like(owner)
+            return None if weight is None else Copied(weight)
+        node = owner.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return None
+        node, output = node.next_functions[0]
+        if self._replica and (node, output) in self._roots_of_copies():
+            return Copied(None)
+        direct = True
+        while node is not None and _VIEWS.fullmatch(node.name()):
+            node, direct = node.next_functions[0][0], False
+        weight = getattr(node, "variable", None)
+        if not isinstance(weight, nn.Parameter):
+            return None
+        return Copied(weight if direct else None)
+
+    def _frozen_like(self, copy: torch.Tensor) -> nn.Parameter | None:
+        """A frozen weight that ``copy`` looks like; a copy of one has no history, and its bits will have to tell."""
+        if self._module is None:
+            return None
+        if self._frozen is None:
+            self._frozen = collections.defaultdict(list)
+            for weight in self._module.parameters():
+                if not weight.requires_grad and weight.dtype not in _NARROW and exotic(weight.detach()) is None:
+                    self._frozen[weight.shape].append(weight)
+        alike = self._frozen.get(copy.shape, [])
+        if not copy.is_cpu:  # looking at elements would wait for the device
+            return alike[0] if len(alike) == 1 else None
+        for i, weight in enumerate(alike):
+            if _same_corners(copy, weight.detach()):
+                self._frozen[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
+                return weight
+        return None
+
+    def _roots_of_copies(self) -> list[tuple[Any, int]]:
+        if self._roots is None:
+            parts = [] if self._module is None else self._module.modules()
+            copies = [copy for part in parts for copy in getattr(part, "_former_parameters", {}).values()]
+            self._roots = [(copy.grad_fn, copy.output_nr) for copy in copies]
+        return self._roots
+
+
+def _same_corners(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    return copy.numel() > 0 and all(
+        bool(copy[corner] == weight[corner].to(copy.dtype)) for corner in ((0,) * copy.dim(), (-1,) * copy.dim())
+    )
