@@ -88,7 +88,10 @@ class Layout(NamedTuple):
         """
         if 0 in self.size:
             return 0
-        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        last = self.offset
+        for n, step in zip(self.size, self.stride, strict=True):
+            last += (n - 1) * step
+        return last + 1
 
     def over(self, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
         """The tensor with this layout over ``storage``, whose first element stands at offset ``shift``.

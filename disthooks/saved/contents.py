@@ -23,15 +23,15 @@ class _Tickets:
     find the dying object again, and they would share bytes that are being dropped.
     """
 
-    __slots__ = ("_ledger", "_nbytes", "_store", "tickets")
+    __slots__ = ("_ledger", "_store", "nbytes", "tickets")
 
     def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
-        self._store, self.tickets, self._ledger, self._nbytes = store, tickets, ledger, nbytes
+        self._store, self.tickets, self._ledger, self.nbytes = store, tickets, ledger, nbytes
 
     def __del__(self) -> None:
         for ticket in self.tickets:
             self._store.drop(ticket)
-        self._ledger.release(self._nbytes)
+        self._ledger.release(self.nbytes)
 
 
 class InStore(Packed):
@@ -42,22 +42,23 @@ class InStore(Packed):
     def __init__(
         self,
         alias: torch.Tensor,
+        storage: torch.UntypedStorage,
         region: Region | None,
         codecs: Sequence[Codec],
         store: Store,
         ledger: Ledger,
         where: str,
     ) -> None:
-        super().__init__(alias, region, ledger, where)
+        super().__init__(alias, storage, region, ledger, where)
         self._codecs, self._store = codecs, store
 
-    def _take(self) -> bool:
-        self._tickets = self._put(self._encode())
+    def _take(self, storage: torch.UntypedStorage) -> bool:
+        content = self.content(storage, typed=bool(self._codecs))  # only a codec wants to know what the bytes mean
+        self._wanted = (content.dtype, content.shape)
+        self._tickets = self._put(self._encode(content) if self._codecs else (content,))
         return True
 
-    def _encode(self) -> tuple[torch.Tensor, ...]:
-        content = self.content(typed=bool(self._codecs))  # bytes are bytes unless a codec wants to know their meaning
-        self._wanted = (content.dtype, content.shape)
+    def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors: tuple[torch.Tensor, ...] = (content,)
         self._spec: list[Any] = []
         for codec in self._codecs:
@@ -68,25 +69,24 @@ class InStore(Packed):
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
         tickets: list[Any] = []
+        total = moved = 0
         try:
             for tensor in tensors:
                 tickets.append(self._store.put(tensor))
+                nbytes = tensor.numel() * tensor.element_size()
+                total += nbytes
+                moved += nbytes if self._store.moves(tensor) else 0
         except BaseException:
             for ticket in tickets:
                 self._store.drop(ticket)
             raise
-        sizes = [(tensor.numel() * tensor.element_size(), self._store.moves(tensor)) for tensor in tensors]
-        total = sum(nbytes for nbytes, _ in sizes)
-        self.ledger.count_put(total, sum(nbytes for nbytes, moved in sizes if moved))
+        self.ledger.count_put(total, moved)
         return _Tickets(self._store, tickets, self.ledger, total)
 
     def _bring(self) -> torch.UntypedStorage:
-        tensors = tuple(self._store.get(ticket) for ticket in self._tickets.tickets)
-        self.ledger.count("loaded", sum(t.numel() * t.element_size() for t in tensors))
-        for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
-            parts = iter(tensors)
-            tensors = tuple(codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs)
-        content = tensors[0]
+        tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
+        self.ledger.count("loaded", self._tickets.nbytes)
+        content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
             raise StoreError(
@@ -96,14 +96,20 @@ class InStore(Packed):
             )
         return _spread(content, self.region)
 
+    def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
+            parts = iter(tensors)
+            tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
+        return tensors[0]
+
 
 class Compact(Packed):
     """A small part of a large storage: a copy of it stays in memory, so that the rest need not."""
 
     __slots__ = ("_copy",)
 
-    def _take(self) -> bool:
-        self._copy = self.content().clone(memory_format=torch.contiguous_format)
+    def _take(self, storage: torch.UntypedStorage) -> bool:
+        self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
     def _bring(self) -> torch.UntypedStorage:
@@ -119,13 +125,15 @@ class WeightCopy(Packed):
 
     __slots__ = ("_proof", "_weight", "_weight_version")
 
-    def __init__(self, alias: torch.Tensor, weight: nn.Parameter, ledger: Ledger, where: str) -> None:
-        super().__init__(alias, None, ledger, where)
+    def __init__(
+        self, alias: torch.Tensor, storage: torch.UntypedStorage, weight: nn.Parameter, ledger: Ledger, where: str
+    ) -> None:
+        super().__init__(alias, storage, None, ledger, where)
         self._weight, self._weight_version = weight, weight._version
         self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def _take(self) -> bool:
-        proven = self._is_proven() if self.alias.is_cuda else self._compare()
+    def _take(self, storage: torch.UntypedStorage) -> bool:
+        proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
         self.undecided = proven is None
         if proven:
             self.ledger.count("recast", self.nbytes)
@@ -134,19 +142,19 @@ class WeightCopy(Packed):
             self.ledger.count_kept("autocast weight", self.nbytes)
         return bool(proven)
 
-    def _compare(self) -> torch.Tensor | bool:
+    def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:
         """Whether casting again gives the same bytes."""
         if not self._is_there():  # FSDP freed it when its forward ended
             return False
         self._weight_version = self._weight._version
         again = torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self._cast())
-        now = self.content()
+        now = self.content(storage)
         return again.shape == now.shape and (again == now).all()
 
-    def _is_proven(self) -> bool | None:
+    def _is_proven(self, storage: torch.UntypedStorage) -> bool | None:
         """The same without waiting for the device: asked first it says None, and so on until the answer is there."""
         if self._proof is None:
-            same = self._compare()
+            same = self._compare(storage)
             if isinstance(same, bool):
                 return same
             answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(same, non_blocking=True)

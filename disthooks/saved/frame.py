@@ -125,7 +125,7 @@ class Frame:
 
     def _reason(self, tensor: torch.Tensor) -> str | None:
         """Why ``tensor`` stays in memory, if it does."""
-        if isinstance(tensor, nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):  # asking that is slow
             return "parameter itself"
         unknown = exotic(tensor)
         if unknown is not None:
@@ -163,7 +163,7 @@ class Frame:
             packed = self._ledger.packed.get(key)
             if packed is None or packed.owner() is not owner or alone:
                 fate = "kept" if small or weight is not None else "stored"
-                packed = self._made(tensor.detach(), weight, region, small)
+                packed = self._made(tensor.detach(), storage, weight, region, small)
                 packed.key, packed.owner = key, WeakIdRef(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
@@ -176,12 +176,19 @@ class Frame:
             _events.tell("pack", self._where, tensor, fate)
         return handle
 
-    def _made(self, alias: torch.Tensor, weight: nn.Parameter | None, region: Region | None, small: bool) -> Packed:
+    def _made(
+        self,
+        alias: torch.Tensor,
+        storage: torch.UntypedStorage,
+        weight: nn.Parameter | None,
+        region: Region | None,
+        small: bool,
+    ) -> Packed:
         if small:
-            return Compact(alias, region, self._ledger, self._where)
+            return Compact(alias, storage, region, self._ledger, self._where)
         if weight is not None:
-            return WeightCopy(alias, weight, self._ledger, self._where)
-        return InStore(alias, region, self._codecs, self._store, self._ledger, self._where)
+            return WeightCopy(alias, storage, weight, self._ledger, self._where)
+        return InStore(alias, storage, region, self._codecs, self._store, self._ledger, self._where)
 
     def _kept(self, tensor: torch.Tensor, alias: torch.Tensor, reason: str) -> Kept:
         self._told(tensor, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -56,10 +55,11 @@ class Packed(ABC):
         "where",
     )
 
-    def __init__(self, alias: torch.Tensor, region: Region | None, ledger: Ledger, where: str) -> None:
+    def __init__(
+        self, alias: torch.Tensor, storage: torch.UntypedStorage, region: Region | None, ledger: Ledger, where: str
+    ) -> None:
         self.alias, self.version, self.region = alias, alias._version, region
         self.ledger, self.where = ledger, where
-        storage = alias.untyped_storage()
         # Held so that the address in the ledger's key is not given to another storage.
         self.source = StorageRef(storage)
         self.key: Key | None = None
@@ -75,10 +75,11 @@ class Packed(ABC):
         self._generation = self._waiting = 0
 
     @abstractmethod
-    def _take(self) -> bool:
-        """Put the contents elsewhere; False when they have to stay, or, if ``undecided``, may be asked for again.
+    def _take(self, storage: torch.UntypedStorage) -> bool:
+        """Put the contents of ``storage`` elsewhere.
 
-        An error leaves everything as it was.
+        False when they have to stay, or, if ``undecided``, when it may be asked for again. An error leaves
+        everything as it was.
         """
 
     @abstractmethod
@@ -92,30 +93,33 @@ class Packed(ABC):
         with self._lock:
             # Memory that was freed already (FSDP frees what it gathered when its forward ends) may come back: it
             # stays an alias, as without hooks.
-            gone = self.alias.untyped_storage().nbytes() != self.nbytes
+            storage = self.alias.untyped_storage()
+            gone = storage.nbytes() != self.nbytes
             if self.taken or gone or self._is_changed():
                 return
             begin = time.perf_counter()
-            with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
-                self.taken = self._take()
+            if self._stream is None:
+                self.taken = self._take(storage)
+            else:
+                with torch.cuda.stream(self._stream):
+                    self.taken = self._take(storage)
             if self.taken:
                 self._is_changed()  # another thread may have written while it was copied
                 self.alias.data = _empty(self.alias.dtype, self.alias.device)
             self.ledger.count_seconds("pack", time.perf_counter() - begin)
 
-    def content(self, typed: bool = False) -> torch.Tensor:
-        """What to keep, as a tensor without conj or neg bits: those belong to the views.
+    def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
+        """What of ``storage`` to keep, as a tensor without conj or neg bits: those belong to the views.
 
-        Without a region it is all of the storage, as ``uint8``, or when ``typed`` in the dtype of the tensor that
-        was saved, where that divides it.
+        Without a region it is all of it, as ``uint8``, or when ``typed`` in the dtype of the tensor that was saved,
+        where that divides it.
         """
-        storage = self.alias.untyped_storage()
         if self.region is not None:
             dtype, offset, size, stride = self.region
         else:
-            typed = typed and storage.nbytes() % self.alias.dtype.itemsize == 0
+            typed = typed and self.nbytes % self.alias.dtype.itemsize == 0
             dtype, offset, stride = self.alias.dtype if typed else torch.uint8, 0, (1,)
-            size = (storage.nbytes() // dtype.itemsize,)
+            size = (self.nbytes // dtype.itemsize,)
         return torch.empty(0, dtype=dtype, device=self.alias.device).set_(storage, offset, size, stride)
 
     # -- from elsewhere to memory
@@ -157,7 +161,7 @@ class Packed(ABC):
     def _timed_bring(self) -> torch.UntypedStorage:
         begin = time.perf_counter()
         storage = self._bring()
-        if storage.device.type == "cuda":
+        if self._stream is not None:
             self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._loaded.record()
         self.ledger.count_seconds("unpack", time.perf_counter() - begin)
@@ -165,7 +169,7 @@ class Packed(ABC):
 
     def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""
-        if tensor.is_cuda and self._loaded is not None:
+        if self._loaded is not None and tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
             stream.wait_event(self._loaded)
             tensor.record_stream(stream)

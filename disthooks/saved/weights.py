@@ -28,7 +28,7 @@ class Copied(NamedTuple):
 
 def is_constant(tensor: torch.Tensor) -> bool:
     """No gradient flows to it: a batch, a mask, a buffer, a detached weight."""
-    return tensor.grad_fn is None and not tensor.requires_grad
+    return not tensor.requires_grad
 
 
 class Weights:

@@ -167,7 +167,7 @@ def test_a_replicas_copy_and_a_cast_view_stay(tmp_path: pathlib.Path) -> None:
 def test_a_proof_that_takes_time(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """On a GPU the comparison is not waited for: the copy stays until a later forward knows."""
     known: list[bool] = []
-    monkeypatch.setattr(WeightCopy, "_compare", lambda self: True if known else None)
+    monkeypatch.setattr(WeightCopy, "_compare", lambda self, _: True if known else None)
     model, x, truth = _narrow()
     with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
         one = model(x)

@@ -1,0 +1,128 @@
+"""What a saved tensor costs in Python, pack and unpack together, over plain autograd and over the copy itself.
+
+    make bench-overhead                        # or: python benchmarks/overhead.py --rounds 31
+
+A chain of operations, each of which saves one tensor, is run forward and backward under each way in turn; the medians
+are printed in microseconds a tensor and written as JSON with the machine they came from. Beside them stand torch's own
+``saved_tensors_hooks``: with two functions that return what they get, and with two that clone it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import pathlib
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import disthooks as dh
+from disthooks.saved.stores.base import Store
+
+Hooks = torch.autograd.graph.saved_tensors_hooks
+TENSORS = 200
+LARGE, SMALL = (64, 64), (16, 16)  # 16 KiB, which goes to the store; 1 KiB, which is kept
+
+
+@dataclass(frozen=True)
+class Memory(Store):
+    """A store that really copies, in the memory the tensor is in."""
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        pass
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """Each operation saves what the one before it made."""
+    for _ in range(TENSORS):
+        x = x.sin()
+    return x
+
+
+def star(x: torch.Tensor) -> torch.Tensor:
+    """Each operation saves the same tensor."""
+    x, total = x.sin(), []
+    for _ in range(TENSORS):
+        total.append(x.cos())
+    return torch.stack(total)
+
+
+def once(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, context: object) -> float:
+    """Microseconds a saved tensor of one forward and backward."""
+    begin = time.perf_counter()
+    with context or contextlib.nullcontext():  # type: ignore[attr-defined]
+        y = work(x)
+    torch.autograd.backward(y, torch.ones_like(y))
+    del y
+    return (time.perf_counter() - begin) / TENSORS * 1e6
+
+
+def measure(rounds: int, folder: str) -> dict[str, float]:
+    """Medians by name of the case."""
+    small, large = (torch.randn(shape, requires_grad=True) for shape in (SMALL, LARGE))
+    cases: dict[str, Callable[[], float]] = {}
+    for name, work, x in (("small", chain, small), ("large", chain, large), ("same", star, large)):
+        cases[f"{name}: nothing"] = lambda w=work, x=x: once(w, x, None)
+        for way, function in (("as it is", lambda t: t), ("a copy each way", lambda t: t.clone())):
+            cases[f"{name}: torch's hooks, {way}"] = lambda w=work, x=x, f=function: once(w, x, Hooks(f, f))
+        for way, to in (("disthooks, in memory", Memory()), ("disthooks, on disk", dh.OnDisk(folder))):
+            cases[f"{name}: {way}"] = lambda w=work, x=x, to=to: once(w, x, dh.saving(to))
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    gc.disable()
+    for i in range(rounds + 2):
+        for name, case in cases.items():
+            figure = case()
+            if i >= 2:
+                found[name].append(figure)
+        gc.collect()
+    return {name: statistics.median(figures) for name, figures in found.items()}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    parser.add_argument("--out", default=str(pathlib.Path(__file__).parent / "results" / "overhead.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    medians = measure(options.rounds, options.directory)
+    copies = medians["large: torch's hooks, a copy each way"] - medians["large: torch's hooks, as it is"]
+    over = {name: figure - medians[f"{name.split(':')[0]}: nothing"] for name, figure in medians.items()}
+    costs = {
+        "kept": over["small: disthooks, in memory"],
+        "shared": over["same: disthooks, in memory"],
+        "stored in memory, over the two copies": over["large: disthooks, in memory"] - copies,
+        "stored on disk, writing and reading included": over["large: disthooks, on disk"],
+        "torch's hooks with functions that do nothing": over["large: torch's hooks, as it is"],
+        "the two copies": copies,
+    }
+    for name, value in costs.items():
+        print(f"{name:48s} {value:6.1f} µs a tensor")
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine |= {"python": platform.python_version(), "torch": torch.__version__, "rounds": options.rounds}
+    report = {
+        "microseconds a tensor, pack and unpack": {name: round(value, 2) for name, value in costs.items()},
+        "medians": {name: round(value, 2) for name, value in medians.items()},
+        "machine": machine
+        | {"python": platform.python_version(), "torch": torch.__version__, "rounds": options.rounds},
+    }
+    pathlib.Path(options.out).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
