@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import itertools
 import threading
 import weakref
 from types import TracebackType
@@ -25,6 +26,8 @@ from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.region import Region, region_of
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import Weights, is_constant
+
+_numbers = itertools.count(1)  # of calls
 
 
 def why_not() -> str | None:
@@ -69,6 +72,7 @@ class Frame:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
         self._ledger, self._where = ledger, where
         self._weights = Weights(module)
+        self._number = next(_numbers)
         self._thread = threading.get_ident()
         self._sequence = -1
         self._pending: collections.deque[Packed] = collections.deque()
@@ -153,9 +157,11 @@ class Frame:
         layout = Layout.of(tensor)
         region = None if weight is not None else region_of(layout, storage.nbytes())
         dtype = layout.dtype if self._codecs and region is None else None
-        key = (storage._cdata, tensor._version, region or dtype)
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
+        # Leaves are written through .data, uncounted, between calls: gradcheck does it. They are shared in one alone.
+        call = self._number if owner.is_leaf and owner.requires_grad else 0
+        key = (storage._cdata, tensor._version, region or dtype, call)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)
         fate = "shared"

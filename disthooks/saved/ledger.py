@@ -11,9 +11,9 @@ from typing import Any
 
 from disthooks._tensors import format_bytes
 
-# Storage address, version, region. The address is that of the storage object, whose weak reference the packed
-# value holds, so that it cannot be given to another storage while the key is in use.
-Key = tuple[int, int, object]
+# Storage address, version, region, and the call for what is shared in one alone. The address is that of the storage
+# object, whose weak reference the packed value holds, so that it cannot be given to another one while in use.
+Key = tuple[int, int, object, int]
 
 _STEPPED_BACK = (
     "disthooks stepped back in {where}, which runs inside {what}: what it saves is computed again anyway. To save the "

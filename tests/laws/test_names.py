@@ -140,3 +140,105 @@ def test_two_attachments_side_by_side(tmp_path: pathlib.Path) -> None:
     assert first.report().moved == before < second.report().moved
     second.remove()
     assert type(model.blocks[0]) is type(Tiny().blocks[0])
+
+
+def test_attachments_to_overlapping_parts_give_every_class_back(tmp_path: pathlib.Path) -> None:
+    """The last one that needs a swapped class puts it back, also outside of the part it was given."""
+    for order in ((0, 1), (1, 0)):
+        model = Tiny(blocks=3)
+        classes = [type(module) for module in model.modules()]
+        attached = [
+            dh.save_activations(model, "blocks.0", dh.OnDisk(tmp_path)),
+            dh.save_activations(model.blocks[1], "", dh.OnDisk(tmp_path)),
+        ]
+        for i in order:
+            attached[i].remove()
+            attached[i].remove()  # a second time does nothing
+        assert [type(module) for module in model.modules()] == classes
+
+
+class Copies(nn.Linear):
+    """Makes its copies in its own way, by its own class."""
+
+    def __deepcopy__(self, memo: dict) -> Copies:
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+
+def test_a_copy_made_in_a_modules_own_way_is_not_attached(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(Copies(64, 64), nn.Tanh())
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.save_activations(model, "0", dh.OnDisk(tmp_path)) as saving:
+        twin = copy.deepcopy(model)
+        twin(x).sum().backward()
+        assert saving.report().calls == 0
+        with dh.save_activations(twin, "0", dh.OnDisk(tmp_path)) as own:
+            twin(x).sum().backward()
+        assert own.report().moved > 0
+        assert saving.report().calls == 0
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_parametrized_modules(order: str, tmp_path: pathlib.Path) -> None:
+    """``parametrize`` gives a module a class of its own and edits it; both can come and go in any order."""
+    from torch.nn.utils import parametrizations, parametrize
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def reparametrize(model: nn.Sequential) -> None:
+        torch.manual_seed(1)
+        parametrizations.weight_norm(model[0], "weight")
+        parametrizations.orthogonal(model[2], "weight")
+
+    plain, model, x = build(), build(), torch.randn(64, 64)
+    reparametrize(plain)
+    truth = step(plain, x)
+    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    if order == "before":
+        saving = dh.save_activations(model, "?", line)
+    reparametrize(model)
+    if order == "after":
+        saving = dh.save_activations(model, "?", line)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
+    assert identical(step(model, x), truth)
+    moved = saving.report().moved
+    assert moved > 3 * x.nbytes
+    twin = copy.deepcopy(model)
+    assert identical(step(twin, x), truth)
+    assert saving.report().moved == moved  # the copy is not attached
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert parametrize.is_parametrized(model[2])
+    step(model, x)
+    assert saving.report().moved > moved
+    saving.remove()
+    assert type(model[0]) is nn.Linear
+    parametrize.remove_parametrizations(model[2], "weight")
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
+
+
+def test_unwrap_gives_the_model_back(tmp_path: pathlib.Path) -> None:
+    model = _wrapped(tmp_path)
+    truth = step(model, tokens())
+    model.blocks[0].mlp = dh.SaveToCpu(dh.SaveToDisk(model.blocks[0].mlp, tmp_path))
+    inner = model.blocks[0].unwrapped
+    assert dh.unwrap(model) is model
+    assert _shape(model) == _shape(Tiny())
+    assert [type(m) for m in model.modules()] == [type(m) for m in Tiny().modules()]
+    assert model.blocks[0] is inner
+    assert identical(step(model, tokens()), truth)
+    whole = dh.SaveToCpu(dh.SaveToDisk(model, tmp_path))
+    assert whole.unwrap() is model
+    assert "OnDisk" in repr(whole)  # the pipeline is shown
+
+
+def test_a_wrapper_with_an_engines_hooks_is_not_unwrapped(tmp_path: pathlib.Path) -> None:
+    model = _wrapped(tmp_path)
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(dh.errors.UsageError, match=r"'blocks\.1' cannot be unwrapped"):
+        dh.unwrap(model)
+    assert isinstance(model.blocks[0], dh.SaveWith)
+    handle.remove()
+    assert not any(isinstance(module, dh.SaveWith) for module in dh.unwrap(model).modules())

@@ -53,37 +53,6 @@ def test_no_grad_costs_no_byte(tmp_path: pathlib.Path) -> None:
     assert model.report().stored == model.report().kept == 0
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("outside", [True, False])
-def test_checkpointing_on_either_side(reentrant: bool, outside: bool, tmp_path: pathlib.Path) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    torch.manual_seed(0)
-    block = Tiny().blocks[0]
-    x = torch.randn(4, 32, 64, requires_grad=True)
-
-    def run(inner: object, outer: object) -> list:
-        block.zero_grad()
-        torch.manual_seed(1)
-        y = (lambda x: checkpoint(inner, x, use_reentrant=reentrant))(x) if outer is None else outer(x)
-        y.square().sum().backward()
-        return [p.grad.clone() for p in block.parameters()]
-
-    truth = run(block, None)
-    if outside:
-        line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
-        with dh.saving(line) as saved:
-            got = run(block, None)
-        assert saved.report().moved > 0
-    else:
-        wrapped = dh.SaveToDisk(block, tmp_path)
-        got = run(wrapped, None)
-        if not reentrant:  # ours would defeat it, so it steps back
-            assert wrapped.report().passed["checkpoint"] > 0
-            assert wrapped.report().moved == 0
-    assert identical(got, truth)
-
-
 LIMITED = """
 import resource, signal, sys, torch, disthooks as dh
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

@@ -1,0 +1,324 @@
+"""Law 1 beside others that use saved-tensor hooks, or change modules: right, or an error that says what to do."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Block, Recurrent, Tiny, identical, step, tokens
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import disthooks as dh
+
+
+def _everything(folder: pathlib.Path) -> dh.saving:
+    return dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)))
+
+
+def _gradients(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Of the input and the parameters, from fixed seeds."""
+    model.zero_grad()
+    x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    torch.manual_seed(1)
+    run(x).square().sum().backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+# -- nested attachments
+
+
+def test_the_inner_attachment_wins_and_the_outer_one_says_so(tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    truth = step(model, tokens())
+    model.blocks[0].mlp = dh.SaveToDisk(model.blocks[0].mlp, tmp_path)
+    inner = model.blocks[0].mlp
+    with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)) as outer:
+        assert identical(step(model, tokens()), truth)
+    assert outer.report().inner == 1
+    assert inner.report().inner == 0
+    assert inner.report().moved > 0
+    assert "calls inside that another attachment took: 1" in str(outer.report())
+    assert outer.report().calls == 2
+
+
+def test_a_module_that_calls_itself_is_one_attachment(tmp_path: pathlib.Path) -> None:
+    """Modules of one attachment inside one another share their contents and are not counted as strangers."""
+
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor, deep: bool = True) -> torch.Tensor:
+            return self(super().forward(x), deep=False) if deep else super().forward(x)
+
+    model, x = Twice(64, 64), torch.randn(64, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
+        assert identical(step(model, x), truth)
+    assert (saving.report().calls, saving.report().inner) == (2, 0)
+
+
+def test_hooks_of_others_outside_and_inside(tmp_path: pathlib.Path) -> None:
+    block = Block()
+    truth = _gradients(block, block)
+    seen: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    theirs = functools.partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda t: t)
+    wrapped = dh.SaveToDisk(block, tmp_path)
+
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        with theirs():
+            return wrapped(x.sin()).cos()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with _everything(tmp_path), theirs():
+            return block(x)
+
+    plain = _gradients(block, lambda x: block(x.sin()).cos())
+    assert identical(_gradients(block, outside), plain)
+    assert len(seen) == 2  # the sine and the cosine: what the block saves is ours
+    assert wrapped.report().moved > 0
+    assert identical(_gradients(block, inside), truth)
+    assert len(seen) > 10
+
+
+# -- checkpointing
+
+
+def _selective() -> object:
+    """Keep matrix products, recompute the rest."""
+    keep = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+
+    def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+KINDS: dict[str, dict] = {
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": _selective},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_inside_has_its_inputs_stored(kind: str, tmp_path: pathlib.Path) -> None:
+    """The useful order: of all that the block saves, only the checkpoint's input goes to the store."""
+    block = Block()
+    x_bytes = 4 * 32 * 64 * 4
+    truth = _gradients(block, lambda x: checkpoint(block, x.sin(), **KINDS[kind]))
+    saved = _everything(tmp_path)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with saved:
+            return checkpoint(block, x.sin(), **KINDS[kind])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert identical(_gradients(block, run), truth)
+    # x and sin(x), and the state of the random numbers that a checkpoint saves
+    assert 2 * x_bytes <= saved.report().moved < 2.5 * x_bytes
+    assert saved.report().held == 0
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_path: pathlib.Path) -> None:
+    """Nothing is stored that would be computed again; recompute is not lost; the remedy is said once."""
+    block, calls = Block(), []
+    block.norm1.register_forward_hook(lambda *_: calls.append(1))
+    truth = _gradients(block, lambda x: checkpoint(block, x, **KINDS[kind]))
+    recomputed = len(calls)
+    assert recomputed == 2
+    attached: dh.SaveWith | dh.Saving
+    if how == "wrapper":
+        model = attached = dh.SaveToDisk(block, tmp_path)
+    else:
+        model, attached = block, dh.save_activations(block, "", dh.OnDisk(tmp_path))
+    calls.clear()
+    with pytest.warns(UserWarning, match=r"stepped back in 'Block'.*SaveWith\(checkpointed"):
+        assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said
+        assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
+    assert len(calls) == 2 * recomputed
+    report = attached.report()
+    assert (report.calls, report.stored, report.kept) == (0, 0, 0)
+    assert report.passed["backward" if kind == "reentrant" else "checkpoint"] >= 2
+
+
+def test_attached_modules_under_a_checkpoint_under_ours(tmp_path: pathlib.Path) -> None:
+    """Ours, a checkpoint, ours again: the inner one steps back, the outer one stores the checkpoint's input."""
+    block = Block()
+    truth = _gradients(block, lambda x: checkpoint(block, x, use_reentrant=False))
+    block.mlp = dh.SaveToDisk(block.mlp, tmp_path)
+    saved = _everything(tmp_path)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with saved:
+            return checkpoint(block, x, use_reentrant=False)
+
+    with pytest.warns(UserWarning, match="stepped back in 'Sequential'"):
+        assert identical(_gradients(block, run), truth)
+    assert block.mlp.report().stored == 0
+    assert saved.report().moved > 0
+
+
+# -- torch.func, autograd Functions, modules of all kinds
+
+
+def test_a_functional_gradient_inside_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda y: super(Inner, self).forward(y).square().sum())(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Inner(8, 8))
+    truth = step(model, torch.ones(4, 8))
+    with (
+        dh.save_activations(model, "1", dh.OnDisk(tmp_path)),
+        pytest.raises(dh.errors.AttachError, match=r"'1' calls torch\.func\.grad.*attach to other modules"),
+    ):
+        model(torch.ones(4, 8))
+    with dh.save_activations(model, "0", dh.OnDisk(tmp_path)):
+        assert identical(step(model, torch.ones(4, 8)), truth)
+
+
+class Scaled(torch.autograd.Function):
+    """A custom Function that saves an input, an output, an intermediate and nothing."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, scale: float) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(x, y, y.sum(-1, keepdim=True), None)  # type: ignore[attr-defined]
+        ctx.scale = scale  # type: ignore[attr-defined]
+        return y * scale
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, y, total, nothing = ctx.saved_tensors  # type: ignore[attr-defined]
+        assert nothing is None
+        return grad * y * ctx.scale + 0 * (x + total), None  # type: ignore[attr-defined]
+
+
+class Lora(nn.Module):
+    """A frozen layer with a low-rank adapter beside it, as PEFT puts it in the layer's place."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Tied(nn.Module):
+    """One weight in two layers, one layer called three times, a Function, and a cell unrolled over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.leave.weight = self.enter.weight
+        self.cell = nn.LSTMCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.enter(x).tanh()
+        state = (x[:, 0] * 0, x[:, 0] * 0)
+        for t in range(5):
+            state = self.cell(x[:, t], state)
+        return self.leave(Scaled.apply(state[0], 0.5))
+
+
+def _adapted() -> nn.Module:
+    block = Block().requires_grad_(False)
+    block.qkv, block.out = Lora(block.qkv), Lora(block.out)
+    return block
+
+
+@pytest.mark.parametrize("pattern", ["", "?*"])
+@pytest.mark.parametrize("make", [Tied, _adapted, lambda: nn.Sequential(nn.GRU(64, 32, 2, dropout=0.2))])
+def test_modules_of_all_kinds(make: Callable[[], nn.Module], pattern: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model = make()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    truth = _gradients(model, run)
+    with dh.save_activations(model, pattern, dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+        assert identical(_gradients(model, run), truth)
+    assert saving.report().moved > 10_000
+    assert saving.report().held == 0
+
+
+def test_the_real_peft(tmp_path: pathlib.Path) -> None:
+    """Adapters put in before and after attaching; their own class checks still find the layers."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+
+    def build(attach: str) -> tuple[nn.Module, dh.Saving | None]:
+        torch.manual_seed(0)
+        model, saving = Tiny(), None
+        if attach == "before":
+            saving = dh.save_activations(model, ["blocks.*.mlp", "blocks.*.qkv"], dh.OnDisk(tmp_path))
+        torch.manual_seed(1)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["qkv", "mlp.0", "mlp.2"], r=4, lora_dropout=0.1)
+        )
+        if attach == "after":
+            saving = dh.save_activations(model, "*.blocks.*", dh.OnDisk(tmp_path))
+        return model, saving
+
+    truth = step(build("")[0], tokens())
+    for attach in ("before", "after"):
+        model, saving = build(attach)
+        assert identical(step(model, tokens()), truth)
+        assert saving is not None
+        assert saving.report().moved > 0
+        assert saving.report().held == 0
+
+
+def test_a_recurrent_model_in_the_middle_of_a_sequence(tmp_path: pathlib.Path) -> None:
+    """Truncated backpropagation through time: the state is detached and goes on into the next call."""
+
+    def train(model: Recurrent) -> list[torch.Tensor]:
+        state, found = None, []
+        for i in range(3):
+            model.zero_grad()
+            x = torch.randn(4, 10, 16, generator=torch.Generator().manual_seed(i))
+            y, state = model.rnn(x, state)
+            y.square().mean().backward()
+            state = state.detach()
+            found += [p.grad.clone() for p in model.parameters()]
+        return found
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    truth = train(model)
+    with dh.save_activations(model, "rnn", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+        assert identical(train(model), truth)
+    assert saving.report().moved > 0
+
+
+def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
+    """A class token is too small to store, but as a view it would keep all that it is cut from in memory."""
+    x = torch.randn(8, 128, 64, requires_grad=True)
+    truth = torch.autograd.grad(F.silu(x.sin()[:, 0, :16]).square().sum(), x)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        y = x.sin()
+        token = y[:, 0, :16]
+        z = F.silu(token).square().sum()
+    storage = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+    del y, token
+    assert storage.expired()
+    assert saved.report().kept_by["small"] == 2 * 8 * 16 * 4
+    assert identical(list(torch.autograd.grad(z, x)), list(truth))
