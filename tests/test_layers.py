@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "saved.weights": (1, "saved", 1),
     "saved.packed": (1, "saved", 2),
     "saved.contents": (1, "saved", 2),
+    "saved.sharded": (1, "saved", 2),
     "saved.pipeline": (1, "saved", 2),
     "saved.frame": (1, "saved", 3),
     "saved.site": (1, "saved", 4),

@@ -24,6 +24,7 @@ from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.region import Region, region_of
+from disthooks.saved.sharded import Sharded, stored_part
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import Weights, is_constant
 
@@ -109,7 +110,7 @@ class Frame:
 
     # -- pack
 
-    def _pack(self, tensor: torch.Tensor) -> Kept | Handle:
+    def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
         # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
         if threading.get_ident() == self._thread:
@@ -117,44 +118,44 @@ class Frame:
             if sequence != self._sequence:
                 self._sequence = sequence
                 self._flush()
-        reason = self._reason(tensor)
-        if reason == "parameter itself":  # ZeRO-3 gathers and frees it, an alias would hold it
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
+            # Itself: ZeRO-3 gathers and frees it, an alias would hold it.
             return self._kept(tensor, tensor, "parameter")
-        if reason is not None and not (reason == "small" and self._pins_much(tensor)):
+        part = stored_part(tensor)
+        if part is None:
+            return self._kept(tensor, tensor.detach(), exotic(tensor) or "local part")
+        reason = self._reason(tensor, part)
+        if reason is not None and not (reason == "small" and self._pins_much(part)):
             return self._kept(tensor, tensor.detach(), reason)
-        copied = self._weights.copied(tensor)
-        if copied is not None and copied.weight is None:
+        weight = self._weights.copied(tensor) if reason is None else None
+        if weight is not None and (weight.itself is None or part is not tensor):
             return self._kept(tensor, tensor.detach(), "autocast weight")
-        return self._share(tensor, copied and copied.weight, small=reason == "small")
+        handle = self._share(tensor, part, weight and weight.itself, small=reason is not None)
+        return handle if part is tensor else Sharded(handle, tensor)
 
-    def _reason(self, tensor: torch.Tensor) -> str | None:
-        """Why ``tensor`` stays in memory, if it does."""
-        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):  # asking that is slow
-            return "parameter itself"
-        unknown = exotic(tensor)
-        if unknown is not None:
-            return unknown
+    def _reason(self, tensor: torch.Tensor, part: torch.Tensor) -> str | None:
+        """Why ``tensor``, of which ``part`` would be stored, stays in memory, if it does."""
         if tensor._is_view() and isinstance(tensor._base, nn.Parameter):
             return "parameter"
-        nbytes = _nbytes(tensor)
+        nbytes = _nbytes(part)
         if nbytes < self._at_least or nbytes == 0:
             return "small"
-        owned = self._weights.owned(tensor)
+        owned = self._weights.owned(part)
         if owned is not None:
             return owned
-        return "in place" if not self._codecs and not self._store.moves(tensor) else None
+        return "in place" if not self._codecs and not self._store.moves(part) else None
 
-    def _pins_much(self, tensor: torch.Tensor) -> bool:
-        """Whether keeping a small ``tensor`` would keep in memory what would otherwise go to the store."""
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < self._at_least or _nbytes(tensor) == 0 or not self._store.moves(tensor):
+    def _pins_much(self, part: torch.Tensor) -> bool:
+        """Whether keeping a small ``part`` would keep in memory what would otherwise go to the store."""
+        nbytes = part.untyped_storage().nbytes()
+        if nbytes < self._at_least or _nbytes(part) == 0 or not self._store.moves(part):
             return False
-        return region_of(Layout.of(tensor), nbytes) is not None and self._weights.owned(tensor) is None
+        return region_of(Layout.of(part), nbytes) is not None and self._weights.owned(part) is None
 
-    def _share(self, tensor: torch.Tensor, weight: nn.Parameter | None, small: bool) -> Handle:
-        """A handle on the one packed value of what ``tensor`` lies over."""
-        storage = tensor.untyped_storage()
-        layout = Layout.of(tensor)
+    def _share(self, tensor: torch.Tensor, part: torch.Tensor, weight: nn.Parameter | None, small: bool) -> Handle:
+        """A handle on the one packed value of what ``part``, all of ``tensor`` or its local part, lies over."""
+        storage = part.untyped_storage()
+        layout = Layout.of(part)
         region = None if weight is not None else region_of(layout, storage.nbytes())
         dtype = layout.dtype if self._codecs and region is None else None
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
@@ -169,15 +170,15 @@ class Frame:
             packed = self._ledger.packed.get(key)
             if packed is None or packed.owner() is not owner or alone:
                 fate = "kept" if small or weight is not None else "stored"
-                packed = self._made(tensor.detach(), storage, weight, region, small)
+                packed = self._made(part.detach(), storage, weight, region, small)
                 packed.key, packed.owner = key, WeakIdRef(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
             handle = Handle(packed, layout)
         if fate == "shared":
-            self._ledger.count("shared", _nbytes(tensor))
+            self._ledger.count("shared", _nbytes(part))
         elif small:
-            self._ledger.count_kept("small", _nbytes(tensor))
+            self._ledger.count_kept("small", _nbytes(part))
         if _events.listeners:
             _events.tell("pack", self._where, tensor, fate)
         return handle
@@ -263,12 +264,11 @@ class Called:
         return tensor
 
 
-def unpack(packed: Handle | Kept | Called) -> torch.Tensor:
+def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
     """The saved tensor; a function of the module, so that a graph does not keep its frame alive."""
     tensor = packed.unpack()
     if _events.listeners:
-        where = packed.packed.where if isinstance(packed, Handle) else packed.where
-        _events.tell("unpack", where, tensor, "kept" if isinstance(packed, Kept) else "stored")
+        _events.tell("unpack", packed.where, tensor, "kept" if isinstance(packed, Kept) else "stored")
     return tensor
 
 

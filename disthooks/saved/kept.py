@@ -9,9 +9,10 @@ from disthooks.errors import MutationError
 
 def changed_message(where: str, now: int, then: int) -> str:
     """The sentence for a saved tensor of module ``where`` that is at version ``now`` instead of ``then``."""
+    place = f"the forward of {where!r}" if where else "a saving(...) block"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-        f"tensor saved in the forward of {where or 'the model'!r} is at version {now}; expected version {then} "
+        f"tensor saved in {place} is at version {now}; expected version {then} "
         "instead. Use the out-of-place operation there, or give it a clone()"
     )
 

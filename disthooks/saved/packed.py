@@ -199,6 +199,11 @@ class Handle:
     def __del__(self) -> None:
         self.packed.forget(self)
 
+    @property
+    def where(self) -> str:
+        """The name of the module that saved it."""
+        return self.packed.where
+
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
         self.packed.check()

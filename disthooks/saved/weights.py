@@ -21,9 +21,9 @@ _VIEWS = re.compile(
 
 
 class Copied(NamedTuple):
-    """A tensor was cast from a weight: from ``weight`` as it is, or, where that is None, from a view of one."""
+    """A tensor was cast from a weight: from ``itself``, or, where that is None, from a view or a copy of one."""
 
-    weight: nn.Parameter | None
+    itself: nn.Parameter | None
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
@@ -62,6 +62,8 @@ class Weights:
             return None
         owner: Any = tensor._base if tensor._is_view() else tensor
         if is_constant(owner):
+            if type(tensor) is not torch.Tensor:
+                return None  # looking at a DTensor would be a collective
             weight = self._frozen_like(owner)
             return None if weight is None else Copied(weight)
         node = owner.grad_fn
