@@ -186,7 +186,8 @@ class WeightCopy(Packed):
 def _spread(content: torch.Tensor, region: Region | None) -> torch.UntypedStorage:
     """A storage with ``content`` at the strides of its region, or as it is."""
     if region is None:
-        return (content if content.storage_offset() == 0 else content.clone()).untyped_storage()
+        at_front = content.storage_offset() == 0 and content.is_contiguous()
+        return (content if at_front else content.clone(memory_format=torch.contiguous_format)).untyped_storage()
     base = torch.empty(region.extent, dtype=content.dtype, device=content.device)
     base.as_strided(region.size, region.stride).copy_(content)
     return base.untyped_storage()

@@ -157,7 +157,10 @@ class Frame:
         storage = part.untyped_storage()
         layout = Layout.of(part)
         region = None if weight is not None else region_of(layout, storage.nbytes())
-        dtype = layout.dtype if self._codecs and region is None else None
+        typed = self._codecs and not small  # a codec wants to know what the bytes mean
+        if region is not None and not typed:
+            region = region.raw()
+        dtype = layout.dtype if typed and region is None else None
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
         # Leaves are written through .data, uncounted, between calls: gradcheck does it. They are shared in one alone.

@@ -22,6 +22,13 @@ class Region(NamedTuple):
         """Elements from the first to the last, both included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
+    def raw(self) -> Region:
+        """The same in a dtype that torch can copy, which it cannot every other (``torch.int4``): bits are bits."""
+        return self._replace(dtype=_RAW[self.dtype.itemsize])
+
+
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
 
 def region_of(layout: Layout, nbytes: int) -> Region | None:
     """What of a storage of ``nbytes`` to keep for a tensor of ``layout``: None for all of it.
