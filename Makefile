@@ -13,7 +13,7 @@ endif
 ARGS ?=
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-gpu bench bench-gpu lint type fmt clean
+.PHONY: demo test test-gpu bench bench-overhead bench-gpu lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
@@ -26,6 +26,9 @@ test-gpu: $(READY)
 
 bench: $(READY)
 	$(RUN) benchmarks/disk.py $(ARGS)
+
+bench-overhead: $(READY)
+	$(RUN) benchmarks/overhead.py $(ARGS)
 
 bench-gpu: $(READY)
 	$(RUN) benchmarks/disk.py --device cuda $(ARGS)
