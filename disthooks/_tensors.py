@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
 
 _UNITS = {"": 1, "B": 1}
@@ -147,18 +148,20 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local if isinstance(local, torch.Tensor) else tensor
 
 
-def storages_of(module: nn.Module) -> dict[int, str]:
+def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
     """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies.
 
-    The values are "parameter" and "buffer".
+    The values are "parameter" or "buffer", and a weak reference: engines exchange the storages of weights in mid
+    forward, and as long as the references are there no other tensor gets the address of one that is gone.
 
-    >>> list(storages_of(nn.Linear(2, 2)).values())
+    >>> [kind for kind, _ in storages_of(nn.Linear(2, 2)).values()]
     ['parameter', 'parameter']
     """
     copies = (copy for part in module.modules() for copy in getattr(part, "_former_parameters", {}).values())
-    found = {}
+    found: dict[int, tuple[str, StorageRef]] = {}
     for kind, tensors in (("buffer", module.buffers()), ("parameter", itertools.chain(module.parameters(), copies))):
         for tensor in tensors:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
-                found[local_part(tensor).untyped_storage()._cdata] = kind
+                ref = StorageRef(local_part(tensor).untyped_storage())
+                found[ref.address] = kind, ref
     return found

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdRef
 
 from disthooks import _events
-from disthooks._tensors import Layout, exotic
+from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import hooks_allowed, in_backward, sequence_number, top_hooks
 from disthooks.errors import AttachError
 from disthooks.saved.contents import Compact, InStore, WeightCopy
@@ -276,4 +276,7 @@ def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes on this rank."""
+    if type(tensor) is not torch.Tensor:
+        tensor = local_part(tensor)
     return tensor.numel() * tensor.element_size()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from disthooks._tensors import exotic, storages_of
+from disthooks._torch import StorageRef
 
 _NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
 
@@ -42,7 +43,7 @@ class Weights:
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
-        self._owned: dict[int, str] | None = None
+        self._owned: dict[int, tuple[str, StorageRef]] | None = None
         self._frozen: dict[torch.Size, list[nn.Parameter]] | None = None
         # A replica's weights are no Parameters and have a history; those of any other module are told by type.
         self._replica = module is not None and getattr(module, "_is_replica", False)
@@ -54,7 +55,8 @@ class Weights:
             return None
         if self._owned is None:
             self._owned = storages_of(self._module)
-        return self._owned.get(tensor.untyped_storage()._cdata)
+        found = self._owned.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[0]
 
     def copied(self, tensor: torch.Tensor) -> Copied | None:
         """From which weight ``tensor``, or what it is a view of, was cast to a narrower dtype, as autocast does it."""

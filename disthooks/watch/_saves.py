@@ -56,7 +56,7 @@ def replica_weights(module: nn.Module) -> frozenset[int]:
     """Addresses of the storages of a DataParallel replica's weights, which are not Parameters there."""
     if not getattr(module, "_is_replica", False):
         return frozenset()
-    return frozenset(address for address, kind in storages_of(module).items() if kind == "parameter")
+    return frozenset(address for address, (kind, _) in storages_of(module).items() if kind == "parameter")
 
 
 class _Looked:

@@ -182,6 +182,26 @@ def test_a_proof_that_takes_time(monkeypatch: pytest.MonkeyPatch, tmp_path: path
         assert identical(_taken(model, x), truth)
 
 
+def test_an_activation_at_the_address_of_a_weight_that_went_is_stored(tmp_path: pathlib.Path) -> None:
+    """FSDP1 exchanges the memory of parameters in mid forward: what is made next may lie where one was."""
+
+    class Exchanged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.ones(4096)) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = x * torch.full((4096,), 2.0)
+                weight.data = torch.empty(0)
+            return x
+
+    model = dh.SaveToDisk(Exchanged(), tmp_path)
+    model(torch.ones(4096, requires_grad=True)).sum().backward()
+    assert model.report().stored == 8 * 4096 * 4
+    assert model.report().kept == 0
+
+
 def test_a_weight_that_changed_since_is_caught(tmp_path: pathlib.Path) -> None:
     layer = nn.Linear(64, 64)
     with dh.saving(dh.OnDisk(tmp_path)):
