@@ -1,0 +1,268 @@
+"""Laws 1, 2 and 6 where a model is cut through its layers, or between them.
+
+Not through its sequences: torch's context_parallel knows no attention for the CPU ("aten.\
+_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered").
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Ranks
+from models import identical, stores, tokens
+from proof import FOUR, HOWS, KINDS, Train, numbers, run
+from torch import nn
+
+import disthooks as dh
+from disthooks import _events
+
+pytestmark = pytest.mark.dist
+
+
+class Attention(nn.Module):
+    """As many heads as the linear layers give: a part of them on each rank of a tensor-parallel group."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(width), nn.LayerNorm(width), Attention(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Layers(nn.Module):
+    """Two layers between an embedding and a head; or, as a stage of a pipeline, without the one or the other."""
+
+    def __init__(self, first: bool = True, last: bool = True, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width) if first else nn.Identity()
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(2))
+        self.head = nn.Linear(width, 50) if last else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Parts(NamedTuple):
+    """What a test asserts of one pipeline."""
+
+    identical: bool
+    back: bool
+    held: int
+    weights_stored: int
+
+
+GOOD = {kind: Parts(True, True, 0, 0) for kind in KINDS}
+
+
+def _storage(tensor: Any) -> int:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def _prove(make: Any, engine: Any, train: Train, how: str, folder: str) -> dict[str, Parts]:
+    truth = run(make, engine, train, how, None)
+    found = {}
+    for kind, line in stores(folder).items():
+        weights, stored = set[int](), set[int]()
+
+        def note(module: nn.Module, _: Any, weights: set[int] = weights) -> None:
+            # as the module sees it: gathered, if it is
+            weights.add(_storage(module.weight))
+
+        def taken(model: Any, note: Any = note) -> Any:
+            model = engine(model)
+            for part in getattr(model, "submod", model).modules():
+                if isinstance(part, (nn.Linear, nn.LayerNorm)):
+                    part.register_forward_pre_hook(note)
+            return model
+
+        def look(event: _events.Event, weights: set[int] = weights, stored: set[int] = stored) -> None:
+            if event.fate == "stored" and _storage(event.tensor) in weights:
+                stored.add(_storage(event.tensor))
+
+        stop = _events.listen(look)
+        try:
+            results, report = run(make, taken, train, how, line)
+        finally:
+            stop()
+        back = report.loaded + report.kept_by.get("in place", 0) > 100_000
+        # the user's own functions are given weights too
+        found[kind] = Parts(
+            identical(results, truth.numbers), back, report.held, 0 if kind == "functions" else len(stored)
+        )
+    return found
+
+
+def _trainer(rank: int) -> Train:
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        found = []
+        for i in range(2):
+            out = model(tokens(seed=10 * i + rank))
+            getattr(out, "_local_tensor", out).square().mean().backward()
+            optimizer.step()
+            found += numbers(model)
+            optimizer.zero_grad()
+        return found
+
+    return train
+
+
+# --- tensor parallel
+
+
+def _tensor_parallel(model: nn.Module, sequence: bool = False, mesh: Any = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = mesh or init_device_mesh("cpu", (2,))
+    layout = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {"attention.out": RowwiseParallel(output_layouts=layout), "mlp.0": ColwiseParallel()}
+    plan |= {"mlp.2": RowwiseParallel(output_layouts=layout)}
+    if sequence:
+        gather = PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=(Replicate(),))
+        plan |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": gather, "mlp": gather}
+        outside = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+            "head": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, outside)
+    for block in model.blocks:
+        parallelize_module(getattr(block, "unwrapped", block), mesh, plan)
+    return model
+
+
+def _sequence_parallel(model: nn.Module) -> nn.Module:
+    return _tensor_parallel(model, sequence=True)
+
+
+def _tensor_and_data_parallel(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    _tensor_parallel(model, mesh=mesh["tensor"])
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def _tensor(rank: int, engine: Callable[[nn.Module], nn.Module], how: str, folder: str) -> dict[str, Parts]:
+    # the ranks of a tensor-parallel group are given the same batch
+    return _prove(Layers, engine, _trainer(rank // 2), how, folder)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("engine", [_tensor_parallel, _sequence_parallel])
+def test_tensor_parallel(ranks: Ranks, engine: Any, how: str, tmp_path: pathlib.Path) -> None:
+    assert ranks(_tensor, engine, how, str(tmp_path)) == [GOOD, GOOD]
+
+
+def _kept(rank: int, engine: Callable[[nn.Module], nn.Module], folder: str) -> tuple[int, int]:
+    """Bytes of activations in the store, and of DTensors that were kept because nobody could look inside."""
+    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+    report = run(Layers, engine, _trainer(0), "before", line).report
+    return report.stored, report.kept_by.get("subclass", 0)
+
+
+@pytest.mark.parametrize("engine", [_tensor_parallel, _sequence_parallel])
+def test_the_local_part_of_an_activation_is_stored(ranks: Ranks, engine: Any, tmp_path: pathlib.Path) -> None:
+    for stored, kept in ranks(_kept, engine, str(tmp_path)):
+        assert stored > 1_000_000 > 10 * kept
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_tensor_parallel_and_sharded(how: str, tmp_path: pathlib.Path) -> None:
+    assert FOUR(_tensor, _tensor_and_data_parallel, how, str(tmp_path)) == [GOOD] * 4
+
+
+# --- pipelines: a rank has one stage, and several microbatches between their forward and their backward
+
+
+def _stage_module(rank: int) -> nn.Module:
+    return Layers(first=rank == 0, last=rank == 1)
+
+
+def _stage(rank: int, model: nn.Module) -> Any:
+    from torch.distributed.pipelining import PipelineStage
+
+    return PipelineStage(model, rank, 2, torch.device("cpu"))
+
+
+def _train_stage(schedule: str) -> Train:
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[schedule]
+
+    def train(stage: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(stage.submod.parameters(), lr=1e-2)
+        runner = kind(stage, 4, loss_fn=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()))
+        found = []
+        for i in range(2):
+            batch, losses = tokens(seed=i, batch=8), []
+            runner.step(batch) if stage.is_first else runner.step(target=batch, losses=losses)
+            optimizer.step()
+            found += [*numbers(stage.submod), *(loss.detach() for loss in losses)]
+            optimizer.zero_grad()
+        return found
+
+    return train
+
+
+def _stages(rank: int, schedule: str, how: str, folder: str) -> dict[str, Parts]:
+    make, engine = functools.partial(_stage_module, rank), functools.partial(_stage, rank)
+    return _prove(make, engine, _train_stage(schedule), how, folder)
+
+
+@pytest.mark.parametrize("how", ["before", "wrappers"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_pipeline_stages(ranks: Ranks, schedule: str, how: str, tmp_path: pathlib.Path) -> None:
+    assert ranks(_stages, schedule, how, str(tmp_path)) == [GOOD, GOOD]
+
+
+def _alive_at_once(rank: int, schedule: str, folder: str) -> list[int]:
+    """Bytes held after each forward of this rank's stage."""
+    held: list[int] = []
+    with dh.save_activations(model := _stage_module(rank), "blocks.*", dh.OnDisk(folder)) as saving:
+        model.register_forward_hook(lambda *_: held.append(saving.report().held))
+        _train_stage(schedule)(_stage(rank, model))
+    return held
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("GPipe", 4), ("1F1B", 2)])
+def test_several_microbatches_are_stored_at_once(
+    ranks: Ranks, schedule: str, most: int, tmp_path: pathlib.Path
+) -> None:
+    held, _ = ranks(_alive_at_once, schedule, str(tmp_path))
+    assert max(held) == most * held[0] > 100_000
