@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,42 @@ def in_backward() -> bool:
     """Whether this thread is inside a backward: a gradient hook, or a checkpoint that computes again."""
     running: int = torch._C._current_graph_task_id()
     return running != -1
+
+
+def in_transform() -> bool:
+    """Whether this thread is inside a transform of ``torch.func``, to which every new tensor belongs."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def being_traced() -> bool:
+    """Whether the operators of this thread are recorded, by ``torch.jit.trace`` or by ``make_fx``."""
+    return torch._C._is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
+_SKIP, _GO_ON = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+
+
+def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[_Function], _Function]:
+    """Have ``torch.compile`` leave a function alone.
+
+    This is what ``torch.compiler.disable`` does, without importing the compiler, and without another call.
+
+    Args:
+        reason: what the compiler says where it would trace the function as a part of its caller, whose graph breaks
+            there. None: it may trace it so, and the function is left alone where it is called by itself.
+        callees: whether what the function calls is left alone too.
+    """
+
+    def mark(function: _Function) -> _Function:
+        code: Any = function.__code__
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(_SKIP, _SKIP if callees else _GO_ON))
+        if reason is not None:
+            function.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return function
+
+    return mark
 
 
 class StorageRef:
@@ -53,6 +89,7 @@ class StorageRef:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref)
         return found
 
+    @uncompiled()
     def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._ref)
 

@@ -12,7 +12,9 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
+from disthooks._torch import uncompiled
 from disthooks.errors import AttachError
+from disthooks.saved.frame import nothing_to_hook
 from disthooks.saved.site import Site
 
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__
@@ -123,15 +125,17 @@ def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
 def _derive(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass that opens the hooks around a call where there is a site, and is not to be told from ``kind``."""
 
+    @uncompiled(callees=False)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         site: Site | None = self.__dict__.get(_SITE)
-        if site is None or torch.compiler.is_compiling():  # a lock is nothing to trace
+        if site is None or nothing_to_hook():
             return kind.__call__(self, *args, **kwargs)
         return site.call(self, kind.__call__, self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copies and pickles are of the plain class, without state of ours."""
         made = list(cast("tuple[Any, ...]", kind.__reduce_ex__(self, protocol)))
+        made[0] = kind if made[0] is own else made[0]  # by self.__class__(...), as torch.compile's modules are made
         if made[0] is copyreg.__newobj__ and made[1][0] is own:  # type: ignore[attr-defined]
             # The pickler insists that __newobj__ makes the object's own class; this one makes any.
             made[:2] = [copyreg._reconstructor, (kind, object, None)]  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._torch import uncompiled
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.ledger import Ledger
@@ -28,6 +29,7 @@ class _Tickets:
     def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
         self._store, self.tickets, self._ledger, self.nbytes = store, tickets, ledger, nbytes
 
+    @uncompiled()
     def __del__(self) -> None:
         for ticket in self.tickets:
             self._store.drop(ticket)

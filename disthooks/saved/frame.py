@@ -16,7 +16,15 @@ from torch.utils.weak import WeakIdRef
 
 from disthooks import _events
 from disthooks._tensors import Layout, exotic, local_part
-from disthooks._torch import hooks_allowed, in_backward, sequence_number, top_hooks
+from disthooks._torch import (
+    being_traced,
+    hooks_allowed,
+    in_backward,
+    in_transform,
+    sequence_number,
+    top_hooks,
+    uncompiled,
+)
 from disthooks.errors import AttachError
 from disthooks.saved.contents import Compact, InStore, WeightCopy
 from disthooks.saved.kept import Kept
@@ -31,16 +39,29 @@ from disthooks.saved.weights import Weights, is_constant
 _numbers = itertools.count(1)  # of calls
 
 
+BREAK = (
+    "saved-tensor hooks of disthooks act between compiled graphs, so the graph breaks here; for whole graphs compile "
+    "the modules that have the hooks, each by itself: module.compile(fullgraph=True)"
+)
+
+
+@uncompiled()
+def nothing_to_hook() -> bool:
+    """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
+    return torch.compiler.is_dynamo_compiling() and (torch.compiler.is_exporting() or not torch.is_grad_enabled())
+
+
+@uncompiled(BREAK)
 def why_not() -> str | None:
     """Why hooks must not be entered now, or None when they may; asked at every call."""
     if not torch.is_grad_enabled():
         return "no_grad"
-    if torch.compiler.is_compiling():
-        return "compiling"
-    if torch._C._is_tracing():
-        return "tracing"  # sizes are tensors there
-    if not hooks_allowed():
-        return "hooks disabled"  # torch.func's transforms forbid them
+    if torch.compiler.is_exporting():
+        return "exporting"
+    if being_traced():
+        return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
+    if not hooks_allowed() or in_transform():
+        return "hooks disabled"  # some of torch.func's transforms forbid them, in the others memory is not at hand
     top = top_hooks(True)
     if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
         return "checkpoint"  # non-reentrant ones work by hooks of their own: on top of them ours would defeat it
@@ -52,7 +73,7 @@ def never_runs(module: nn.Module) -> str | None:
     """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
     if isinstance(module, torch.jit.ScriptModule):
         return None  # refused elsewhere; its class has no forward to look at
-    if type(module).forward is nn.Module.forward:
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:  # torch.compile's is there
         return "it is a container without a forward, which nobody calls; take the modules inside it"
     if inspect.iscoroutinefunction(type(module).forward) or inspect.isasyncgenfunction(type(module).forward):
         return "its forward is asynchronous, and other code may run in between; take the modules that it awaits"
@@ -69,6 +90,7 @@ class Frame:
         module: the module whose forward this is, if there is one.
     """
 
+    @uncompiled(BREAK)
     def __init__(self, pipeline: Pipeline, ledger: Ledger, where: str = "", module: nn.Module | None = None) -> None:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
         self._ledger, self._where = ledger, where
@@ -80,6 +102,7 @@ class Frame:
         pack = self._call if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
+    @uncompiled(BREAK)
     def __enter__(self) -> Frame:
         self._ledger.count_call()
         outer = top_hooks(True)
@@ -89,6 +112,7 @@ class Frame:
         self._hooks.__enter__()
         return self
 
+    @uncompiled(BREAK)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -110,6 +134,7 @@ class Frame:
 
     # -- pack
 
+    @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
         # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
@@ -209,6 +234,7 @@ class Frame:
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "kept")
 
+    @uncompiled(BREAK)
     def _call(self, tensor: torch.Tensor) -> Kept | Called:
         """Pack by the user's own function, under torch's contract."""
         if _nbytes(tensor) < self._at_least:
@@ -257,6 +283,7 @@ class Called:
     def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int) -> None:
         self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, ""
 
+    @uncompiled()
     def __del__(self) -> None:
         self.ledger.release(self.nbytes)
 
@@ -267,6 +294,10 @@ class Called:
         return tensor
 
 
+@uncompiled(
+    "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
+    "autograd off for this backward"
+)
 def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
     """The saved tensor; a function of the module, so that a graph does not keep its frame alive."""
     tensor = packed.unpack()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdRef
 
 from disthooks._tensors import Layout
-from disthooks._torch import StorageRef
+from disthooks._torch import StorageRef, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.kept import changed_message
 from disthooks.saved.ledger import Key, Ledger
@@ -196,6 +196,7 @@ class Handle:
         self.packed, self.layout, self.seen = packed, layout, 0
         packed.live += 1
 
+    @uncompiled()
     def __del__(self) -> None:
         self.packed.forget(self)
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from disthooks._torch import uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.frame import Frame, why_not
+from disthooks.saved.frame import BREAK, Frame, nothing_to_hook, why_not
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.site import Site
@@ -55,6 +56,7 @@ class saving:
     (1, True)
     """
 
+    @uncompiled(BREAK)
     def __init__(self, to: Stage | Pipeline) -> None:
         self._site = Site(pipeline(to), Ledger())
         self._open = threading.local()  # frames entered and not left, this thread's own
@@ -63,6 +65,7 @@ class saving:
         """Bytes stored, shared, kept and held, on this rank."""
         return self._site.ledger.report()
 
+    @uncompiled(BREAK)
     def __enter__(self) -> saving:
         line, ledger, where = self._site
         reason = why_not()
@@ -72,6 +75,7 @@ class saving:
         self._open.__dict__.setdefault("frames", []).append(frame and frame.__enter__())
         return self
 
+    @uncompiled(BREAK)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -97,7 +101,10 @@ class saving:
             )
 
         @functools.wraps(target)
+        @uncompiled(callees=False)
         def decorated(*args: Any, **kwargs: Any) -> Any:  # a function, so that it becomes a method in a class
+            if nothing_to_hook():
+                return target(*args, **kwargs)
             return site.call(None, target, *args, **kwargs)
 
         return cast(F, decorated)
@@ -106,7 +113,10 @@ class saving:
 def _function(site: Site, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A subclass of ``target`` whose ``apply`` runs with the hooks on."""
 
+    @uncompiled(callees=False)
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if nothing_to_hook():
+            return super(own, cls).apply(*args, **kwargs)
         return site.call(None, super(own, cls).apply, *args, **kwargs)
 
     names = {"__module__": target.__module__, "__qualname__": target.__qualname__, "__doc__": target.__doc__}

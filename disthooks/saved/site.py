@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Hashable
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from disthooks.saved.frame import Frame, why_not
+from disthooks._torch import uncompiled
+from disthooks.saved.frame import BREAK, Frame, why_not
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline
 
@@ -21,6 +22,7 @@ class Site(NamedTuple):
     ledger: Ledger
     name: str = ""
 
+    @uncompiled(BREAK, callees=False)
     def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``function`` returns, run with the hooks on, or without and counted where they cannot be.
 
@@ -29,14 +31,17 @@ class Site(NamedTuple):
         result = self._once(module, function, *args, **kwargs)
         return self._resumed(module, result) if type(result) is types.GeneratorType else result
 
+    @uncompiled(BREAK, callees=False)
     def _once(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = _calls(cast(Hashable, type(module)))
         reason = why_not()
         if reason is not None:
             self.ledger.count_pass(reason, self.name)
-            return function(*args, **kwargs)
+            return run(function, *args, **kwargs)
         with Frame(self.pipeline, self.ledger, self.name, module):
-            return function(*args, **kwargs)
+            return run(function, *args, **kwargs)
 
+    @uncompiled(BREAK, callees=False)
     def _resumed(self, module: nn.Module | None, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """``body`` with the hooks on while its own code runs and off while its consumer's does."""
         go_on: Callable[[], Any] = functools.partial(next, body)
@@ -51,6 +56,21 @@ class Site(NamedTuple):
                 raise
             except BaseException as error:
                 go_on = functools.partial(body.throw, error)
+
+
+@functools.lru_cache(maxsize=256)
+@uncompiled()
+def _calls(kind: Hashable) -> Callable[..., Any]:
+    """What calls a function, in a frame that can be compiled: the compiler inlines those of torch, or skips them.
+
+    Compiled code is found, and its number limited, by code object: each ``kind`` of module gets one.
+    """
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    run.__code__ = run.__code__.replace()
+    return run
 
 
 def _until_it_ends(go_on: Callable[[], Any]) -> tuple[bool, Any]:

@@ -39,12 +39,12 @@ class Weights:
         module: None for code that belongs to no module.
     """
 
-    __slots__ = ("_frozen", "_module", "_owned", "_replica", "_roots")
+    __slots__ = ("_alike", "_module", "_owned", "_replica", "_roots")
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._owned: dict[int, tuple[str, StorageRef]] | None = None
-        self._frozen: dict[torch.Size, list[nn.Parameter]] | None = None
+        self._alike: dict[torch.Size, list[nn.Parameter]] | None = None
         # A replica's weights are no Parameters and have a history; those of any other module are told by type.
         self._replica = module is not None and getattr(module, "_is_replica", False)
         self._roots: list[tuple[Any, int]] | None = None
@@ -66,7 +66,7 @@ class Weights:
         if is_constant(owner):
             if type(tensor) is not torch.Tensor:
                 return None  # looking at a DTensor would be a collective
-            weight = self._frozen_like(owner)
+            weight = self._weight_like(owner)
             return None if weight is None else Copied(weight)
         node = owner.grad_fn
         if node is None or node.name() != "ToCopyBackward0":
@@ -82,21 +82,24 @@ class Weights:
             return None
         return Copied(weight if direct else None)
 
-    def _frozen_like(self, copy: torch.Tensor) -> nn.Parameter | None:
-        """A frozen weight that ``copy`` looks like; a copy of one has no history, and its bits will have to tell."""
+    def _weight_like(self, copy: torch.Tensor) -> nn.Parameter | None:
+        """A weight that ``copy``, which has no history, looks like; its bits will have to tell.
+
+        Copies of frozen weights have none, nor has anything that was made inside a compiled graph.
+        """
         if self._module is None:
             return None
-        if self._frozen is None:
-            self._frozen = collections.defaultdict(list)
+        if self._alike is None:
+            self._alike = collections.defaultdict(list)
             for weight in self._module.parameters():
-                if not weight.requires_grad and weight.dtype not in _NARROW and exotic(weight.detach()) is None:
-                    self._frozen[weight.shape].append(weight)
-        alike = self._frozen.get(copy.shape, [])
+                if weight.dtype not in _NARROW and exotic(weight.detach()) is None:
+                    self._alike[weight.shape].append(weight)
+        alike = self._alike.get(copy.shape, [])
         if not copy.is_cpu:  # looking at elements would wait for the device
             return alike[0] if len(alike) == 1 else None
         for i, weight in enumerate(alike):
             if _same_corners(copy, weight.detach()):
-                self._frozen[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
+                self._alike[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
                 return weight
         return None
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
+import torch  # noqa: F401  (for the examples in the docstrings)
 from torch import nn
 
-from disthooks._torch import metadata_being_loaded
+from disthooks._torch import metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.frame import never_runs
+from disthooks.saved.frame import never_runs, nothing_to_hook
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
 from disthooks.saved.site import Site
@@ -73,10 +73,11 @@ class SaveWith(nn.Module):
         """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
         return self._site.ledger.report()
 
+    @uncompiled(callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, with the hooks on in this thread."""
         inner = self.unwrapped
-        if torch.compiler.is_compiling():  # a lock is nothing to trace
+        if nothing_to_hook():
             return inner(*args, **kwargs)
         return self._site.call(inner, inner, *args, **kwargs)
 
