@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils._named_member_accessor import swap_tensor
 
 _autograd: Any = torch._C._autograd
 
@@ -37,6 +38,11 @@ def in_transform() -> bool:
 def being_traced() -> bool:
     """Whether the operators of this thread are recorded, by ``torch.jit.trace`` or by ``make_fx``."""
     return torch._C._is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def exporting() -> bool:
+    """Whether ``torch.export`` is tracing; ``is_exporting`` is true of all that the compiler of 2.11 traces."""
+    return torch.compiler._is_exporting_flag
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -107,6 +113,14 @@ def metadata_being_loaded() -> dict[str, Any]:
             return found if isinstance(found, dict) else {}
         frame = frame.f_back
     return {}
+
+
+_SWAP = swap_tensor.__code__
+
+
+def being_swapped() -> bool:
+    """Whether ``torch.func.functional_call`` is what sets the attribute in whose ``__setattr__`` this is asked."""
+    return sys._getframe(2).f_code is _SWAP
 
 
 _STEP = next(

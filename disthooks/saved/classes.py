@@ -94,8 +94,9 @@ def put_back(modules: Iterable[nn.Module]) -> None:
             kind = type(module)
             if _PLAIN in kind.__dict__:
                 module.__class__ = plain(kind)
-            elif _is_parametrized(module) and _PLAIN in kind.__bases__[0].__dict__:
-                kind.__bases__ = (plain(kind.__bases__[0]),)
+            elif _is_parametrized(module) and not any(type(other) is kind for other in _users):
+                # A deepcopy of a parametrized module has the same class; it was the last one that needs it.
+                kind.__bases__ = (plain(kind.__bases__[0]), *kind.__bases__[1:])
 
 
 def _is_parametrized(module: nn.Module) -> bool:
@@ -134,9 +135,12 @@ def _derive(kind: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copies and pickles are of the plain class, without state of ours."""
-        made = list(cast("tuple[Any, ...]", kind.__reduce_ex__(self, protocol)))
-        made[0] = kind if made[0] is own else made[0]  # by self.__class__(...), as torch.compile's modules are made
-        if made[0] is copyreg.__newobj__ and made[1][0] is own:  # type: ignore[attr-defined]
+        given = kind.__reduce_ex__(self, protocol)
+        if isinstance(given, str):
+            return given
+        made: list[Any] = [kind if part is own else part for part in given]
+        made[1] = tuple(kind if part is own else part for part in made[1])
+        if made[0] is copyreg.__newobj__ and made[1] == (kind,):  # type: ignore[attr-defined]
             # The pickler insists that __newobj__ makes the object's own class; this one makes any.
             made[:2] = [copyreg._reconstructor, (kind, object, None)]  # type: ignore[attr-defined]
         if len(made) > 2 and isinstance(made[2], dict):

@@ -26,7 +26,7 @@ class _Tickets:
 
     __slots__ = ("_ledger", "_store", "nbytes", "tickets")
 
-    def __init__(self, store: Store, tickets: Sequence[Any], ledger: Ledger, nbytes: int) -> None:
+    def __init__(self, store: Store, tickets: list[Any], ledger: Ledger, nbytes: int) -> None:
         self._store, self.tickets, self._ledger, self.nbytes = store, tickets, ledger, nbytes
 
     @uncompiled()
@@ -70,20 +70,16 @@ class InStore(Packed):
         return tensors
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
-        tickets: list[Any] = []
+        held = _Tickets(self._store, [], self.ledger, 0)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
-        try:
-            for tensor in tensors:
-                tickets.append(self._store.put(tensor))
-                nbytes = tensor.numel() * tensor.element_size()
-                total += nbytes
-                moved += nbytes if self._store.moves(tensor) else 0
-        except BaseException:
-            for ticket in tickets:
-                self._store.drop(ticket)
-            raise
+        for tensor in tensors:
+            held.tickets.append(self._store.put(tensor))
+            nbytes = tensor.numel() * tensor.element_size()
+            total += nbytes
+            moved += nbytes if self._store.moves(tensor) else 0
         self.ledger.count_put(total, moved)
-        return _Tickets(self._store, tickets, self.ledger, total)
+        held.nbytes = total
+        return held
 
     def _bring(self) -> torch.UntypedStorage:
         tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
@@ -122,36 +118,42 @@ class WeightCopy(Packed):
     """A narrow copy of a weight, as autocast makes them: dropped, and cast again when backward needs it.
 
     Only a copy that is proven to be cast again bit for bit is dropped: it is compared while it is there. One that
-    is not (another memory format, rounded in place, cast from a weight that was written since) stays in memory.
+    is not (another memory format, rounded in place, cast from a weight that was written since) stays in memory. What
+    is cast in backward has to have the same checksum: a weight can be written uncounted, or be moved.
     """
 
-    __slots__ = ("_proof", "_weight", "_weight_version")
+    __slots__ = ("_checksum", "_mark", "_proof", "_weight")
 
     def __init__(
         self, alias: torch.Tensor, storage: torch.UntypedStorage, weight: nn.Parameter, ledger: Ledger, where: str
     ) -> None:
         super().__init__(alias, storage, None, ledger, where)
-        self._weight, self._weight_version = weight, weight._version
+        self._weight = weight
+        self._mark: tuple[Any, ...] = ()
+        self._checksum: torch.Tensor | None = None
         self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
         proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
         self.undecided = proven is None
-        if proven:
+        if proven and self._is_same_weight():
             self.ledger.count("recast", self.nbytes)
             self._held = self.source  # as long as others hold the copy (autocast until it ends), it is there
-        elif proven is not None:
+            return True
+        if proven is not None:
             self.ledger.count_kept("autocast weight", self.nbytes)
-        return bool(proven)
+        return False
 
     def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:
         """Whether casting again gives the same bytes."""
         if not self._is_there():  # FSDP freed it when its forward ended
             return False
-        self._weight_version = self._weight._version
-        again = torch.empty(0, dtype=torch.uint8, device=self.alias.device).set_(self._cast())
-        now = self.content(storage)
-        return again.shape == now.shape and (again == now).all()
+        self._mark = self._marked()
+        again, now = _bytes(self._cast()), self.content(storage)
+        if again.shape != now.shape:
+            return False
+        self._checksum = checksum(again)
+        return (again == now).all()
 
     def _is_proven(self, storage: torch.UntypedStorage) -> bool | None:
         """The same without waiting for the device: asked first it says None, and so on until the answer is there."""
@@ -159,30 +161,60 @@ class WeightCopy(Packed):
             same = self._compare(storage)
             if isinstance(same, bool):
                 return same
-            answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(same, non_blocking=True)
+            answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(same, non_blocking=True)
             self._proof = answer, torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._proof[1].record()
         answer, done = self._proof
         return bool(answer) if done.query() else None  # type: ignore[no-untyped-call]
 
     def _bring(self) -> torch.UntypedStorage:
-        if self._weight._version != self._weight_version:
-            raise MutationError(
-                f"a weight was changed in place between the forward of {self.where!r} and its backward (its version is "
-                f"{self._weight._version}, expected {self._weight_version}), and autocast's copy of it was dropped: "
-                "call backward before the optimizer steps"
-            )
         if not self._is_there():
-            raise StoreError(
-                f"a weight of {self.where!r} is not in memory in backward, to be cast again as autocast did"
+            raise StoreError(f"a weight of {self.where!r} is not in memory in backward, to be cast again")
+        storage = self._cast()
+        # On a GPU reading the checksum waits for the device: only when there is a reason.
+        if not (self.alias.is_cuda and self._is_same_weight()) and not self._is_same(storage):
+            raise MutationError(
+                f"a weight was changed between the forward of {self.where!r} and its backward, and autocast's copy of "
+                "it was dropped: call backward before the optimizer steps, or the model is converted"
             )
-        return self._cast()
+        return storage
+
+    def _is_same(self, storage: torch.UntypedStorage) -> bool:
+        assert self._checksum is not None
+        return storage.nbytes() == self.nbytes and bool(checksum(_bytes(storage)) == self._checksum)
+
+    def _is_same_weight(self) -> bool:
+        """Whether the weight is where it was, at the same version."""
+        return self._marked() == self._mark
+
+    def _marked(self) -> tuple[Any, ...]:
+        weight = self._weight
+        return weight._version, weight.dtype, weight.data_ptr(), weight.shape, weight.stride()
 
     def _is_there(self) -> bool:
         return self._weight.untyped_storage().nbytes() >= self._weight.numel() * self._weight.element_size()
 
     def _cast(self) -> torch.UntypedStorage:
-        return self._weight.detach().to(self.alias.device, self.alias.dtype).untyped_storage()
+        return self._weight.detach().to(self.alias.device, self.alias.dtype, copy=True).untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def checksum(content: torch.Tensor) -> torch.Tensor:
+    """A number, on the device, that changes with any bit of ``content`` (1-D, uint8) and with the order of its words.
+
+    >>> x = torch.arange(64, dtype=torch.uint8)
+    >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.roll(8)))
+    (True, False)
+    """
+    words = content[: content.numel() // 8 * 8].view(torch.int64)
+    factors = torch.arange(1, words.numel() + 1, device=content.device) * -7046029254386353131  # the golden ratio, odd
+    factors ^= factors >> 32
+    rest = content[words.numel() * 8 :].to(torch.int64)
+    places = torch.arange(1, rest.numel() + 1, device=content.device) * 257
+    return (words * (factors | 1)).sum() + (rest * places).sum()
 
 
 def _spread(content: torch.Tensor, region: Region | None) -> torch.UntypedStorage:

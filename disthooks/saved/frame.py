@@ -18,6 +18,7 @@ from disthooks import _events
 from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import (
     being_traced,
+    exporting,
     hooks_allowed,
     in_backward,
     in_transform,
@@ -48,7 +49,7 @@ BREAK = (
 @uncompiled()
 def nothing_to_hook() -> bool:
     """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
-    return torch.compiler.is_dynamo_compiling() and (torch.compiler.is_exporting() or not torch.is_grad_enabled())
+    return torch.compiler.is_dynamo_compiling() and (exporting() or not torch.is_grad_enabled())
 
 
 @uncompiled(BREAK)
@@ -56,7 +57,7 @@ def why_not() -> str | None:
     """Why hooks must not be entered now, or None when they may; asked at every call."""
     if not torch.is_grad_enabled():
         return "no_grad"
-    if torch.compiler.is_exporting():
+    if exporting():
         return "exporting"
     if being_traced():
         return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
@@ -73,11 +74,16 @@ def never_runs(module: nn.Module) -> str | None:
     """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
     if isinstance(module, torch.jit.ScriptModule):
         return None  # refused elsewhere; its class has no forward to look at
-    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:  # torch.compile's is there
+    kind = type(module)
+    called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as in torch.compile's modules
+    if kind.forward is nn.Module.forward and not called:
         return "it is a container without a forward, which nobody calls; take the modules inside it"
-    if inspect.iscoroutinefunction(type(module).forward) or inspect.isasyncgenfunction(type(module).forward):
+    if inspect.iscoroutinefunction(kind.forward) or inspect.isasyncgenfunction(kind.forward):
         return "its forward is asynchronous, and other code may run in between; take the modules that it awaits"
     return None
+
+
+_NO_WEIGHTS = Weights(None)
 
 
 class Frame:
@@ -126,6 +132,7 @@ class Frame:
                 self._ledger.forget(packed.key)
             self._pending.clear()
             self._hooks = None  # they hold this frame: no cycle may stay
+            self._weights = _NO_WEIGHTS  # a graph keeps its pack, and so this frame: not its module, too
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise AttachError(
                 f"{self._where or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, and torch "
@@ -148,13 +155,13 @@ class Frame:
             return self._kept(tensor, tensor, "parameter")
         part = stored_part(tensor)
         if part is None:
-            return self._kept(tensor, tensor.detach(), exotic(tensor) or "local part")
+            return self._kept(tensor, None, exotic(tensor) or "local part")
         reason = self._reason(tensor, part)
         if reason is not None and not (reason == "small" and self._pins_much(part)):
-            return self._kept(tensor, tensor.detach(), reason)
+            return self._kept(tensor, None, reason)
         weight = self._weights.copied(tensor) if reason is None else None
         if weight is not None and (weight.itself is None or part is not tensor):
-            return self._kept(tensor, tensor.detach(), "autocast weight")
+            return self._kept(tensor, None, "autocast weight")
         handle = self._share(tensor, part, weight and weight.itself, small=reason is not None)
         return handle if part is tensor else Sharded(handle, tensor)
 
@@ -199,7 +206,7 @@ class Frame:
             if packed is None or packed.owner() is not owner or alone:
                 fate = "kept" if small or weight is not None else "stored"
                 packed = self._made(part.detach(), storage, weight, region, small)
-                packed.key, packed.owner = key, WeakIdRef(owner)
+                packed.key, packed.owner, packed.constant = key, WeakIdRef(owner), is_constant(owner)
                 self._ledger.packed[key] = packed
                 self._pending.append(packed)
             handle = Handle(packed, layout)
@@ -225,8 +232,11 @@ class Frame:
             return WeightCopy(alias, storage, weight, self._ledger, self._where)
         return InStore(alias, storage, region, self._codecs, self._store, self._ledger, self._where)
 
-    def _kept(self, tensor: torch.Tensor, alias: torch.Tensor, reason: str) -> Kept:
+    def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> Kept:
+        """``tensor`` as ``alias``: by default itself, as without hooks, or an alias where itself would be a cycle."""
         self._told(tensor, reason)
+        if alias is None:
+            alias = tensor if is_constant(tensor) else tensor.detach()
         return Kept(alias, self._where)
 
     def _told(self, tensor: torch.Tensor, reason: str) -> None:

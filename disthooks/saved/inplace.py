@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from typing import cast
 
@@ -16,6 +17,8 @@ from disthooks.saved.frame import never_runs
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.site import Site
+
+_attaching = threading.Lock()
 
 
 class Saving(Attachment):
@@ -37,7 +40,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, class names,
     ``isinstance`` and ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are plain. A matching
     module inside another one that matches is covered by the outer one. A call under ``no_grad``, in a
-    ``torch.func`` transform, while compiling, or inside a checkpointed region goes through without hooks and
+    ``torch.func`` transform, while exporting, or inside a checkpointed region goes through without hooks and
     is counted in ``report().passed``.
 
     Args:
@@ -64,6 +67,11 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     """
     line, ledger = pipeline(to), Ledger()
     chosen = _outermost(_running(match_modules(model, _listed(patterns))))
+    with _attaching:
+        return _attach(model, chosen, line, ledger)
+
+
+def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
     for name, module in chosen:
         _refuse(name, module)
     saving = Saving(ledger, tuple(name for name, _ in chosen))

@@ -96,7 +96,7 @@ class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a collection may begin inside, and end a generator whose hooks count
         self.packed: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()

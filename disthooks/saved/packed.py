@@ -35,6 +35,7 @@ class Packed(ABC):
     __slots__ = (
         "__weakref__",
         "_generation",
+        "_handed",
         "_held",
         "_loaded",
         "_lock",
@@ -42,6 +43,7 @@ class Packed(ABC):
         "_waiting",
         "alias",
         "changed",
+        "constant",
         "key",
         "ledger",
         "live",
@@ -73,6 +75,8 @@ class Packed(ABC):
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
         self._held: torch.UntypedStorage | StorageRef | None = None  # the storage brought back
         self._generation = self._waiting = 0
+        self._handed: torch.Tensor | None = None  # its version counts what is written into what was handed out
+        self.constant = False  # whether no gradient flows to what was saved
 
     @abstractmethod
     def _take(self, storage: torch.UntypedStorage) -> bool:
@@ -96,6 +100,7 @@ class Packed(ABC):
             storage = self.alias.untyped_storage()
             gone = storage.nbytes() != self.nbytes
             if self.taken or gone or self._is_changed():
+                self.undecided = False
                 return
             begin = time.perf_counter()
             if self._stream is None:
@@ -124,25 +129,37 @@ class Packed(ABC):
 
     # -- from elsewhere to memory
 
-    def storage(self, handle: Handle) -> tuple[torch.UntypedStorage, int]:
-        """The storage that ``handle`` lies over, and the offset at which that storage begins.
-
-        It is brought back once for all handles that want it next.
-        """
+    def tensor(self, handle: Handle) -> torch.Tensor:
+        """What ``handle`` stands for, over a storage that is brought back once for all handles that want it next."""
         with self._lock:
             if not self.taken:
-                return self.alias.untyped_storage(), 0
-            storage = self._held.get() if isinstance(self._held, StorageRef) else self._held
-            if storage is None:
-                storage = self._timed_bring()
-                self._generation += 1
-                self._waiting = self.live
-            if handle.seen != self._generation:
-                handle.seen = self._generation
-                self._waiting -= 1
-            # The others will want it in a moment; after the last of them only its users keep it.
-            self._held = storage if self._waiting > 0 else StorageRef(storage)
-            return storage, self.region.offset if self.region else 0
+                storage = self.alias.untyped_storage()
+                # What a backward returns may become a gradient, and be added to where it lies.
+                if self.constant:
+                    storage = storage.clone()  # type: ignore[no-untyped-call]
+                return handle.layout.over(storage)
+            storage, counter = self._storage(handle), self._handed
+        tensor = handle.layout.over(storage, self.region.offset if self.region else 0)
+        if counter is not None:
+            counting = counter.detach()
+            counting.data = tensor
+            tensor = counting
+        return self._hand_over(tensor)
+
+    def _storage(self, handle: Handle) -> torch.UntypedStorage:
+        storage = self._held.get() if isinstance(self._held, StorageRef) else self._held
+        if storage is None or (self._handed is not None and self._handed._version):
+            storage = self._timed_bring()
+            self._generation += 1
+            self._waiting = self.live
+            # Inference mode counts nothing.
+            self._handed = None if torch.is_inference_mode_enabled() else torch.empty(0, device=storage.device)
+        if handle.seen != self._generation:
+            handle.seen = self._generation
+            self._waiting -= 1
+        # The others will want it in a moment; after the last of them only its users keep it.
+        self._held = storage if self._waiting > 0 else StorageRef(storage)
+        return storage
 
     def forget(self, handle: Handle) -> None:
         """``handle`` is gone: it does not wait for the storage any more."""
@@ -167,7 +184,7 @@ class Packed(ABC):
         self.ledger.count_seconds("unpack", time.perf_counter() - begin)
         return storage
 
-    def hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""
         if self._loaded is not None and tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
@@ -208,5 +225,4 @@ class Handle:
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
         self.packed.check()
-        storage, shift = self.packed.storage(self)
-        return self.packed.hand_over(self.layout.over(storage, shift))
+        return self.packed.tensor(self)

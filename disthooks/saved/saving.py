@@ -61,6 +61,9 @@ class saving:
         self._site = Site(pipeline(to), Ledger())
         self._open = threading.local()  # frames entered and not left, this thread's own
 
+    def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
+        return saving, (self._site.pipeline,)  # a copy has saved nothing yet and is not open
+
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held, on this rank."""
         return self._site.ledger.report()

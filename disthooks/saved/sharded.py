@@ -41,7 +41,7 @@ class Sharded:
         witness: Any = tensor.detach()
         names, self._context = witness.__tensor_flatten__()
         self._inner = {name: getattr(witness, name) for name in names if name != "_local_tensor"}
-        witness._local_tensor = torch.empty(0)
+        witness._local_tensor = torch.empty(0, device="cpu")
         self._witness = witness
 
     @property

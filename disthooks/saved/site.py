@@ -52,7 +52,7 @@ class Site(NamedTuple):
             try:
                 go_on = functools.partial(body.send, (yield value))
             except GeneratorExit:
-                self._once(module, body.close)
+                body.close()  # without hooks: a collection may have ended it, in the middle of anything
                 raise
             except BaseException as error:
                 go_on = functools.partial(body.throw, error)

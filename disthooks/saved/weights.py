@@ -95,7 +95,8 @@ class Weights:
                 if weight.dtype not in _NARROW and exotic(weight.detach()) is None:
                     self._alike[weight.shape].append(weight)
         alike = self._alike.get(copy.shape, [])
-        if not copy.is_cpu:  # looking at elements would wait for the device
+        if not copy.is_cpu:  # looking at elements would wait for the device, and any activation may have that shape
+            alike = [weight for weight in alike if not weight.requires_grad]
             return alike[0] if len(alike) == 1 else None
         for i, weight in enumerate(alike):
             if _same_corners(copy, weight.detach()):

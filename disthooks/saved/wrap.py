@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch  # noqa: F401  (for the examples in the docstrings)
+import torch
 from torch import nn
 
-from disthooks._torch import metadata_being_loaded, uncompiled
+from disthooks._torch import being_swapped, metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.frame import never_runs, nothing_to_hook
 from disthooks.saved.ledger import Ledger, SavedReport
@@ -20,6 +20,7 @@ from disthooks.saved.stores.disk import OnDisk
 
 # torch's own activation wrappers use this name, and its distributed checkpoints and FSDP strip it from names.
 _INNER = "_checkpoint_wrapped_module"
+_OWN = frozenset(nn.Module().__dict__) | {_INNER, "_site", "_added"}  # attributes of the wrapper, not of what is inside
 
 
 class SaveWith(nn.Module):
@@ -27,7 +28,7 @@ class SaveWith(nn.Module):
 
     Names are as if it were not there: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` are those
     of ``module``, checkpoints go both ways between a wrapped and a plain model, and attributes of ``module``
-    can be read through it. A call under ``no_grad``, in a ``torch.func`` transform, while compiling, or inside
+    can be read through it. A call under ``no_grad``, in a ``torch.func`` transform, while exporting, or inside
     a checkpointed region goes through without hooks and is counted in ``report().passed``.
 
     Args:
@@ -103,12 +104,34 @@ class SaveWith(nn.Module):
             return getattr(super().__getattr__(_INNER), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What the module inside has is set there, as it is read there: ``wrapped.p = 0.1``."""
-        own = name.startswith("_") or name == "training" or _INNER not in self.__dict__.get("_modules", {})
-        if own or not hasattr(self.unwrapped, name):
+        """Set on the module inside, as it is read there, but for what torch itself and this class keep here."""
+        inner = self.__dict__.get("_modules", {}).get(_INNER)
+        if inner is None or name in _OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
+            if name == "training" and inner is not None:
+                inner.training = value
+        elif name in inner._parameters and being_swapped():
+            inner._parameters[name] = value  # torch.func.functional_call puts tensors in the place of parameters
         else:
-            setattr(self.unwrapped, name, value)
+            setattr(inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or _INNER not in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self.unwrapped, name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a child to the module inside."""
+        super().add_module(name, module) if name == _INNER else self.unwrapped.add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter to the module inside."""
+        self.unwrapped.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer to the module inside."""
+        self.unwrapped.register_buffer(name, tensor, persistent)
 
     def __getitem__(self, index: Any) -> Any:
         return self.unwrapped[index]  # type: ignore[index]
@@ -171,6 +194,9 @@ class SaveToDisk(SaveWith):
         super().__init__(module, pipeline(AtLeast(at_least), OnDisk(directory, limit)))
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Take every disthooks wrapper out of ``model``, which is changed in place, and give back what is left.
 
@@ -188,7 +214,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     ['Linear', 'Linear']
     """
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, SaveWith) and (module._forward_hooks or module._forward_pre_hooks):
+        if isinstance(module, SaveWith) and any(getattr(module, hooks) for hooks in _HOOKS):
             raise UsageError(
                 f"{name or 'the model'!r} cannot be unwrapped: {type(module).__name__} has hooks of its own, an "
                 "engine's perhaps, that would be lost. Unwrap before the engine takes the model; its state_dict is "

@@ -242,3 +242,68 @@ def test_a_wrapper_with_an_engines_hooks_is_not_unwrapped(tmp_path: pathlib.Path
     assert isinstance(model.blocks[0], dh.SaveWith)
     handle.remove()
     assert not any(isinstance(module, dh.SaveWith) for module in dh.unwrap(model).modules())
+
+
+def test_what_is_set_on_a_wrapper_is_set_inside(tmp_path: pathlib.Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self._scale = nn.BatchNorm1d(4), 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * self._scale
+
+    wrapped = dh.SaveToDisk(Scaled(), tmp_path)
+    wrapped._scale = 5.0
+    assert wrapped.unwrapped._scale == 5.0
+    wrapped.training = False
+    assert not wrapped.unwrapped.training
+    wrapped.adapter = nn.Linear(4, 4)
+    wrapped.add_module("head", nn.Linear(4, 2))
+    wrapped.register_buffer("seen", torch.zeros(1))
+    wrapped.register_parameter("gain", nn.Parameter(torch.ones(1)))
+    names = {name for name, _ in wrapped.named_parameters()}
+    assert {"adapter.weight", "head.bias", "gain"} < names
+    assert "seen" in wrapped.state_dict()
+    wrapped.load_state_dict(wrapped.state_dict())
+    del wrapped.head
+    assert "head.bias" not in wrapped.state_dict()
+    assert set(wrapped.unwrap().state_dict()) == set(wrapped.state_dict())
+
+
+def test_a_wrapped_model_called_with_other_parameters(tmp_path: pathlib.Path) -> None:
+    """``torch.func.functional_call``, as in meta-learning and ensembles."""
+    plain, wrapped = Tiny(), _wrapped(tmp_path)
+    others = {name: (torch.randn_like(p) / 8).requires_grad_() for name, p in plain.named_parameters()}
+    before = [id(p) for p in wrapped.parameters()]
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = torch.func.functional_call(model, others, (tokens(),)).square().mean()
+        return list(torch.autograd.grad(loss, list(others.values())))
+
+    assert identical(gradients(wrapped), gradients(plain))
+    assert wrapped.blocks[0].report().moved > 0
+    assert [id(p) for p in wrapped.parameters()] == before
+    with pytest.raises(TypeError, match="cannot assign"):  # as without a wrapper
+        dh.SaveToCpu(nn.Linear(2, 2)).weight = torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_pickles_an_attached_model(protocol: int, tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)):
+        twin = pickle.loads(pickle.dumps(model, protocol))
+    assert [type(m) for m in twin.modules()] == [type(m) for m in Tiny().modules()]
+
+
+def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pathlib.Path) -> None:
+    """They share the class that parametrize made; removing one attachment leaves the other's hooks on."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    teacher = copy.deepcopy(model)
+    one, two = (dh.save_activations(m, "", dh.OnDisk(tmp_path)) for m in (model, teacher))
+    one.remove()
+    teacher(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert two.report().moved > 0
+    two.remove()
+    assert type(teacher).__bases__ == (nn.Linear,)

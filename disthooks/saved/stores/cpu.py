@@ -58,7 +58,7 @@ class OnCpu(Store):
         self.account.reserve(nbytes)
         try:
             pin = torch.cuda.is_available() if self.pin_memory == "auto" else self.pin_memory
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).copy_(tensor)
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin).copy_(tensor)
         except BaseException:
             self.account.release(nbytes)
             raise

@@ -78,8 +78,10 @@ class Arena:
         try:
             while done < nbytes:  # the system writes at most 2 GiB at a time, and less when it likes
                 done += os.pwrite(self._fd, memory[done:], offset + done)
-        except OSError as error:
+        except BaseException as error:  # an interrupt, too
             self.free(offset, room)
+            if not isinstance(error, OSError):
+                raise
             raise self._error(f"{format_bytes(nbytes)} could not be written", error, nbytes) from error
         return offset, room
 
@@ -211,7 +213,7 @@ class OnDisk(Store):
 
     def get(self, ticket: _Extent) -> torch.Tensor:
         """Read the tensor into fresh memory of the device it came from."""
-        host = torch.empty(ticket.shape, dtype=ticket.dtype)
+        host = torch.empty(ticket.shape, dtype=ticket.dtype, device="cpu")
         if ticket.nbytes:
             ticket.arena.read(_memory(host, _WRITE), ticket.offset)
         return host.to(ticket.device)

@@ -1,0 +1,30 @@
+"""A store that copies into memory, so that what a pipeline does can be told from what the disk does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from disthooks.saved.stores.base import Account, Store
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies(Store):
+    """Keeps clones, gives clones, counts their bytes against a limit."""
+
+    limit: int | None = None
+    account: Account = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "account", Account(self.limit, "Copies"))
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.account.reserve(tensor.nbytes)
+        return tensor.clone()
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        self.account.release(ticket.nbytes)
