@@ -13,13 +13,17 @@ endif
 ARGS ?=
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-gpu bench bench-overhead bench-gpu lint type fmt clean
+.PHONY: demo test test-full test-gpu bench bench-overhead bench-gpu lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
+
+# All of torch's operators and modules, every dtype and store: about an hour on 2 cores.
+test-full: $(READY)
+	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_every_op.py tests/laws/test_every_module.py $(ARGS)
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu $(ARGS)
