@@ -21,7 +21,7 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
 
-# All of torch's operators and modules, every dtype and store: about an hour on 2 cores.
+# All of torch's operators and modules, every dtype and store: about half an hour on 2 cores.
 test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_every_op.py tests/laws/test_every_module.py $(ARGS)
 
