@@ -128,6 +128,36 @@ def test_a_copy_whose_weight_has_changed_since_raises(tmp_path: pathlib.Path) ->
             y.sum().backward()
 
 
+UNCOUNTED = {
+    "written through .data": lambda weight: weight.data.mul_(2),
+    "exchanged": lambda weight: setattr(weight, "data", torch.rand_like(weight)),
+    "rounded and back": lambda weight: setattr(weight, "data", weight.data.to(torch.float8_e4m3fn).float()),
+    "in another order": lambda weight: setattr(weight, "data", weight.data.t().contiguous().t()),
+}
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_a_weight_that_changed_uncounted_raises(change: str, tmp_path: pathlib.Path) -> None:
+    """No version tells; what is cast in backward has another checksum."""
+    model, x, _ = _narrow()
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
+        y = model(x)
+    assert saving.report().recast > 0
+    UNCOUNTED[change](model.two.weight)
+    with pytest.raises(dh.errors.MutationError, match="a weight was changed"):
+        y.sum().backward()
+
+
+def test_a_weight_that_was_moved_is_cast_again(tmp_path: pathlib.Path) -> None:
+    """As ZeRO-3 gathers it anew for backward: the same values elsewhere."""
+    model, x, truth = _narrow()
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)):
+        y = model(x)
+    model.two.weight.data = model.two.weight.data.clone()
+    y.sum().backward()
+    assert identical(_taken(model, x), truth)
+
+
 def test_a_stale_copy_stays(tmp_path: pathlib.Path) -> None:
     """Autocast's cache does not see that a weight was changed: what it gives is not what casting gives: law 1."""
 
