@@ -24,6 +24,18 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 )
 
 
+#: The graph node that this thread is running, or None.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def is_python_node(node: Any) -> bool:
+    """Whether ``node`` runs a user's code, which may read a saved tensor several times; those of torch read it once.
+
+    True for None, too: outside of a backward only users read.
+    """
+    return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward: a gradient hook, or a checkpoint that computes again."""
     running: int = torch._C._current_graph_task_id()

@@ -14,7 +14,7 @@ from torch import nn
 
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError
-from disthooks.saved.frame import nothing_to_hook
+from disthooks.saved.entry import nothing_to_hook
 from disthooks.saved.site import Site
 
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from disthooks._tensors import Layout
 from disthooks._torch import uncompiled
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.codecs import Codec
@@ -46,18 +48,25 @@ class InStore(Packed):
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
         region: Region | None,
+        first: Layout,
         codecs: Sequence[Codec],
         store: Store,
         ledger: Ledger,
         where: str,
     ) -> None:
-        super().__init__(alias, storage, region, ledger, where)
+        super().__init__(alias, storage, region, first, ledger, where)
         self._codecs, self._store = codecs, store
+        self.any_dtype = not codecs
+        self.in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
-        content = self.content(storage, typed=bool(self._codecs))  # only a codec wants to know what the bytes mean
+        content = self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED)
+        parts = self._encode(content) if self._codecs else (content,)
+        if self._codecs and len(parts) == 1 and parts[0] is content and not self._store.moves(content):
+            self.ledger.count_kept("in place", self.nbytes)  # no codec took it, and the store is where it is
+            return False
         self._wanted = (content.dtype, content.shape)
-        self._tickets = self._put(self._encode(content) if self._codecs else (content,))
+        self._tickets = self._put(parts)
         return True
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -70,20 +79,21 @@ class InStore(Packed):
         return tensors
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
+        begin = time.perf_counter()
         held = _Tickets(self._store, [], self.ledger, 0)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
         for tensor in tensors:
             held.tickets.append(self._store.put(tensor))
-            nbytes = tensor.numel() * tensor.element_size()
-            total += nbytes
-            moved += nbytes if self._store.moves(tensor) else 0
-        self.ledger.count_put(total, moved)
+            total += tensor.nbytes
+            moved += tensor.nbytes if self._store.moves(tensor) else 0
+        self.ledger.count_put(total, moved, time.perf_counter() - begin)
         held.nbytes = total
         return held
 
-    def _bring(self) -> torch.UntypedStorage:
+    def _bring(self) -> torch.Tensor:
+        begin = time.perf_counter()
         tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
-        self.ledger.count("loaded", self._tickets.nbytes)
+        self.ledger.count_got(self._tickets.nbytes, time.perf_counter() - begin)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
@@ -110,7 +120,7 @@ class Compact(Packed):
         self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
-    def _bring(self) -> torch.UntypedStorage:
+    def _bring(self) -> torch.Tensor:
         return _spread(self._copy, self.region)
 
 
@@ -125,9 +135,15 @@ class WeightCopy(Packed):
     __slots__ = ("_checksum", "_mark", "_proof", "_weight")
 
     def __init__(
-        self, alias: torch.Tensor, storage: torch.UntypedStorage, weight: nn.Parameter, ledger: Ledger, where: str
+        self,
+        alias: torch.Tensor,
+        storage: torch.UntypedStorage,
+        first: Layout,
+        weight: nn.Parameter,
+        ledger: Ledger,
+        where: str,
     ) -> None:
-        super().__init__(alias, storage, None, ledger, where)
+        super().__init__(alias, storage, None, first, ledger, where)
         self._weight = weight
         self._mark: tuple[Any, ...] = ()
         self._checksum: torch.Tensor | None = None
@@ -137,8 +153,7 @@ class WeightCopy(Packed):
         proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
         self.undecided = proven is None
         if proven and self._is_same_weight():
-            self.ledger.count("recast", self.nbytes)
-            self._held = self.source  # as long as others hold the copy (autocast until it ends), it is there
+            self.ledger.count_recast(self.nbytes)
             return True
         if proven is not None:
             self.ledger.count_kept("autocast weight", self.nbytes)
@@ -149,7 +164,7 @@ class WeightCopy(Packed):
         if not self._is_there():  # FSDP freed it when its forward ended
             return False
         self._mark = self._marked()
-        again, now = _bytes(self._cast()), self.content(storage)
+        again, now = _bytes(self._cast().untyped_storage()), self.content(storage)
         if again.shape != now.shape:
             return False
         self._checksum = checksum(again)
@@ -167,17 +182,17 @@ class WeightCopy(Packed):
         answer, done = self._proof
         return bool(answer) if done.query() else None  # type: ignore[no-untyped-call]
 
-    def _bring(self) -> torch.UntypedStorage:
+    def _bring(self) -> torch.Tensor:
         if not self._is_there():
             raise StoreError(f"a weight of {self.where!r} is not in memory in backward, to be cast again")
-        storage = self._cast()
+        again = self._cast()
         # On a GPU reading the checksum waits for the device: only when there is a reason.
-        if not (self.alias.is_cuda and self._is_same_weight()) and not self._is_same(storage):
+        if not (self.alias.is_cuda and self._is_same_weight()) and not self._is_same(again.untyped_storage()):
             raise MutationError(
                 f"a weight was changed between the forward of {self.where!r} and its backward, and autocast's copy of "
                 "it was dropped: call backward before the optimizer steps, or the model is converted"
             )
-        return storage
+        return again
 
     def _is_same(self, storage: torch.UntypedStorage) -> bool:
         assert self._checksum is not None
@@ -194,8 +209,8 @@ class WeightCopy(Packed):
     def _is_there(self) -> bool:
         return self._weight.untyped_storage().nbytes() >= self._weight.numel() * self._weight.element_size()
 
-    def _cast(self) -> torch.UntypedStorage:
-        return self._weight.detach().to(self.alias.device, self.alias.dtype, copy=True).untyped_storage()
+    def _cast(self) -> torch.Tensor:
+        return self._weight.detach().to(self.alias.device, self.alias.dtype, copy=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -217,11 +232,28 @@ def checksum(content: torch.Tensor) -> torch.Tensor:
     return (words * (factors | 1)).sum() + (rest * places).sum()
 
 
-def _spread(content: torch.Tensor, region: Region | None) -> torch.UntypedStorage:
-    """A storage with ``content`` at the strides of its region, or as it is."""
+def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:
+    """Whether ``alias`` is all of its storage of ``nbytes``, in the order of it, in a dtype that torch can copy."""
+    return (
+        layout.offset == 0
+        and not (layout.conj or layout.neg)
+        and alias.is_contiguous()
+        and 1 not in layout.size  # whose stride may be any, and a copy would not have it
+        and alias.nbytes == nbytes
+        and layout.dtype in _COPIED
+    )
+
+
+# Of the others some have no kernel for a copy (torch.int4, torch.bits8): bits are bits.
+_COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+def _spread(content: torch.Tensor, region: Region | None) -> torch.Tensor:
+    """``content`` at the strides of its region, or as it is, at the front of a storage."""
     if region is None:
         at_front = content.storage_offset() == 0 and content.is_contiguous()
-        return (content if at_front else content.clone(memory_format=torch.contiguous_format)).untyped_storage()
+        return content if at_front else content.clone(memory_format=torch.contiguous_format)
     base = torch.empty(region.extent, dtype=content.dtype, device=content.device)
     base.as_strided(region.size, region.stride).copy_(content)
-    return base.untyped_storage()
+    return base

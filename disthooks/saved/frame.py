@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import itertools
 import threading
+import time
 import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdRef
 
 from disthooks import _events
 from disthooks._tensors import Layout, exotic, local_part
-from disthooks._torch import (
-    being_traced,
-    exporting,
-    hooks_allowed,
-    in_backward,
-    in_transform,
-    sequence_number,
-    top_hooks,
-    uncompiled,
-)
+from disthooks._torch import sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
+from disthooks.saved.called import Called
 from disthooks.saved.contents import Compact, InStore, WeightCopy
+from disthooks.saved.entry import BREAK
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
@@ -38,51 +30,6 @@ from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import Weights, is_constant
 
 _numbers = itertools.count(1)  # of calls
-
-
-BREAK = (
-    "saved-tensor hooks of disthooks act between compiled graphs, so the graph breaks here; for whole graphs compile "
-    "the modules that have the hooks, each by itself: module.compile(fullgraph=True)"
-)
-
-
-@uncompiled()
-def nothing_to_hook() -> bool:
-    """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
-    return torch.compiler.is_dynamo_compiling() and (exporting() or not torch.is_grad_enabled())
-
-
-@uncompiled(BREAK)
-def why_not() -> str | None:
-    """Why hooks must not be entered now, or None when they may; asked at every call."""
-    if not torch.is_grad_enabled():
-        return "no_grad"
-    if exporting():
-        return "exporting"
-    if being_traced():
-        return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
-    if not hooks_allowed() or in_transform():
-        return "hooks disabled"  # some of torch.func's transforms forbid them, in the others memory is not at hand
-    top = top_hooks(True)
-    if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
-        return "checkpoint"  # non-reentrant ones work by hooks of their own: on top of them ours would defeat it
-    # A reentrant one computes again inside a backward what it will use at once.
-    return "backward" if in_backward() else None
-
-
-def never_runs(module: nn.Module) -> str | None:
-    """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return None  # refused elsewhere; its class has no forward to look at
-    kind = type(module)
-    called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as in torch.compile's modules
-    if kind.forward is nn.Module.forward and not called:
-        return "it is a container without a forward, which nobody calls; take the modules inside it"
-    if inspect.iscoroutinefunction(kind.forward) or inspect.isasyncgenfunction(kind.forward):
-        return "its forward is asynchronous, and other code may run in between; take the modules that it awaits"
-    return None
-
-
 _NO_WEIGHTS = Weights(None)
 
 
@@ -104,7 +51,7 @@ class Frame:
         self._number = next(_numbers)
         self._thread = threading.get_ident()
         self._sequence = -1
-        self._pending: collections.deque[Packed] = collections.deque()
+        self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()
         pack = self._call if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -128,8 +75,10 @@ class Frame:
                 self._flush()
         finally:
             # After an error the graph is as good as gone: what it holds stays in memory, for itself alone.
-            for packed in self._pending:
-                self._ledger.forget(packed.key)
+            for reference in self._pending:
+                packed = reference()
+                if packed is not None:
+                    self._forget(packed)
             self._pending.clear()
             self._hooks = None  # they hold this frame: no cycle may stay
             self._weights = _NO_WEIGHTS  # a graph keeps its pack, and so this frame: not its module, too
@@ -145,31 +94,36 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
         # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
-        if threading.get_ident() == self._thread:
-            sequence = sequence_number()
-            if sequence != self._sequence:
-                self._sequence = sequence
+        if sequence_number() != self._sequence and threading.get_ident() == self._thread:
+            self._sequence = sequence_number()
+            if self._pending or self._ledger.undecided:
                 self._flush()
+        # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
+        owner: Any = tensor._base if tensor._is_view() else tensor
+        seen = self._ledger.index.seen(tensor, owner, self._at_least)
+        return self._packed(tensor, owner) if seen is None else self._shared(tensor, tensor, *seen)
+
+    def _packed(self, tensor: torch.Tensor, owner: torch.Tensor) -> Kept | Handle | Sharded:
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             # Itself: ZeRO-3 gathers and frees it, an alias would hold it.
             return self._kept(tensor, tensor, "parameter")
         part = stored_part(tensor)
         if part is None:
             return self._kept(tensor, None, exotic(tensor) or "local part")
-        reason = self._reason(tensor, part)
+        reason = self._reason(owner, part)
         if reason is not None and not (reason == "small" and self._pins_much(part)):
             return self._kept(tensor, None, reason)
         weight = self._weights.copied(tensor) if reason is None else None
         if weight is not None and (weight.itself is None or part is not tensor):
             return self._kept(tensor, None, "autocast weight")
-        handle = self._share(tensor, part, weight and weight.itself, small=reason is not None)
+        handle = self._share(tensor, part, owner, weight and weight.itself, small=reason is not None)
         return handle if part is tensor else Sharded(handle, tensor)
 
-    def _reason(self, tensor: torch.Tensor, part: torch.Tensor) -> str | None:
-        """Why ``tensor``, of which ``part`` would be stored, stays in memory, if it does."""
-        if tensor._is_view() and isinstance(tensor._base, nn.Parameter):
+    def _reason(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
+        """Why a tensor of which ``part`` would be stored, stays in memory, if it does."""
+        if type(owner) is not torch.Tensor and isinstance(owner, nn.Parameter):
             return "parameter"
-        nbytes = _nbytes(part)
+        nbytes = part.nbytes
         if nbytes < self._at_least or nbytes == 0:
             return "small"
         owned = self._weights.owned(part)
@@ -184,7 +138,9 @@ class Frame:
             return False
         return region_of(Layout.of(part), nbytes) is not None and self._weights.owned(part) is None
 
-    def _share(self, tensor: torch.Tensor, part: torch.Tensor, weight: nn.Parameter | None, small: bool) -> Handle:
+    def _share(
+        self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor, weight: nn.Parameter | None, small: bool
+    ) -> Handle:
         """A handle on the one packed value of what ``part``, all of ``tensor`` or its local part, lies over."""
         storage = part.untyped_storage()
         layout = Layout.of(part)
@@ -193,29 +149,34 @@ class Frame:
         if region is not None and not typed:
             region = region.raw()
         dtype = layout.dtype if typed and region is None else None
-        # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
-        owner: Any = tensor._base if tensor._is_view() else tensor
         # Leaves are written through .data, uncounted, between calls: gradcheck does it. They are shared in one alone.
         call = self._number if owner.is_leaf and owner.requires_grad else 0
-        key = (storage._cdata, tensor._version, region or dtype, call)
+        key = storage._cdata, tensor._version, region or dtype, call, id(owner)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)
-        fate = "shared"
         with self._ledger.lock:
-            packed = self._ledger.packed.get(key)
-            if packed is None or packed.owner() is not owner or alone:
-                fate = "kept" if small or weight is not None else "stored"
-                packed = self._made(part.detach(), storage, weight, region, small)
-                packed.key, packed.owner, packed.constant = key, WeakIdRef(owner), is_constant(owner)
-                self._ledger.packed[key] = packed
-                self._pending.append(packed)
-            handle = Handle(packed, layout)
-        if fate == "shared":
-            self._ledger.count("shared", _nbytes(part))
-        elif small:
+            packed = self._ledger.index.find(key)
+            if packed is not None and packed.owner() is owner and not alone:
+                return self._shared(tensor, part, packed, layout)
+            packed = self._made(part.detach(), storage, weight, region, layout, small)
+            packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
+            self._ledger.index.add(key, packed)
+            if region is None and part is tensor and type(packed) is InStore and not (call or alone):
+                self._ledger.index.see(owner, packed)
+            self._pending.append(weakref.ref(packed))
+            handle = packed.handle(layout)
+        if small:
             self._ledger.count_kept("small", _nbytes(part))
         if _events.listeners:
-            _events.tell("pack", self._where, tensor, fate)
+            _events.tell("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
+        return handle
+
+    def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
+        """A further handle on what is packed already."""
+        handle = packed.handle(layout)
+        self._ledger.count_shared(part.nbytes)
+        if _events.listeners:
+            _events.tell("pack", self._where, tensor, "shared")
         return handle
 
     def _made(
@@ -224,13 +185,14 @@ class Frame:
         storage: torch.UntypedStorage,
         weight: nn.Parameter | None,
         region: Region | None,
+        layout: Layout,
         small: bool,
     ) -> Packed:
         if small:
-            return Compact(alias, storage, region, self._ledger, self._where)
+            return Compact(alias, storage, region, layout, self._ledger, self._where)
         if weight is not None:
-            return WeightCopy(alias, storage, weight, self._ledger, self._where)
-        return InStore(alias, storage, region, self._codecs, self._store, self._ledger, self._where)
+            return WeightCopy(alias, storage, layout, weight, self._ledger, self._where)
+        return InStore(alias, storage, region, layout, self._codecs, self._store, self._ledger, self._where)
 
     def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> Kept:
         """``tensor`` as ``alias``: by default itself, as without hooks, or an alias where itself would be a cycle."""
@@ -249,25 +211,31 @@ class Frame:
         """Pack by the user's own function, under torch's contract."""
         if _nbytes(tensor) < self._at_least:
             return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
+        begin = time.perf_counter()
         packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor))
-        self._ledger.count("stored", packed.nbytes)
+        self._ledger.count_put(packed.nbytes, 0, time.perf_counter() - begin)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "stored")
         return packed
 
     def _flush(self) -> None:
         while self._pending:
-            packed = self._pending.popleft()
-            if not packed.live:
+            packed = self._pending.popleft()()
+            if packed is None:
                 continue  # its graph is gone already
             try:
                 packed.take()
             except BaseException:
-                self._ledger.forget(packed.key)  # it stays in memory, for its own graph alone
+                self._forget(packed)  # it stays in memory, for its own graph alone
                 raise
             if packed.undecided:
                 self._ledger.undecided.append(weakref.ref(packed))
-        self._settle()
+        if self._ledger.undecided:
+            self._settle()
+
+    def _forget(self, packed: Packed) -> None:
+        with self._ledger.lock:
+            self._ledger.index.forget(packed)
 
     def _settle(self) -> None:
         """Ask those again that could not say at once, the oldest first, up to one that still cannot."""
@@ -277,31 +245,12 @@ class Frame:
             except IndexError:
                 return  # another thread was faster
             packed = reference()
-            if packed is None or not packed.live:
+            if packed is None:
                 continue
             packed.take()
             if packed.undecided:
                 self._ledger.undecided.appendleft(reference)
                 return
-
-
-class Called:
-    """What autograd holds for a tensor that the user's own ``pack`` took."""
-
-    __slots__ = ("ledger", "nbytes", "packed", "store", "where")
-
-    def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int) -> None:
-        self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, ""
-
-    @uncompiled()
-    def __del__(self) -> None:
-        self.ledger.release(self.nbytes)
-
-    def unpack(self) -> torch.Tensor:
-        """What the user's ``unpack`` makes of it."""
-        self.ledger.count("loaded", self.nbytes)
-        tensor: torch.Tensor = self.store.get(self.packed)
-        return tensor
 
 
 @uncompiled(

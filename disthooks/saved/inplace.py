@@ -13,7 +13,7 @@ from disthooks._handles import Attachment
 from disthooks._match import Pattern, match_modules
 from disthooks.errors import AttachError
 from disthooks.saved.classes import open_at, plain, put_back, refusal, site_of, swap
-from disthooks.saved.frame import never_runs
+from disthooks.saved.entry import never_runs
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.site import Site

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-
-# Storage address, version, region, and the call for what is shared in one alone. The address is that of the storage
-# object, whose weak reference the packed value holds, so that it cannot be given to another one while in use.
-Key = tuple[int, int, object, int]
+from disthooks.saved.index import Index
 
 _STEPPED_BACK = (
     "disthooks stepped back in {where}, which runs inside {what}: what it saves is computed again anyway. To save the "
@@ -97,44 +94,55 @@ class Ledger:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a collection may begin inside, and end a generator whose hooks count
-        self.packed: weakref.WeakValueDictionary[Key, Any] = weakref.WeakValueDictionary()
+        self.index = Index()
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
-        self._bytes: collections.Counter[str] = collections.Counter()
+        self._calls = self._inner = 0
+        self._stored = self._moved = self._shared = self._recast = self._loaded = 0  # bytes
+        self._pack_seconds = self._unpack_seconds = 0.0
         self._kept: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
-        self._seconds: collections.Counter[str] = collections.Counter()
+        self._held = 0
         self._released: collections.deque[int] = collections.deque()
         self._told = False
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
 
-    def count(self, what: str, nbytes: int) -> None:
-        """Add to ``stored``, ``shared``, ``loaded`` or ``recast``."""
+    def count_put(self, stored: int, moved: int, seconds: float) -> None:
+        """Add to ``stored`` and ``moved``, and the time that the store took for it."""
         with self.lock:
-            self._bytes[what] += nbytes
+            self._stored += stored
+            self._moved += moved
+            self._held += stored
+            self._pack_seconds += seconds
+            self._settle()
 
-    def count_put(self, stored: int, moved: int) -> None:
-        """Add to ``stored`` and ``moved``."""
+    def count_got(self, loaded: int, seconds: float) -> None:
+        """Add to ``loaded``, and the time that the store took for it."""
         with self.lock:
-            self._bytes["stored"] += stored
-            self._bytes["moved"] += moved
+            self._loaded += loaded
+            self._unpack_seconds += seconds
+
+    def count_shared(self, nbytes: int) -> None:
+        """Add to ``shared``."""
+        with self.lock:
+            self._shared += nbytes
+
+    def count_recast(self, nbytes: int) -> None:
+        """Add to ``recast``."""
+        with self.lock:
+            self._recast += nbytes
 
     def count_call(self) -> None:
         """One more call with the hooks on."""
         with self.lock:
-            self._bytes["calls"] += 1
+            self._calls += 1
 
     def count_inner(self) -> None:
         """One more call inside that another attachment takes."""
         with self.lock:
-            self._bytes["inner"] += 1
-
-    def forget(self, key: Key | None) -> None:
-        """Nothing is to share what is packed under ``key`` any more."""
-        with self.lock:
-            self.packed.pop(key, None)  # type: ignore[arg-type]
+            self._inner += 1
 
     def count_kept(self, reason: str, nbytes: int) -> None:
         """Add to ``kept``."""
@@ -149,11 +157,6 @@ class Ledger:
         if tell:
             warnings.warn(_MENDABLE[reason].format(where=repr(where or "this block")), stacklevel=4)
 
-    def count_seconds(self, what: str, seconds: float) -> None:
-        """Add to ``pack`` or ``unpack`` seconds."""
-        with self.lock:
-            self._seconds[what] += seconds  # type: ignore[assignment]
-
     def release(self, nbytes: int) -> None:
         """``nbytes`` are no longer held; called from destructors, so it takes no lock."""
         self._released.append(nbytes)
@@ -161,20 +164,23 @@ class Ledger:
     def report(self) -> SavedReport:
         """The figures as they stand."""
         with self.lock:
-            while self._released:
-                self._bytes["released"] += self._released.popleft()
+            self._settle()
             return SavedReport(
-                calls=self._bytes["calls"],
-                stored=self._bytes["stored"],
-                moved=self._bytes["moved"],
-                shared=self._bytes["shared"],
+                calls=self._calls,
+                stored=self._stored,
+                moved=self._moved,
+                shared=self._shared,
                 kept=sum(self._kept.values()),
                 kept_by=dict(self._kept),
-                recast=self._bytes["recast"],
-                loaded=self._bytes["loaded"],
-                held=self._bytes["stored"] - self._bytes["released"],
+                recast=self._recast,
+                loaded=self._loaded,
+                held=self._held,
                 passed=dict(self._passed),
-                inner=self._bytes["inner"],
-                pack_seconds=float(self._seconds["pack"]),
-                unpack_seconds=float(self._seconds["unpack"]),
+                inner=self._inner,
+                pack_seconds=self._pack_seconds,
+                unpack_seconds=self._unpack_seconds,
             )
+
+    def _settle(self) -> None:
+        while self._released:
+            self._held -= self._released.popleft()

@@ -4,23 +4,57 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
+import weakref
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdRef
 
 from disthooks._tensors import Layout
-from disthooks._torch import StorageRef, uncompiled
+from disthooks._torch import StorageRef, current_node, is_python_node
 from disthooks.errors import MutationError
 from disthooks.saved.kept import changed_message
-from disthooks.saved.ledger import Key, Ledger
+from disthooks.saved.ledger import Ledger
 from disthooks.saved.region import Region
 
 
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
+
+
+class Brought:
+    """Contents that are in memory again, or will be when a handle asks.
+
+    Every handle that has yet to read them holds it, and nobody else: they go with the last reader.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.tensor = tensor
+
+
+class _Left(NamedTuple):
+    """What was handed out to one that may ask again: found as long as it is in use and was not written."""
+
+    storage: StorageRef
+    layout: Layout
+    counter: torch.Tensor  # an empty alias, which counts what is written
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Left:
+        counter = tensor.detach()
+        counter.data = _empty(tensor.dtype, tensor.device)
+        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), counter)
+
+    def get(self) -> torch.Tensor | None:
+        storage = self.storage.get()
+        if storage is None or self.counter._version:
+            return None
+        tensor = self.counter.detach()
+        tensor.data = self.layout.over(storage)
+        return tensor
 
 
 class Packed(ABC):
@@ -34,19 +68,20 @@ class Packed(ABC):
 
     __slots__ = (
         "__weakref__",
-        "_generation",
-        "_handed",
-        "_held",
+        "_brought",
+        "_left",
         "_loaded",
         "_lock",
+        "_most",
         "_stream",
-        "_waiting",
         "alias",
+        "any_dtype",
         "changed",
         "constant",
-        "key",
+        "first",
+        "handles",
+        "in_order",
         "ledger",
-        "live",
         "nbytes",
         "owner",
         "region",
@@ -58,25 +93,33 @@ class Packed(ABC):
     )
 
     def __init__(
-        self, alias: torch.Tensor, storage: torch.UntypedStorage, region: Region | None, ledger: Ledger, where: str
+        self,
+        alias: torch.Tensor,
+        storage: torch.UntypedStorage,
+        region: Region | None,
+        first: Layout,
+        ledger: Ledger,
+        where: str,
     ) -> None:
         self.alias, self.version, self.region = alias, alias._version, region
+        self.first = first  # the layout of what was saved first
         self.ledger, self.where = ledger, where
         # Held so that the address in the ledger's key is not given to another storage.
         self.source = StorageRef(storage)
-        self.key: Key | None = None
-        self.owner: WeakIdRef | None = None
+        self.owner: weakref.ref[torch.Tensor]  # the tensor that counts the changes; set by who made it
         self.nbytes = storage.nbytes()
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
         self._loaded: torch.cuda.Event | None = None
         self.taken = self.changed = self.undecided = False
-        self.live = 0  # handles that exist
-        self._lock = threading.RLock()  # a destructor may run while its own thread is inside
-        self._held: torch.UntypedStorage | StorageRef | None = None  # the storage brought back
-        self._generation = self._waiting = 0
-        self._handed: torch.Tensor | None = None  # its version counts what is written into what was handed out
+        self.any_dtype = True  # whether the contents are bits, whatever they mean
         self.constant = False  # whether no gradient flows to what was saved
+        self._lock = threading.RLock()  # a destructor may run while its own thread is inside
+        self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
+        self._most = 64
+        self.in_order = False  # whether the contents are laid out as what was saved first
+        self._brought: weakref.ref[Brought] | None = None
+        self._left: _Left | None = None
 
     @abstractmethod
     def _take(self, storage: torch.UntypedStorage) -> bool:
@@ -87,8 +130,20 @@ class Packed(ABC):
         """
 
     @abstractmethod
-    def _bring(self) -> torch.UntypedStorage:
-        """The contents, over a storage whose first element stands at the region's offset."""
+    def _bring(self) -> torch.Tensor:
+        """The contents, in fresh memory, whose first element stands at the region's offset."""
+
+    def handle(self, layout: Layout) -> Handle:
+        """A handle for a saved tensor of ``layout``."""
+        brought = None if self._brought is None else self._brought()
+        if brought is None:
+            brought = self._new_generation()
+        handle = Handle(self, layout, brought)
+        if len(self.handles) > self._most:
+            self.handles = [other for other in self.handles if other() is not None]
+            self._most = 2 * len(self.handles) + 64
+        self.handles.append(weakref.ref(handle))
+        return handle
 
     # -- from memory to elsewhere
 
@@ -102,7 +157,6 @@ class Packed(ABC):
             if self.taken or gone or self._is_changed():
                 self.undecided = False
                 return
-            begin = time.perf_counter()
             if self._stream is None:
                 self.taken = self._take(storage)
             else:
@@ -111,14 +165,15 @@ class Packed(ABC):
             if self.taken:
                 self._is_changed()  # another thread may have written while it was copied
                 self.alias.data = _empty(self.alias.dtype, self.alias.device)
-            self.ledger.count_seconds("pack", time.perf_counter() - begin)
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
         """What of ``storage`` to keep, as a tensor without conj or neg bits: those belong to the views.
 
-        Without a region it is all of it, as ``uint8``, or when ``typed`` in the dtype of the tensor that was saved,
-        where that divides it.
+        Without a region it is all of it: as the tensor that was saved where that is the same, in order; otherwise 1-D
+        and as ``uint8``, or when ``typed`` in the dtype of that tensor, where that divides it.
         """
+        if self.in_order:
+            return self.alias.detach()
         if self.region is not None:
             dtype, offset, size, stride = self.region
         else:
@@ -130,7 +185,7 @@ class Packed(ABC):
     # -- from elsewhere to memory
 
     def tensor(self, handle: Handle) -> torch.Tensor:
-        """What ``handle`` stands for, over a storage that is brought back once for all handles that want it next."""
+        """What ``handle`` stands for, over memory that is filled once for all handles that want it next."""
         with self._lock:
             if not self.taken:
                 storage = self.alias.untyped_storage()
@@ -138,57 +193,54 @@ class Packed(ABC):
                 if self.constant:
                     storage = storage.clone()  # type: ignore[no-untyped-call]
                 return handle.layout.over(storage)
-            storage, counter = self._storage(handle), self._handed
-        tensor = handle.layout.over(storage, self.region.offset if self.region else 0)
-        if counter is not None:
-            counting = counter.detach()
-            counting.data = tensor
-            tensor = counting
-        return self._hand_over(tensor)
+            brought, handle.brought = handle.brought or self._asked_again(handle), None
+            tensor = brought.tensor
+            if tensor is None or tensor._version:  # never hand out what an earlier reader wrote to
+                tensor = brought.tensor = self._fresh()
+            if is_python_node(current_node()):  # torch's own read once, others may ask again
+                self._left = _Left.of(tensor)
+            alone = len(self.handles) == 1
+        if self.in_order and handle.layout is self.first:
+            tensor = tensor if alone else tensor.detach()
+        else:
+            tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
+        return tensor if self._loaded is None else self._hand_over(tensor)
 
-    def _storage(self, handle: Handle) -> torch.UntypedStorage:
-        storage = self._held.get() if isinstance(self._held, StorageRef) else self._held
-        if storage is None or (self._handed is not None and self._handed._version):
-            storage = self._timed_bring()
-            self._generation += 1
-            self._waiting = self.live
-            # Inference mode counts nothing.
-            self._handed = None if torch.is_inference_mode_enabled() else torch.empty(0, device=storage.device)
-        if handle.seen != self._generation:
-            handle.seen = self._generation
-            self._waiting -= 1
-        # The others will want it in a moment; after the last of them only its users keep it.
-        self._held = storage if self._waiting > 0 else StorageRef(storage)
-        return storage
+    def _asked_again(self, handle: Handle) -> Brought:
+        """For a handle that has read already: in a second backward, or twice in one."""
+        brought = None if self._brought is None else self._brought()
+        if brought is not None:
+            return brought
+        left = None if self._left is None else self._left.get()
+        if left is not None:
+            return Brought(left)
+        brought = self._new_generation()
+        for other in self.handles:
+            waiting = other()
+            if waiting is not None and waiting is not handle:
+                waiting.brought = brought  # it will want it in a moment
+        return brought
 
-    def forget(self, handle: Handle) -> None:
-        """``handle`` is gone: it does not wait for the storage any more."""
-        self.live -= 1
-        # Called from a destructor, which must not wait: its thread may hold another lock. Missing the moment
-        # only means that the storage is held until the last handle is gone.
-        if self._lock.acquire(blocking=False):
-            try:
-                if handle.seen != self._generation:
-                    self._waiting -= 1
-                    if self._waiting <= 0:
-                        self._held = None
-            finally:
-                self._lock.release()
+    def _new_generation(self) -> Brought:
+        brought = Brought()
+        self._brought = weakref.ref(brought)
+        return brought
 
-    def _timed_bring(self) -> torch.UntypedStorage:
-        begin = time.perf_counter()
-        storage = self._bring()
+    def _fresh(self) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # inside of it no changes are counted
+                return self._fresh()
+        tensor = self._bring()
         if self._stream is not None:
             self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._loaded.record()
-        self.ledger.count_seconds("unpack", time.perf_counter() - begin)
-        return storage
+        return tensor
 
     def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
         """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""
-        if self._loaded is not None and tensor.is_cuda:
+        if tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
-            stream.wait_event(self._loaded)
+            stream.wait_event(self._loaded)  # type: ignore[arg-type]
             tensor.record_stream(stream)
         return tensor
 
@@ -207,15 +259,11 @@ class Packed(ABC):
 class Handle:
     """What autograd holds for one saved tensor: the packed value and how this view lies over it."""
 
-    __slots__ = ("layout", "packed", "seen")
+    __slots__ = ("__weakref__", "brought", "layout", "packed")
 
-    def __init__(self, packed: Packed, layout: Layout) -> None:
-        self.packed, self.layout, self.seen = packed, layout, 0
-        packed.live += 1
-
-    @uncompiled()
-    def __del__(self) -> None:
-        self.packed.forget(self)
+    def __init__(self, packed: Packed, layout: Layout, brought: Brought) -> None:
+        self.packed, self.layout = packed, layout
+        self.brought: Brought | None = brought  # until it is read
 
     @property
     def where(self) -> str:
@@ -224,5 +272,7 @@ class Handle:
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
-        self.packed.check()
-        return self.packed.tensor(self)
+        packed = self.packed
+        if packed.changed or packed.alias._version != packed.version:
+            packed.check()
+        return packed.tensor(self)

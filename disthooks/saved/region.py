@@ -30,6 +30,11 @@ class Region(NamedTuple):
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+def is_most_of(layout: Layout, covered: int, nbytes: int) -> bool:
+    """Whether a tensor of ``layout``, of ``covered`` bytes, is half of its storage of ``nbytes`` or more."""
+    return covered * 2 >= nbytes and 0 not in layout.stride
+
+
 def region_of(layout: Layout, nbytes: int) -> Region | None:
     """What of a storage of ``nbytes`` to keep for a tensor of ``layout``: None for all of it.
 
@@ -43,7 +48,7 @@ def region_of(layout: Layout, nbytes: int) -> Region | None:
     True
     """
     itemsize = layout.dtype.itemsize
-    if 0 not in layout.stride and layout.size.numel() * itemsize * 2 >= nbytes:
+    if is_most_of(layout, layout.size.numel() * itemsize, nbytes):
         return None
     dims = sorted(
         ((step, n) for n, step in zip(layout.size, layout.stride, strict=True) if n > 1 and step),

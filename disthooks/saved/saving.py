@@ -14,7 +14,8 @@ from torch import nn
 
 from disthooks._torch import uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.frame import BREAK, Frame, nothing_to_hook, why_not
+from disthooks.saved.entry import BREAK, nothing_to_hook, why_not
+from disthooks.saved.frame import Frame
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.site import Site
@@ -23,22 +24,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class saving:
-    """Have what autograd saves inside a ``with`` block, or in the calls of a function, go through ``to``.
+    """Have what autograd saves inside a ``with`` block, or in the calls of a function, go through ``stages``.
 
     As a block it is like ``torch.autograd.graph.save_on_cpu``, and so has no effect in the threads that
     ``nn.DataParallel`` starts: use a wrapper or :func:`~disthooks.save_activations` there. The block can be entered
     again, also while it is open.
 
     As a decorator it takes a function, a method (static and class methods too), a generator function, or a class
-    derived from ``torch.autograd.Function``: what ``ctx.save_for_backward`` gets in its calls goes through ``to``,
-    and what is saved beside them stays. A decorated Function is a subclass of the same name; the one that was given
-    is as it was.
+    derived from ``torch.autograd.Function``: what ``ctx.save_for_backward`` gets in its calls goes through the
+    stages, and what is saved beside them stays. A decorated Function is a subclass of the same name; the one that was
+    given is as it was.
 
     Args:
-        to: a store, or a :func:`~disthooks.pipeline`.
+        stages: a store, or what :func:`~disthooks.pipeline` takes or gives.
 
     Raises:
-        UsageError: when ``to`` is not a store or pipeline, or what is decorated is none of these.
+        UsageError: when ``stages`` make no pipeline, or what is decorated is none of these.
 
     >>> import torch
     >>> from disthooks import OnDisk
@@ -57,8 +58,8 @@ class saving:
     """
 
     @uncompiled(BREAK)
-    def __init__(self, to: Stage | Pipeline) -> None:
-        self._site = Site(pipeline(to), Ledger())
+    def __init__(self, *stages: Stage | Pipeline) -> None:
+        self._site = Site(pipeline(*stages), Ledger())
         self._open = threading.local()  # frames entered and not left, this thread's own
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:

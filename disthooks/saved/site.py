@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from disthooks._torch import uncompiled
-from disthooks.saved.frame import BREAK, Frame, why_not
+from disthooks.saved.entry import BREAK, why_not
+from disthooks.saved.frame import Frame
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline
 

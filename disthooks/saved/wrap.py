@@ -11,7 +11,7 @@ from torch import nn
 
 from disthooks._torch import being_swapped, metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.frame import never_runs, nothing_to_hook
+from disthooks.saved.entry import never_runs, nothing_to_hook
 from disthooks.saved.ledger import Ledger, SavedReport
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
 from disthooks.saved.site import Site
