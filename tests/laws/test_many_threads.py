@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pathlib
 import queue
 import random
@@ -21,6 +22,8 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+
+FULL = bool(os.environ.get("DISTHOOKS_FULL"))
 
 
 @pytest.fixture(autouse=True)
@@ -132,12 +135,15 @@ def train(seed: int, steps: int, store: object | None, check: Callable[[], objec
 
 @pytest.mark.parametrize("kind", ["disk", "copies"])
 def test_thirty_two_threads_over_one_store(kind: str, tmp_path: pathlib.Path) -> None:
-    """Models of every kind: each thread gets, bit for bit, what it gets alone and without hooks."""
-    steps = 60 if kind == "disk" else 15
+    """Models of every kind: each thread gets, bit for bit, what it gets alone and without hooks.
+
+    Hundreds of steps in the full run; here fewer, for they are slow: threads change places all the time.
+    """
+    steps = 300 if FULL else 60 if kind == "disk" else 15
     alone = [train(seed, steps, None) for seed in range(32)]
     store = dh.OnDisk(tmp_path) if kind == "disk" else Copies()
     with collecting():
-        found = together([lambda seed=seed: train(seed, steps, store) for seed in range(32)])
+        found = together([lambda seed=seed: train(seed, steps, store) for seed in range(32)], limit=600 if FULL else 60)
     assert [seed for seed in range(32) if not isinstance(found[seed], list)] == []
     assert [seed for seed in range(32) if not identical(found[seed], alone[seed])] == []
     gc.collect()
