@@ -111,7 +111,7 @@ class InStore(Packed):
         return tensors[0]
 
 
-class Compact(Packed):
+class SmallCopy(Packed):
     """A small part of a large storage: a copy of it stays in memory, so that the rest need not."""
 
     __slots__ = ("_copy",)

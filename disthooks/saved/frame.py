@@ -18,7 +18,7 @@ from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.called import Called
-from disthooks.saved.contents import Compact, InStore, WeightCopy
+from disthooks.saved.contents import InStore, SmallCopy, WeightCopy
 from disthooks.saved.entry import BREAK
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
@@ -189,7 +189,7 @@ class Frame:
         small: bool,
     ) -> Packed:
         if small:
-            return Compact(alias, storage, region, layout, self._ledger, self._where)
+            return SmallCopy(alias, storage, region, layout, self._ledger, self._where)
         if weight is not None:
             return WeightCopy(alias, storage, layout, weight, self._ledger, self._where)
         return InStore(alias, storage, region, layout, self._codecs, self._store, self._ledger, self._where)
