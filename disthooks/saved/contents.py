@@ -41,7 +41,7 @@ class _Tickets:
 class InStore(Packed):
     """Contents that go through codecs into a store."""
 
-    __slots__ = ("_codecs", "_spec", "_store", "_tickets", "_wanted")
+    __slots__ = ("_address", "_codecs", "_spec", "_store", "_tickets", "_wanted")
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class InStore(Packed):
             self.ledger.count_kept("in place", self.nbytes)  # no codec took it, and the store is where it is
             return False
         self._wanted = (content.dtype, content.shape)
+        self._address = content.data_ptr()
         self._tickets = self._put(parts)
         return True
 
@@ -102,6 +103,10 @@ class InStore(Packed):
                 f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
                 "must return what was put, and decode() what was encoded"
             )
+        # A store gives back what was put while it is in memory. What a backward returns may become a gradient, and be
+        # added to where it lies, and a constant may be anybody's.
+        if self.constant and content.data_ptr() == self._address:
+            content = content.clone()
         return _spread(content, self.region)
 
     def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

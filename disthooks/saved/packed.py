@@ -29,10 +29,10 @@ class Brought:
     Every handle that has yet to read them holds it, and nobody else: they go with the last reader.
     """
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        self.tensor = tensor
+        self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
 
 
 class _Left(NamedTuple):
@@ -40,17 +40,18 @@ class _Left(NamedTuple):
 
     storage: StorageRef
     layout: Layout
+    version: int
     counter: torch.Tensor  # an empty alias, which counts what is written
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Left:
         counter = tensor.detach()
         counter.data = _empty(tensor.dtype, tensor.device)
-        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), counter)
+        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), tensor._version, counter)
 
     def get(self) -> torch.Tensor | None:
         storage = self.storage.get()
-        if storage is None or self.counter._version:
+        if storage is None or self.counter._version != self.version:
             return None
         tensor = self.counter.detach()
         tensor.data = self.layout.over(storage)
@@ -195,8 +196,9 @@ class Packed(ABC):
                 return handle.layout.over(storage)
             brought, handle.brought = handle.brought or self._asked_again(handle), None
             tensor = brought.tensor
-            if tensor is None or tensor._version:  # never hand out what an earlier reader wrote to
+            if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
                 tensor = brought.tensor = self._fresh()
+                brought.version = tensor._version
             if is_python_node(current_node()):  # torch's own read once, others may ask again
                 self._left = _Left.of(tensor)
             alone = len(self.handles) == 1

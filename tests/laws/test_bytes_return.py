@@ -171,7 +171,7 @@ def test_interrupted_while_writing(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert store.account.held == 0
     store.drop(store.put(x))
     store.drop(store.put(x))
-    assert os.fstat(store._arena._fd).st_size == x.nbytes
+    assert os.fstat(store._mover.arenas[0]._fd).st_size == x.nbytes
 
 
 def test_reading_again_after_a_failed_read(make: Callable[..., Step]) -> None:

@@ -125,7 +125,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_never_zeros(tmp_path: pathlib.P
     store = dh.OnDisk(tmp_path)
     with dh.saving(store):
         y = x.exp()
-    os.truncate(store._arena._fd, 100)
+    os.truncate(store._mover.arenas[0]._fd, 100)
     with pytest.raises(StoreError, match="too soon"):
         y.sum().backward()
 

@@ -213,7 +213,7 @@ def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path, "1 MiB")
     for nbytes in range(4096, 1 << 20, 4096):  # one at a time
         store.drop(store.put(torch.zeros(nbytes, dtype=torch.uint8)))
-    assert os.fstat(store._arena._fd).st_blocks * 512 <= 2 << 20
+    assert os.fstat(store._mover.arenas[0]._fd).st_blocks * 512 <= 2 << 20
 
 
 def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.disk import _extent
+from disthooks.saved.stores.buffers import room_for
 
 # A new store is one line here.
 STORES = {"OnCpu": lambda folder, **kw: dh.OnCpu(**kw), "OnDisk": lambda folder, **kw: dh.OnDisk(folder, **kw)}
@@ -73,13 +73,13 @@ def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> No
             tensor, ticket = held.pop(int(torch.randint(0, 20, (1,), generator=generator)))
             assert torch.equal(store.get(ticket), tensor)
             store.drop(ticket)
-        ends.append(store._arena._end)
+        ends.append(store._mover.arenas[0]._end)
     assert ends[-1] < 4 * 20 * 60_000
     assert store.account.held == sum(tensor.nbytes for tensor, _ in held)
 
 
 def test_extent_sizes_are_few_and_waste_little() -> None:
-    sizes = [_extent(n) for n in range(1, 10_000_000, 997)]
+    sizes = [room_for(n) for n in range(1, 10_000_000, 997)]
     assert all(
         n <= size <= max(4096, n * 1.125 + 4096) for n, size in zip(range(1, 10_000_000, 997), sizes, strict=True)
     )

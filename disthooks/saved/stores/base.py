@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -42,6 +43,15 @@ class Store(ABC):
     @abstractmethod
     def drop(self, ticket: Any) -> None:
         """Release what ``ticket`` stands for; called once."""
+
+    def prefetch(self, ticket: Any) -> None:  # noqa: B027
+        """``ticket`` will be asked for soon; by default nothing."""
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait until all that was put has arrived; StoreError when something did not. By default it always has."""
+
+    def rest(self) -> None:  # noqa: B027
+        """Let go of threads, memory and space that are idle; they come back when needed. By default there are none."""
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether putting ``tensor`` takes it out of the memory it is in."""
@@ -101,7 +111,7 @@ class Account:
     """
 
     def __init__(self, limit: int | str | None, owner: str) -> None:
-        self._limit = None if limit is None else parse_bytes(limit, f"{owner} limit")
+        self._limit = None if limit is None else _share(limit, f"{owner} limit")
         self._owner = owner
         self._used = 0
         self._released: collections.deque[int] = collections.deque()
@@ -109,6 +119,11 @@ class Account:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Account, (self._limit, self._owner)
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes in use."""
+        return self._limit
 
     @property
     def held(self) -> int:
@@ -143,3 +158,10 @@ class Account:
         while self._released:
             self._used -= self._released.popleft()
         return self._used
+
+
+def _share(limit: int | str, what: str) -> int:
+    """Bytes of this process in ``limit``: of one ``"per node"``, its part among the processes of the node."""
+    total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
+    nbytes = parse_bytes(total, what)
+    return nbytes // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if per_node else nbytes

@@ -1,225 +1,156 @@
-"""Saved tensors on disk: one anonymous file for each process and directory."""
+"""Saved tensors on disk: one anonymous file for each process and directory, moved beside the computation."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import ctypes
 import os
-import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 
-from disthooks._tensors import format_bytes
-from disthooks.errors import StoreError
+from disthooks._tensors import parse_bytes
+from disthooks.errors import UsageError
+from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.mover import Mover
+from disthooks.saved.stores.ticket import Ticket
 
-_PAGE = 4096
-_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-
-_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_memory.restype = ctypes.py_object
-_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-
-
-def _memory(tensor: torch.Tensor, flags: int) -> memoryview:
-    """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency."""
-    nbytes = tensor.numel() * tensor.element_size()
-    view: memoryview = _view_memory(tensor.data_ptr(), nbytes, flags)
-    return view
+_Directory = str | os.PathLike[str]
+_arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
+_movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
 
 
-def _extent(nbytes: int) -> int:
-    """``nbytes`` rounded up to one of eight sizes for each power of two, and to whole pages.
-
-    Few sizes mean that a freed extent is soon used again whatever sizes come; the tail that rounding adds is
-    never written, so it takes no space on disk.
-
-    >>> [_extent(n) for n in (1, 4097, 33000, 100_000)]
-    [4096, 8192, 36864, 106496]
-    """
-    step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
-    return -(-nbytes // step) * step
+def _arena(directory: str, direct: bool | Literal["auto"]) -> Arena:
+    key = os.path.realpath(directory), os.getpid(), direct
+    found = _arenas.get(key)
+    if found is None:
+        found = _arenas[key] = Arena(directory, direct)
+    return found
 
 
-class Arena:
-    """One anonymous file that many tensors lie in; it has no name, so nothing is left when its process dies.
-
-    Args:
-        directory: where the file lives.
-
-    Raises:
-        StoreError: when no file can be made there.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        try:
-            # O_TMPFILE where the file system has it, otherwise unlinked at birth.
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise self._error("no file can be made", error, None) from error
-        self._fd = self._file.fileno()
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
-        self._freed: collections.deque[tuple[int, int]] = collections.deque()
-        self._used = 0  # extents in use
-        self._lock = threading.Lock()
-
-    def write(self, memory: memoryview) -> tuple[int, int]:
-        """Write ``memory``; its offset in the file and the bytes reserved there. StoreError when it does not fit."""
-        nbytes = memory.nbytes
-        offset, room = self._allocate(_extent(nbytes))
-        done = 0
-        try:
-            while done < nbytes:  # the system writes at most 2 GiB at a time, and less when it likes
-                done += os.pwrite(self._fd, memory[done:], offset + done)
-        except BaseException as error:  # an interrupt, too
-            self.free(offset, room)
-            if not isinstance(error, OSError):
-                raise
-            raise self._error(f"{format_bytes(nbytes)} could not be written", error, nbytes) from error
-        return offset, room
-
-    def read(self, memory: memoryview, offset: int) -> None:
-        """Fill ``memory`` from ``offset``; StoreError rather than ever a byte that was not written."""
-        done, nbytes = 0, memory.nbytes
-        while done < nbytes:
-            try:
-                count = os.preadv(self._fd, [memory[done:]], offset + done)
-            except OSError as error:
-                raise self._error(f"{format_bytes(nbytes)} could not be read", error, nbytes) from error
-            if count == 0:
-                raise self._error(f"the file ends {format_bytes(nbytes - done)} too soon", None, nbytes)
-            done += count
-
-    def free(self, offset: int, room: int) -> None:
-        """Let the extent be used again; safe in a destructor."""
-        self._freed.append((offset, room))
-
-    def _allocate(self, extent: int) -> tuple[int, int]:
-        """An extent that is free, of this size or up to twice it, or else at the end."""
-        with self._lock:
-            self._settle()
-            self._used += 1
-            fitting = [room for room, offsets in self._free.items() if offsets and extent <= room <= 2 * extent]
-            if fitting:
-                room = min(fitting)
-                return self._free[room].pop(), room
-            self._end += extent
-            return self._end - extent, extent
-
-    def _settle(self) -> None:
-        while self._freed:
-            offset, room = self._freed.popleft()
-            self._free.setdefault(room, []).append(offset)
-            self._used -= 1
-        if not self._used:  # as after every backward: begin again at the front, whatever sizes come next
-            self._free.clear()
-            self._end = 0
-
-    def _error(self, what: str, error: OSError | None, wanted: int | None) -> StoreError:
-        free = None
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(self.directory)
-            free = disk.f_bavail * disk.f_frsize
-        why = f": {error.strerror}" if error is not None else ""
-        room = f" ({format_bytes(free)} free there)" if free is not None else ""
-        return StoreError(
-            f"OnDisk({self.directory!r}): {what}{why}{room}; give a directory that exists, is writable and has "
-            "room for the saved tensors of one forward, or save fewer of them",
-            path=self.directory,
-            wanted=wanted,
-            free=free,
-        )
-
-
-_arenas: weakref.WeakValueDictionary[tuple[str, int], Arena] = weakref.WeakValueDictionary()
-_arenas_lock = threading.Lock()
-
-
-def arena(directory: str) -> Arena:
-    """The arena of this process in ``directory``; a fork gets one of its own."""
-    key = (os.path.realpath(directory), os.getpid())
-    with _arenas_lock:
-        found = _arenas.get(key)
+def _mover(store: OnDisk) -> Mover:
+    """The mover of this process for what ``store`` asks for; a fork gets one of its own."""
+    directories = [_here(directory) for directory in store.directories]
+    key = (*map(os.path.realpath, directories), os.getpid(), store.direct, store.in_flight, store.checksum)
+    with _lock:
+        found = _movers.get(key)
         if found is None:
-            found = _arenas[key] = Arena(directory)
+            arenas = [_arena(directory, store.direct) for directory in directories]
+            found = _movers[key] = Mover(arenas, parse_bytes(store.in_flight, "in_flight"), store.checksum)
         return found
 
 
-class _Extent(NamedTuple):
-    arena: Arena
-    offset: int
-    room: int
-    nbytes: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+def _here(directory: str) -> str:
+    """``directory`` of this process: "{local_rank}" is its number on its node."""
+    return directory.replace("{local_rank}", os.environ.get("LOCAL_RANK", "0"))
 
 
 @dataclass(frozen=True)
 class OnDisk(Store):
     """Keep saved tensors in one anonymous file of this process in ``directory``.
 
+    Threads write them while the forward goes on, and read them back before the backward comes to them, in the order
+    of the last backward. What is wanted or dropped before it was written never is. A tensor is held in memory, not
+    copied, until it is written.
+
     The file has no name from birth: whatever ends the process, SIGKILL too, the system takes it back. It goes
     when the last store and the last saved tensor in it go.
 
     Args:
-        directory: a directory that exists and can be written; best a local disk.
-        limit: most bytes at any time in this process, an int or text such as ``"1 TiB"``; None for no limit.
+        directory: a directory that exists and can be written; best a local disk. ``"{local_rank}"`` in it is the
+            number of the process on its node (``LOCAL_RANK``, 0 without): one disk for each. A list of directories:
+            tensors go to each in turn.
+        limit: most bytes at any time in this process, in flight too: an int or text such as ``"1 TiB"``, or
+            ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for
+            no limit.
+        direct: write past the page cache of the system, which otherwise grows by all that is written: True, False,
+            or ``"auto"`` for wherever the file system can; ``report()`` says what it was.
+        checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; costs about a
+            second for each GB.
+        in_flight: most bytes that are held until they are written, and as many that are read ahead.
 
     Raises:
-        UsageError: when ``limit`` is not a size.
-        StoreError: at once when no file can be made in ``directory``; in forward at the limit or when the disk
-            is full; in backward when the file cannot be read. It has ``path``, ``wanted`` and ``free``.
+        UsageError: when an argument is not what it should be.
+        StoreError: at once when no file can be made in ``directory``, or ``direct=True`` does not work there; in
+            forward at the limit; in the forward that follows, and in backward, when a tensor could not be written;
+            in backward when it cannot be read. It has ``path``, ``wanted`` and ``free``.
 
+    >>> import tempfile
     >>> store = OnDisk(tempfile.gettempdir())
     >>> ticket = store.put(torch.arange(4))
+    >>> store.wait()
     >>> store.get(ticket)
     tensor([0, 1, 2, 3])
     >>> store.drop(ticket)
     """
 
-    directory: str | os.PathLike[str]
+    directory: _Directory | Sequence[_Directory]
     limit: int | str | None = None
+    direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
+    checksum: bool = field(default=False, kw_only=True)
+    in_flight: int | str = field(default="64 MiB", kw_only=True)
     account: Account = field(init=False, repr=False, compare=False)
-    _arena: Arena = field(init=False, repr=False, compare=False)
+    directories: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _mover: Mover = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "directory", os.fspath(self.directory))
+        if self.direct not in (True, False, "auto"):
+            raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
+        parse_bytes(self.in_flight, "OnDisk in_flight")
+        several = not isinstance(self.directory, (str, os.PathLike))
+        given: Any = self.directory if several else (self.directory,)
+        directories = tuple(map(os.fspath, given))
+        if not directories:
+            raise UsageError("OnDisk: give at least one directory")
+        object.__setattr__(self, "directory", directories if several else directories[0])
+        object.__setattr__(self, "directories", directories)
         object.__setattr__(self, "account", Account(self.limit, f"OnDisk({self.directory!r})"))
-        object.__setattr__(self, "_arena", arena(str(self.directory)))
+        object.__setattr__(self, "_mover", _mover(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OnDisk, (self.directory, self.limit)
+        return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight)
 
-    def put(self, tensor: torch.Tensor) -> _Extent:
-        """Write ``tensor`` and wait until the system has taken it."""
+    def put(self, tensor: torch.Tensor) -> _Stored:
+        """Have ``tensor`` written; wait when too many bytes are in flight."""
         host = tensor.detach().cpu().contiguous()
-        nbytes = int(host.numel()) * host.element_size()
-        place = arena(str(self.directory))
-        self.account.reserve(nbytes)
+        mover = self._mover if self._mover.process == os.getpid() else _mover(self)
+        self.account.reserve(host.nbytes)
         try:
-            offset, room = place.write(_memory(host, _READ)) if nbytes else (0, 0)
+            return mover, mover.put(host, tensor.device)
         except BaseException:
-            self.account.release(nbytes)
+            self.account.release(host.nbytes)
             raise
-        return _Extent(place, offset, room, nbytes, tensor.shape, tensor.dtype, tensor.device)
 
-    def get(self, ticket: _Extent) -> torch.Tensor:
-        """Read the tensor into fresh memory of the device it came from."""
-        host = torch.empty(ticket.shape, dtype=ticket.dtype, device="cpu")
-        if ticket.nbytes:
-            ticket.arena.read(_memory(host, _WRITE), ticket.offset)
-        return host.to(ticket.device)
+    def get(self, ticket: _Stored) -> torch.Tensor:
+        """The tensor on the device it came from: itself while it is in memory, afterwards from disk."""
+        mover, stored = ticket
+        return mover.get(stored).to(stored.device)
 
-    def drop(self, ticket: _Extent) -> None:
-        """Let the extent be used again."""
-        if ticket.nbytes:
-            ticket.arena.free(ticket.offset, ticket.room)
-        self.account.release(ticket.nbytes)
+    def prefetch(self, ticket: _Stored) -> None:
+        """Read it before it is wanted."""
+        ticket[0].prefetch(ticket[1])
+
+    def drop(self, ticket: _Stored) -> None:
+        """Let its place be used again."""
+        mover, stored = ticket
+        mover.drop(stored)
+        self.account.release(stored.nbytes)
+
+    def wait(self) -> None:
+        """Wait until all is written; StoreError when something could not be."""
+        self._mover.wait()
+
+    def rest(self) -> None:
+        """End idle threads, free idle memory and unused space in the file."""
+        self._mover.rest()
+
+
+_Stored = tuple[Mover, Ticket]
+
+
+def _made(directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str) -> OnDisk:
+    return OnDisk(directory, limit, direct=direct, checksum=checksum, in_flight=in_flight)

@@ -1,0 +1,220 @@
+"""One anonymous file that many tensors lie in."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import time
+from typing import Literal, NamedTuple
+
+from disthooks._forks import care_for
+from disthooks._tensors import format_bytes
+from disthooks.errors import StoreError
+from disthooks.saved.stores.buffers import PAGE, Buffers, room_for
+
+CHUNK = 8 << 20  # bytes of one system call
+_PROBE = 32 << 20
+
+
+class Extent(NamedTuple):
+    """A place in the file of an arena: first byte and number of bytes, both multiples of a page."""
+
+    offset: int
+    room: int
+
+
+class Bandwidth(NamedTuple):
+    """Bytes a second."""
+
+    write: float
+    read: float
+
+
+class Arena:
+    """One file without a name, so that nothing is left when its process dies, and who has which part of it.
+
+    Args:
+        directory: where the file lives.
+        direct: past the page cache of the system: True, False, or ``"auto"`` for where it works.
+
+    Raises:
+        StoreError: when no file can be made there, or ``direct`` is True and does not work there.
+    """
+
+    def __init__(self, directory: str, direct: bool | Literal["auto"]) -> None:
+        self.directory = directory
+        self.process = os.getpid()
+        self.why_buffered = "direct=False"
+        self._fd = -1
+        if direct:
+            self._fd, self.why_buffered = _open_direct(directory)
+            if self._fd < 0 and direct is True:
+                raise self.error(f"direct=True, but {self.why_buffered}", None, None)
+        self.direct = self._fd >= 0
+        if not self.direct:
+            try:
+                # O_TMPFILE where the file system has it, otherwise unlinked at birth.
+                with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                    self._fd = os.dup(file.fileno())
+            except OSError as error:
+                raise self.error("no file can be made", error, None) from error
+        self.measured: Bandwidth | None = None
+        self._end = self._size = 0
+        self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)
+        self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets by room
+        self._ends: dict[int, tuple[int, int]] = {}  # free extents by where they end: offset and room
+        self._freed: collections.deque[Extent] = collections.deque()
+        self._used = 0  # extents in use
+        self.fork_lock = self._lock = threading.Lock()
+        care_for(self)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def after_fork(self) -> None:
+        """The child can read what its parent wrote; it never writes here (see ``process``)."""
+
+    # -- bytes
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write all of ``memory`` (direct: page-aligned, whole pages) at ``offset``.
+
+        Raises:
+            StoreError: when the system does not take it.
+        """
+        done, nbytes = 0, memory.nbytes
+        while done < nbytes:
+            try:
+                count = os.pwrite(self._fd, memory[done : done + CHUNK], offset + done)
+            except OSError as error:
+                raise self.error(f"{format_bytes(nbytes)} could not be written", error, nbytes) from error
+            if count == 0:
+                raise self.error(f"{format_bytes(nbytes)} could not be written: nothing was taken", None, nbytes)
+            done += count if not self.direct or done + count >= nbytes else count // PAGE * PAGE
+
+    def read(self, memory: memoryview, offset: int, nbytes: int) -> None:
+        """Fill ``memory`` (direct: page-aligned, whole pages), of which ``nbytes`` count, from ``offset``.
+
+        Raises:
+            StoreError: rather than ever a byte that was not written.
+        """
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self._fd, [memory[done : done + CHUNK]], offset + done)
+            except OSError as error:
+                raise self.error(f"{format_bytes(nbytes)} could not be read", error, nbytes) from error
+            if count == 0:
+                raise self.error(f"the file ends {format_bytes(nbytes - done)} too soon", None, nbytes)
+            done += count if not self.direct or done + count >= nbytes else count // PAGE * PAGE
+
+    # -- who has which part
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent for ``nbytes``: one that is free, of that room or up to twice it, or else at the end."""
+        room = room_for(nbytes)
+        with self._lock:
+            self._settle()
+            self._used += 1
+            fitting = [size for size, offsets in self._free.items() if offsets and room <= size <= 2 * room]
+            if fitting:
+                room = min(fitting)
+                offset = self._free[room].pop()
+                del self._ends[offset + room]
+            else:
+                offset, self._end = self._end, self._end + room
+                self._size = max(self._size, self._end)
+                self._peaks[-1] = max(self._peaks[-1], self._end)
+            return Extent(offset, room)
+
+    def free(self, extent: Extent) -> None:
+        """Let ``extent`` be used again; safe in a destructor."""
+        self._freed.append(extent)
+
+    def shrink(self, keep_peak: bool) -> None:
+        """Give space back to the file system: all that is unused, or what the last few steps did not need either."""
+        with self._lock:
+            self._settle()
+            wanted = max(self._end, *self._peaks) if keep_peak else self._end
+            if self._size > (2 * wanted if keep_peak else wanted) and self.process == os.getpid():
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, wanted)
+                    self._size = wanted
+
+    def _settle(self) -> None:
+        while self._freed:
+            offset, room = self._freed.popleft()
+            self._used -= 1
+            self._free[room].append(offset)
+            self._ends[offset + room] = offset, room
+        while self._end in self._ends:  # what is free at the end is no part of the file any more
+            offset, room = self._ends.pop(self._end)
+            self._free[room].remove(offset)
+            self._end = offset
+        if not self._used and self._peaks[-1]:  # as after every backward
+            self._free.clear()
+            self._ends.clear()
+            self._end = 0
+            self._peaks.append(0)
+
+    # -- what the disk gives
+
+    def measure(self, buffers: Buffers) -> Bandwidth:
+        """Write and read ``_PROBE`` bytes, and keep what that gave in ``measured``; StoreError when it cannot."""
+        lease = buffers.lease(CHUNK)
+        extent = self.allocate(_PROBE)
+        memory = memoryview(lease).cast("B")[:CHUNK]
+        try:
+            begin = time.perf_counter()
+            for offset in range(0, _PROBE, CHUNK):
+                self.write(memory, extent.offset + offset)
+            middle = time.perf_counter()
+            for offset in range(0, _PROBE, CHUNK):
+                self.read(memory, extent.offset + offset, CHUNK)
+            end = time.perf_counter()
+        finally:
+            self.free(extent)
+        self.measured = Bandwidth(_PROBE / (middle - begin), _PROBE / (end - middle))
+        return self.measured
+
+    def error(self, what: str, error: OSError | None, wanted: int | None) -> StoreError:
+        """A StoreError that says what happened, where, and how much room there is."""
+        free = None
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self.directory)
+            free = disk.f_bavail * disk.f_frsize
+        why = f": {error.strerror}" if error is not None else ""
+        room = f" ({format_bytes(free)} free there)" if free is not None else ""
+        return StoreError(
+            f"OnDisk({self.directory!r}): {what}{why}{room}; give a directory that exists, is writable and has "
+            "room for the saved tensors of one forward, or save fewer of them",
+            path=self.directory,
+            wanted=wanted,
+            free=free,
+        )
+
+
+def _open_direct(directory: str) -> tuple[int, str]:
+    """A file past the page cache, or -1 and why there is none: a page is written and read to see."""
+    flags = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
+    if not all(flags):
+        return -1, "this system has no O_DIRECT"
+    fd = -1
+    try:
+        fd = os.open(directory, os.O_RDWR | os.O_CLOEXEC | flags[0] | flags[1], 0o600)
+        with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+            page[:6] = b"probed"
+            if os.pwrite(fd, page, 0) == PAGE and os.preadv(fd, [page], 0) == PAGE and page[:6] == b"probed":
+                os.ftruncate(fd, 0)
+                return fd, ""
+        why = "what was written directly did not come back"
+    except OSError as error:
+        why = f"the file system there takes no direct writes ({error.strerror})"
+    if fd >= 0:
+        os.close(fd)
+    return -1, why

@@ -1,0 +1,133 @@
+"""Page-aligned memory that is used again: a fresh allocation costs more than the read into it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import mmap
+import threading
+from typing import Any
+
+import torch
+
+from disthooks._forks import care_for
+
+PAGE = 4096
+_HUGE = 4 << 20  # from here on it is worth asking for huge pages
+
+
+def room_for(nbytes: int) -> int:
+    """``nbytes`` rounded up to one of eight sizes for each power of two, and to whole pages.
+
+    Few sizes mean that what was freed is soon used again whatever sizes come.
+
+    >>> [room_for(n) for n in (1, 4097, 33000, 100_000)]
+    [4096, 8192, 36864, 106496]
+    """
+    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // step)) * step
+
+
+class _Returns:
+    """Gives its memory back to the pool when nobody uses it any more."""
+
+    pool: Buffers
+    mapped: mmap.mmap
+
+    def __del__(self) -> None:
+        self.pool.returned.append(self.mapped)  # a destructor takes no lock
+
+
+@functools.cache
+def _lease(room: int) -> Any:
+    return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
+
+
+class Buffers:
+    """A pool of page-aligned blocks of memory.
+
+    Args:
+        keep: most bytes of idle blocks that are kept to be used again.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._idle: collections.OrderedDict[int, mmap.mmap] = collections.OrderedDict()  # by number, the oldest first
+        self._numbers = 0
+        self.returned: collections.deque[mmap.mmap] = collections.deque()
+        self.fork_lock = self._lock = threading.Lock()
+        care_for(self)
+
+    def after_fork(self) -> None:
+        """The child has copies of all blocks; nothing is to be done."""
+
+    def lease(self, nbytes: int) -> Any:
+        """A writable buffer of ``room_for(nbytes)`` bytes, whatever is in them.
+
+        Its memory comes back when neither it nor a tensor made of it is in use.
+
+        Raises:
+            OSError: when the system has no more memory.
+        """
+        room = room_for(nbytes)
+        with self._lock:
+            self._settle()
+            number = next((n for n, block in self._idle.items() if len(block) == room), None)
+            block = self._idle.pop(number) if number is not None else None
+        if block is None:
+            block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if room >= _HUGE:
+                with contextlib.suppress(AttributeError, OSError):
+                    block.madvise(mmap.MADV_HUGEPAGE)
+        lease = _lease(room).from_buffer(block)
+        lease.pool, lease.mapped = self, block
+        return lease
+
+    def clear(self) -> None:
+        """Give all idle blocks back to the system."""
+        with self._lock:
+            self._settle()
+            self._idle.clear()
+
+    def _settle(self) -> None:
+        while self.returned:
+            self._numbers += 1
+            self._idle[self._numbers] = self.returned.popleft()
+        idle = sum(map(len, self._idle.values()))
+        while idle > self._keep:
+            _, block = self._idle.popitem(last=False)
+            idle -= len(block)
+
+
+def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous CPU tensor at the front of a lease, which lives as long as the tensor's storage.
+
+    >>> pool = Buffers(keep=1 << 20)
+    >>> x = tensor_over(pool.lease(12), torch.Size([3]), torch.float32).fill_(2)
+    >>> x.tolist(), x.data_ptr() % PAGE
+    ([2.0, 2.0, 2.0], 0)
+    >>> address = x.data_ptr()
+    >>> del x
+    >>> tensor_over(pool.lease(12), torch.Size([3]), torch.float32).data_ptr() == address
+    True
+    """
+    nbytes = shape.numel() * dtype.itemsize
+    flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
+    return flat.view(dtype).view(shape).data  # no view of another
+
+
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+
+def memory_of(tensor: torch.Tensor, writable: bool = False) -> memoryview:
+    """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency.
+
+    The memory is not held: keep the tensor.
+    """
+    view: memoryview = _view_memory(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
+    return view

@@ -1,0 +1,70 @@
+"""In which order stored tensors will be wanted: guessed from the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+
+class Ordered(Protocol):
+    """What a :class:`Stream` remembers: its place there, and whether it is still wanted."""
+
+    position: int
+    dropped: bool
+
+
+class Stream:
+    """What one thread put into a store since all of it was gone, and the order in which it is read.
+
+    A backward reads what its forward put from the last to the first, with small exceptions. Those repeat from step
+    to step, so when as much is put as the last time, the order of the last time is expected; otherwise the
+    reverse one. A wrong guess costs a read, never a wrong tensor.
+
+    >>> class Ticket:
+    ...     position, dropped = 0, False
+    >>> stream, tickets = Stream(), [Ticket() for _ in range(4)]
+    >>> for ticket in tickets: stream.put(ticket)
+    >>> [ticket.position for ticket in stream.after(tickets[2])]
+    [1, 0]
+    """
+
+    def __init__(self) -> None:
+        self._tickets: list[Ordered] = []
+        self._live = 0
+        self._reads: dict[int, None] = {}  # positions in the order of their first read
+        self._count = -1  # how many were put the last time
+        self._order: Sequence[int] = ()
+        self._rank: dict[int, int] = {}
+
+    def put(self, ticket: Ordered) -> None:
+        """``ticket`` is the next one."""
+        if len(self._tickets) > 4 * self._live + 4096:  # something is never let go of: begin anew with what is left
+            self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
+            for i, other in enumerate(self._tickets):
+                other.position = i
+            self._reads, self._count = {}, -1
+        ticket.position = len(self._tickets)
+        self._tickets.append(ticket)
+        self._live += 1
+
+    def read(self, ticket: Ordered) -> None:
+        """``ticket`` is wanted."""
+        self._reads[ticket.position] = None
+
+    def drop(self) -> None:
+        """One of them is dropped; after the last of them the order of their reads is what the next time expects."""
+        self._live -= 1
+        if self._live == 0:
+            if self._reads:
+                self._count, self._order = len(self._tickets), tuple(self._reads)
+                self._rank = {position: i for i, position in enumerate(self._order)}
+            self._tickets, self._reads = [], {}
+
+    def after(self, ticket: Ordered) -> Iterator[Ordered]:
+        """Those that will be wanted after ``ticket``, the next one first."""
+        rank = self._rank.get(ticket.position) if self._count == len(self._tickets) else None
+        positions = range(ticket.position - 1, -1, -1) if rank is None else self._order[rank + 1 :]
+        for position in positions:
+            other = self._tickets[position]
+            if not other.dropped:
+                yield other
