@@ -54,6 +54,9 @@ class Faulty(Store):
     def drop(self, ticket: Any) -> None:
         self.inner.drop(ticket)
 
+    def wait(self) -> None:
+        self.inner.wait()
+
 
 def line(kind: str, folder: object, **faults: Any) -> tuple[Any, Callable[[], int]]:
     """A pipeline of this kind of store for tensors of every size, with faults, and the bytes that its store holds."""

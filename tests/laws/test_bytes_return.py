@@ -30,6 +30,7 @@ class Step:
 
     def __init__(self, way: str, kind: str, folder: object, **faults: Any) -> None:
         self.to, self.account = line(kind, folder, **faults)
+        self.wait = getattr(self.to, "store", self.to).wait
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
         self.block: Any = contextlib.nullcontext()
         if way == "in place":
@@ -54,6 +55,7 @@ class Step:
     def assert_all_is_back(self) -> None:
         assert top_hooks(True) is None
         self.model.zero_grad()
+        self.wait()  # what a thread writes in this moment is in memory until it is written
         assert (self.report().held, self.account(), self.watch.alive()) == (0, 0, 0)
 
 
@@ -165,12 +167,18 @@ def test_interrupted_while_writing(tmp_path: pathlib.Path, monkeypatch: pytest.M
         return done
 
     for _ in range(5):
+        ticket = None
         with monkeypatch.context() as patch, suppressed(KeyboardInterrupt):
             patch.setattr(os, "pwrite", interrupted)
-            store.put(x)
+            ticket = store.put(x)
+            store.wait()
+        store.drop(ticket)
         assert store.account.held == 0
-    store.drop(store.put(x))
-    store.drop(store.put(x))
+        store.wait()
+    for _ in range(2):
+        ticket = store.put(x)
+        store.wait()
+        store.drop(ticket)
     assert os.fstat(store._mover.arenas[0]._fd).st_size == x.nbytes
 
 

@@ -77,11 +77,13 @@ def test_the_file_has_no_name_and_is_used_again(tmp_path: pathlib.Path) -> None:
     with dh.save_activations(model, "blocks.*", store):
         for _ in range(4):
             loss = model(tokens()).sum()
+            store.wait()
             assert os.listdir(tmp_path) == []
             sizes.append(_anonymous_bytes(tmp_path))
             loss.backward()
     assert sizes[0] > 0
     assert sizes == [sizes[0]] * 4
+    store.rest()
     del store, loss
     gc.collect()
     assert _anonymous_bytes(tmp_path) is None

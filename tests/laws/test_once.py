@@ -141,7 +141,7 @@ def test_an_address_used_again_is_not_mistaken(tmp_path: pathlib.Path) -> None:
     anchor = torch.zeros(1, requires_grad=True)
     outputs = []
     addresses = set()
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
+    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, in_flight=0)):
         for i in range(300):
             fresh = torch.full((64,), float(i))
             addresses.add(fresh.data_ptr())

@@ -93,9 +93,10 @@ class Arena:
                 count = os.pwrite(self._fd, memory[done : done + CHUNK], offset + done)
             except OSError as error:
                 raise self.error(f"{format_bytes(nbytes)} could not be written", error, nbytes) from error
-            if count == 0:
+            taken = self._whole(count, nbytes - done)
+            if taken == 0:
                 raise self.error(f"{format_bytes(nbytes)} could not be written: nothing was taken", None, nbytes)
-            done += count if not self.direct or done + count >= nbytes else count // PAGE * PAGE
+            done += taken
 
     def read(self, memory: memoryview, offset: int, nbytes: int) -> None:
         """Fill ``memory`` (direct: page-aligned, whole pages), of which ``nbytes`` count, from ``offset``.
@@ -109,9 +110,14 @@ class Arena:
                 count = os.preadv(self._fd, [memory[done : done + CHUNK]], offset + done)
             except OSError as error:
                 raise self.error(f"{format_bytes(nbytes)} could not be read", error, nbytes) from error
-            if count == 0:
+            given = self._whole(count, nbytes - done)
+            if given == 0:
                 raise self.error(f"the file ends {format_bytes(nbytes - done)} too soon", None, nbytes)
-            done += count if not self.direct or done + count >= nbytes else count // PAGE * PAGE
+            done += given
+
+    def _whole(self, count: int, wanted: int) -> int:
+        """What of ``count`` bytes moved is good to go on from: a direct call has to begin at a page."""
+        return count if not self.direct or count >= wanted else count // PAGE * PAGE
 
     # -- who has which part
 

@@ -76,8 +76,9 @@ class OnDisk(Store):
     Raises:
         UsageError: when an argument is not what it should be.
         StoreError: at once when no file can be made in ``directory``, or ``direct=True`` does not work there; in
-            forward at the limit; in the forward that follows, and in backward, when a tensor could not be written;
-            in backward when it cannot be read. It has ``path``, ``wanted`` and ``free``.
+            forward at the limit; when a tensor could not be written, once, as soon as the next one is saved or
+            wanted: it is still in memory, so the backward can be run all the same; in backward when one cannot be
+            read. It has ``path``, ``wanted`` and ``free``.
 
     >>> import tempfile
     >>> store = OnDisk(tempfile.gettempdir())

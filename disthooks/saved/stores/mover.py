@@ -53,7 +53,7 @@ class Mover:
         self._dropped: collections.deque[Ticket] = collections.deque()
         self._jobs: dict[threading.Thread, Ticket | None] = {}  # what each thread is at
         self._flying = 0  # bytes put and not written
-        self._failed: Ticket | None = None  # whose error was not said yet
+        self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
         self._closed = False
         # A collection may begin under the lock, and its destructors may come here in the same thread.
         self.fork_lock = self._lock = threading.RLock()
@@ -75,7 +75,7 @@ class Mover:
         """Have ``tensor``, contiguous and in CPU memory, written; it belongs on ``device``.
 
         Raises:
-            StoreError: when an earlier one could not be written. It is said here once, and when that one is wanted.
+            StoreError: when an earlier one could not be written. It stays in memory, and this is said once.
         """
         with self._lock:
             self._settle()
@@ -99,10 +99,12 @@ class Mover:
         """The tensor of ``ticket`` in CPU memory: the one that was put, as long as it is in memory, or a copy.
 
         Raises:
-            StoreError: when it could not be written, cannot be read, or is not what was written.
+            StoreError: when one could not be written, which is said once: it stays in memory. Or when it cannot be
+                read, or is not what was written.
         """
         with self._lock:
             self._settle()
+            self._say_failure()
             ticket.stream.read(ticket)
             if ticket in self._reads:  # no thread has begun yet: this one can
                 self._reads.remove(ticket)
@@ -110,8 +112,6 @@ class Mover:
             self._read_on_from(ticket)
             while ticket.reading:
                 self._wait()
-            if ticket.error is not None:
-                raise ticket.error
             ahead, held = ticket.ahead, ticket.tensor
             if ahead is not None:
                 self._not_ahead(ticket)
@@ -182,8 +182,8 @@ class Mover:
 
     def _say_failure(self) -> None:
         failed, self._failed = self._failed, None
-        if failed is not None and failed.error is not None and not failed.dropped:
-            raise failed.error
+        if failed is not None and not failed[0].dropped:
+            raise failed[1]
 
     def _wait(self) -> None:
         """Wait until something is done, or a while, and see to it that somebody does it."""
@@ -282,8 +282,7 @@ class Mover:
             if error is None:
                 ticket.tensor = None
             elif not ticket.dropped:
-                ticket.error = error
-                self._failed = self._failed or ticket
+                self._failed = self._failed or (ticket, error)
         else:
             ticket.reading = False
             ticket.ahead = None if ticket.dropped else read
@@ -321,8 +320,8 @@ class Mover:
         try:
             if ticket.state != WRITING:
                 read = self._transfer.read(ticket)
-            elif (tensor := ticket.tensor) is not None:  # it was not dropped in this moment
-                self._transfer.write(ticket, tensor)
+            else:
+                self._transfer.write(ticket)
         except BaseException as found:
             error = found
         with self._lock:

@@ -32,7 +32,6 @@ class Ticket:
         "device",
         "dropped",
         "dtype",
-        "error",
         "extent",
         "nbytes",
         "position",
@@ -49,7 +48,6 @@ class Ticket:
         self.arena, self.stream = arena, stream
         self.state = QUEUED
         self.extent: Extent | None = None
-        self.error: BaseException | None = None
         self.checksum = 0
         self.dropped = False
         self.reading = False  # or waiting to be read, by a thread, ahead of need
@@ -71,13 +69,14 @@ class Transfer:
         self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
         self._own = threading.local()
 
-    def write(self, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Write ``tensor`` to a new extent, the ticket's from then on; after an error there is none.
+    def write(self, ticket: Ticket) -> None:
+        """Write the tensor of ``ticket`` to a new extent, the ticket's from then on; after an error there is none.
 
         Raises:
             StoreError: when the system does not take it, or its memory was taken away meanwhile.
         """
-        if not tensor.nbytes:
+        tensor = ticket.tensor
+        if tensor is None or not tensor.nbytes:  # it was dropped in this moment, or there is nothing to write
             return
         begin = time.perf_counter()
         arena, extent = ticket.arena, ticket.arena.allocate(tensor.nbytes)
