@@ -41,7 +41,7 @@ class _Tickets:
 class InStore(Packed):
     """Contents that go through codecs into a store."""
 
-    __slots__ = ("_address", "_codecs", "_spec", "_store", "_tickets", "_wanted")
+    __slots__ = ("_addresses", "_codecs", "_spec", "_store", "_tickets", "_wanted")
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class InStore(Packed):
             self.ledger.count_kept("in place", self.nbytes)  # no codec took it, and the store is where it is
             return False
         self._wanted = (content.dtype, content.shape)
-        self._address = content.data_ptr()
+        self._addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts)
         return True
 
@@ -104,8 +104,8 @@ class InStore(Packed):
                 "must return what was put, and decode() what was encoded"
             )
         # A store gives back what was put while it is in memory. What a backward returns may become a gradient, and be
-        # added to where it lies, and a constant may be anybody's.
-        if self.constant and content.data_ptr() == self._address:
+        # added to where it lies: a constant may be anybody's, and what a codec made belongs to the store.
+        if (self.constant or self._codecs) and content.data_ptr() in self._addresses:
             content = content.clone()
         return _spread(content, self.region)
 
@@ -256,6 +256,8 @@ _COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 
 def _spread(content: torch.Tensor, region: Region | None) -> torch.Tensor:
     """``content`` at the strides of its region, or as it is, at the front of a storage."""
+    if content.is_conj() or content.is_neg():
+        content = content.resolve_conj().resolve_neg()
     if region is None:
         at_front = content.storage_offset() == 0 and content.is_contiguous()
         return content if at_front else content.clone(memory_format=torch.contiguous_format)

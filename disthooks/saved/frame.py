@@ -20,6 +20,7 @@ from disthooks.errors import AttachError
 from disthooks.saved.called import Called
 from disthooks.saved.contents import InStore, SmallCopy, WeightCopy
 from disthooks.saved.entry import BREAK
+from disthooks.saved.index import is_written_uncounted
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
@@ -149,8 +150,7 @@ class Frame:
         if region is not None and not typed:
             region = region.raw()
         dtype = layout.dtype if typed and region is None else None
-        # Leaves are written through .data, uncounted, between calls: gradcheck does it. They are shared in one alone.
-        call = self._number if owner.is_leaf and owner.requires_grad else 0
+        call = self._number if is_written_uncounted(tensor, owner) else 0  # shared in one call alone
         key = storage._cdata, tensor._version, region or dtype, call, id(owner)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 Key = tuple[int, int, object, int, int]
 
 
+def is_written_uncounted(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether ``tensor``, whose changes ``owner`` counts, is a leaf to be optimised, or a view of one.
+
+    They are written through ``.data``, uncounted, between calls: attacks and ``gradcheck`` do it.
+    """
+    return (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
+
+
 class Index:
     """The packed values of one attachment that are alive, by what they are of. Those that are gone are sorted out
     from time to time: a callback for each would cost more.
@@ -29,7 +37,7 @@ class Index:
 
     def __init__(self) -> None:
         self._packed: dict[Key, weakref.ref[Packed]] = {}
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Packed]]] = {}  # by the owner's identity
+        self._seen: dict[int, weakref.ref[Packed]] = {}  # by the owner's identity
         self._most = 1024
 
     def find(self, key: Key) -> Packed | None:
@@ -46,19 +54,19 @@ class Index:
     def forget(self, packed: Packed) -> None:
         """Nothing is to share ``packed`` any more."""
         self._packed = {key: reference for key, reference in self._packed.items() if reference() is not packed}
-        self._seen = {number: seen for number, seen in self._seen.items() if seen[1]() is not packed}
+        self._seen = {number: seen for number, seen in self._seen.items() if seen() is not packed}
 
     def see(self, owner: torch.Tensor, packed: Packed) -> None:
         """Have ``packed``, which is all of its storage, found for ``owner`` and its views without a closer look."""
-        self._seen[id(owner)] = weakref.ref(owner), weakref.ref(packed)
+        self._seen[id(owner)] = weakref.ref(packed)
 
     def seen(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
         """What ``tensor``, of any kind, was packed as, if that is quickly said; ``owner`` counts its changes."""
         found = self._seen.get(id(owner))
-        if found is None or found[0]() is not owner:
+        packed = None if found is None else found()
+        if packed is None or packed.owner() is not owner or tensor._version != packed.version:
             return None
-        packed = found[1]()
-        if packed is None or tensor._version != packed.version:
+        if is_written_uncounted(tensor, owner) or (owner.dim() < 2 and not owner.requires_grad):
             return None
         if tensor is not owner and (type(tensor) is not torch.Tensor or tensor.is_nested):
             return None  # a view of plain memory that is no plain tensor
@@ -73,5 +81,5 @@ class Index:
 
     def _sort_out(self) -> None:
         self._packed = {key: reference for key, reference in self._packed.items() if reference() is not None}
-        self._seen = {number: seen for number, seen in self._seen.items() if seen[1]() is not None}
+        self._seen = {number: seen for number, seen in self._seen.items() if seen() is not None}
         self._most = 2 * (len(self._packed) + len(self._seen)) + 1024

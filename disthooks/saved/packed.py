@@ -136,15 +136,16 @@ class Packed(ABC):
 
     def handle(self, layout: Layout) -> Handle:
         """A handle for a saved tensor of ``layout``."""
-        brought = None if self._brought is None else self._brought()
-        if brought is None:
-            brought = self._new_generation()
-        handle = Handle(self, layout, brought)
-        if len(self.handles) > self._most:
-            self.handles = [other for other in self.handles if other() is not None]
-            self._most = 2 * len(self.handles) + 64
-        self.handles.append(weakref.ref(handle))
-        return handle
+        with self._lock:
+            brought = None if self._brought is None else self._brought()
+            if brought is None:
+                brought = self._new_generation()
+            handle = Handle(self, layout, brought)
+            if len(self.handles) > self._most:
+                self.handles = [other for other in self.handles if other() is not None]
+                self._most = 2 * len(self.handles) + 64
+            self.handles.append(weakref.ref(handle))
+            return handle
 
     # -- from memory to elsewhere
 
@@ -187,6 +188,9 @@ class Packed(ABC):
 
     def tensor(self, handle: Handle) -> torch.Tensor:
         """What ``handle`` stands for, over memory that is filled once for all handles that want it next."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # inside of it no changes are counted
+                return self.tensor(handle)
         with self._lock:
             if not self.taken:
                 storage = self.alias.untyped_storage()
@@ -199,9 +203,14 @@ class Packed(ABC):
             if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
                 tensor = brought.tensor = self._fresh()
                 brought.version = tensor._version
-            if is_python_node(current_node()):  # torch's own read once, others may ask again
-                self._left = _Left.of(tensor)
             alone = len(self.handles) == 1
+            if is_python_node(current_node()):
+                if self.constant:
+                    # It may be returned as a gradient, and be added to or scaled where it lies, uncounted too. Without
+                    # hooks autograd sees that it is somebody's.
+                    tensor = tensor if alone else tensor.clone()
+                else:
+                    self._left = _Left.of(tensor)  # torch's own nodes read once, others may ask again
         if self.in_order and handle.layout is self.first:
             tensor = tensor if alone else tensor.detach()
         else:
@@ -229,9 +238,6 @@ class Packed(ABC):
         return brought
 
     def _fresh(self) -> torch.Tensor:
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # inside of it no changes are counted
-                return self._fresh()
         tensor = self._bring()
         if self._stream is not None:
             self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]

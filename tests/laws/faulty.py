@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +91,14 @@ class Watch(TorchDispatchMode):
         """Bytes of what is left of it."""
         storages = {ref.address: ref.get() for ref in self.made}
         return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+
+def soon(what: Callable[[], bool]) -> bool:
+    """Whether ``what`` comes true within seconds: a thread may be writing in this moment."""
+    end = time.monotonic() + 5
+    while not what() and time.monotonic() < end:
+        time.sleep(0.005)
+    return what()
 
 
 @pytest.fixture

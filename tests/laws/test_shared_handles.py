@@ -32,7 +32,7 @@ class Reads(torch.autograd.Function):
 
 
 def test_a_function_that_reads_twice_loads_once(tmp_path: pathlib.Path) -> None:
-    x, factor = torch.ones(64, 64, requires_grad=True), torch.full((64, 64), 3.0)
+    x, factor = (torch.full((64, 64), value, requires_grad=True) for value in (1.0, 3.0))
     with dh.saving(dh.OnDisk(tmp_path)) as saved:
         y = Reads.apply(x, factor)
     for count in (1, 2):

@@ -36,6 +36,8 @@ class Store(ABC):
     def get(self, ticket: Any) -> torch.Tensor:
         """A tensor of the shape, dtype, device and bits that were put; may be asked any number of times.
 
+        The very tensor that was put, or memory that nobody else has: it may be written to.
+
         Raises:
             StoreError: when it cannot; asking again is allowed.
         """
