@@ -127,7 +127,7 @@ class Mover:
         """``ticket`` will be wanted soon."""
         with self._lock:
             self._settle()
-            self._read_ahead(ticket, {ticket: None})
+            self._read_ahead(ticket, {ticket})
         self._settle_late()
 
     def drop(self, ticket: Ticket) -> None:
@@ -233,7 +233,7 @@ class Mover:
 
     def _read_on_from(self, ticket: Ticket) -> None:
         """Have those read that come after ``ticket``, as many as fit; others that were read make room for them."""
-        wanted: dict[Ticket, None] = {}
+        wanted: dict[Ticket, None] = {}  # in order
         room = self.budget
         for other in itertools.islice(cast("Iterator[Ticket]", ticket.stream.after(ticket)), _WINDOW):
             room -= other.nbytes
@@ -241,9 +241,9 @@ class Mover:
                 break
             wanted[other] = None
         for other in wanted:
-            self._read_ahead(other, wanted)
+            self._read_ahead(other, {ticket, *wanted})
 
-    def _read_ahead(self, ticket: Ticket, wanted: dict[Ticket, None]) -> None:
+    def _read_ahead(self, ticket: Ticket, wanted: set[Ticket]) -> None:
         if ticket.state != WRITTEN or ticket.dropped or ticket in self._ahead:
             return
         used = sum(other.nbytes for other in self._ahead)
