@@ -156,7 +156,8 @@ def test_an_address_used_again_is_not_mistaken(tmp_path: pathlib.Path) -> None:
 def test_what_was_brought_back_is_let_go(tmp_path: pathlib.Path) -> None:
     """The memory of a content lives until the last view that waits for it had it, not longer."""
     x = torch.randn(64, 64, requires_grad=True)
-    _saves, node = _saved(tmp_path, x, x.t())
+    saves, node = _saved(tmp_path, x, x.t())
+    saves._site.pipeline.store.wait()  # until then it is the memory that was put
     first, second = node.saved_tensors
     assert first.data_ptr() == second.data_ptr()
     storage = first.untyped_storage()._weak_ref()
