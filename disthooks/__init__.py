@@ -12,12 +12,14 @@ from disthooks.grads.rules import ClipNorm, ClipValue, only
 from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast
 from disthooks.saved.inplace import Saving, save_activations
-from disthooks.saved.ledger import SavedReport
 from disthooks.saved.pipeline import AtLeast, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.saving import saving
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
+from disthooks.saved.stores.tiers import OnDevice, Tiered
+from disthooks.saved.stores.traffic import StoreReport
 from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
 from disthooks.watch.features import features
 from disthooks.watch.trace import trace
@@ -31,6 +33,7 @@ __all__ = [
     "Functions",
     "Gradients",
     "OnCpu",
+    "OnDevice",
     "OnDisk",
     "Plan",
     "SaveToCpu",
@@ -38,6 +41,8 @@ __all__ = [
     "SaveWith",
     "SavedReport",
     "Saving",
+    "StoreReport",
+    "Tiered",
     "__version__",
     "errors",
     "features",

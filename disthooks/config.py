@@ -39,8 +39,8 @@ from disthooks.grads import rules, sinks, stats
 from disthooks.grads.attach import Gradients, gradients
 from disthooks.saved import codecs
 from disthooks.saved.inplace import save_activations
-from disthooks.saved.ledger import SavedReport
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores import cpu, disk
 
 _KINDS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -8,7 +8,7 @@ import re
 
 from disthooks._tensors import parse_bytes
 
-__all__ = ["peak_resident", "release_promptly", "reset_peak_resident", "resident"]
+__all__ = ["peak_resident", "release_promptly", "reset_peak_resident", "resident", "unreturned"]
 
 _M_MMAP_THRESHOLD = -3  # the number that glibc's malloc.h gives to this mallopt parameter
 
@@ -59,6 +59,26 @@ def peak_resident() -> int:
 def resident() -> int:
     """The resident memory of this process now, in bytes; 0 where the system does not tell."""
     return _status("VmRSS")
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(f"_{i}", ctypes.c_size_t) for i in range(8)] + [("fordblks", ctypes.c_size_t), ("_9", ctypes.c_size_t)]
+
+
+def unreturned() -> int:
+    """Bytes that this process has freed and glibc has not given back to the system; 0 where it does not tell.
+
+    >>> unreturned() >= 0
+    True
+    """
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    ask.restype = _MallInfo
+    return int(ask().fordblks)
 
 
 def _status(name: str) -> int:

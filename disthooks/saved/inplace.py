@@ -14,9 +14,11 @@ from disthooks._match import Pattern, match_modules
 from disthooks.errors import AttachError
 from disthooks.saved.classes import open_at, plain, put_back, refusal, site_of, swap
 from disthooks.saved.entry import never_runs
-from disthooks.saved.ledger import Ledger, SavedReport
+from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
+from disthooks.saved.stores.base import Store
 
 _attaching = threading.Lock()
 
@@ -24,14 +26,15 @@ _attaching = threading.Lock()
 class Saving(Attachment):
     """What :func:`save_activations` attached."""
 
-    def __init__(self, ledger: Ledger, names: tuple[str, ...]) -> None:
+    def __init__(self, ledger: Ledger, store: Store, names: tuple[str, ...]) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._ledger, self._store = ledger, store
+        self.on_remove(store.rest)
         self.names = names
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
-        return self._ledger.report()
+        return self._ledger.report(self._store)
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
@@ -74,7 +77,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
 def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
     for name, module in chosen:
         _refuse(name, module)
-    saving = Saving(ledger, tuple(name for name, _ in chosen))
+    saving = Saving(ledger, line.store, tuple(name for name, _ in chosen))
     classes = {plain(type(module)) for _, module in chosen}
     # Wrap policies pick modules by class, and take the first one's: all of a class must stay of one class.
     alike = [part for part in model.modules() if plain(type(part)) in classes and refusal(part) is None]

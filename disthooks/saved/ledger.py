@@ -1,4 +1,4 @@
-"""What one attachment knows of its saved tensors: which are stored already, and how many bytes went where."""
+"""What one attachment knows of its saved tensors: which are packed already, and how many bytes went where."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import collections
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
-from disthooks._tensors import format_bytes
+from disthooks import memory
 from disthooks.saved.index import Index
+from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import Store
 
 _STEPPED_BACK = (
     "disthooks stepped back in {where}, which runs inside {what}: what it saves is computed again anyway. To save the "
@@ -24,71 +25,6 @@ _MENDABLE = {
 }
 
 
-@dataclass(frozen=True)
-class SavedReport:
-    """Bytes of saved tensors by what became of them, since the attachment was made, on this rank.
-
-    Attributes:
-        calls: forwards, or blocks of code, that ran with the hooks on.
-        stored: handed to the store (after codecs), each content once.
-        moved: of those, bytes that left the memory they were in.
-        shared: saved again as another view of what was packed already, so neither stored nor kept twice.
-        kept: left where they were.
-        kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
-        recast: autocast's copies of weights that were dropped, to be cast again in backward.
-        loaded: brought back from the store.
-        held: in the store now; zero once every graph is gone.
-        passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
-        inner: calls inside whose saved tensors another attachment, further in, took; the inner one wins.
-        pack_seconds: time that forward waited for the store.
-        unpack_seconds: time that backward waited for the store.
-    """
-
-    calls: int = 0
-    stored: int = 0
-    moved: int = 0
-    shared: int = 0
-    kept: int = 0
-    kept_by: dict[str, int] = field(default_factory=dict)
-    recast: int = 0
-    loaded: int = 0
-    held: int = 0
-    passed: dict[str, int] = field(default_factory=dict)
-    inner: int = 0
-    pack_seconds: float = 0.0
-    unpack_seconds: float = 0.0
-
-    def __add__(self, other: SavedReport) -> SavedReport:
-        """The figures of both, summed."""
-        summed: dict[str, Any] = {}
-        for name in self.__dataclass_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, dict):
-                summed[name] = dict(collections.Counter(mine) + collections.Counter(theirs))
-            else:
-                summed[name] = mine + theirs
-        return SavedReport(**summed)
-
-    def __str__(self) -> str:
-        why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))
-        calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))
-        if not self.calls:
-            return "no call ran with the hooks on" + (f"; calls without: {calls}" if calls else "")
-        lines = [
-            f"stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
-            f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
-            f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
-            f"forward waited {self.pack_seconds:.3f} s, backward {self.unpack_seconds:.3f} s",
-        ]
-        if self.recast:
-            lines.append(f"copies of weights dropped, to be cast again: {format_bytes(self.recast)}")
-        if calls:
-            lines.append(f"calls without hooks: {calls}")
-        if self.inner:
-            lines.append(f"calls inside that another attachment took: {self.inner}")
-        return "\n".join(lines)
-
-
 class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
@@ -97,7 +33,7 @@ class Ledger:
         self.index = Index()
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
-        self._calls = self._inner = 0
+        self._calls = self._inner = self._tensors = 0
         self._stored = self._moved = self._shared = self._recast = self._loaded = 0  # bytes
         self._pack_seconds = self._unpack_seconds = 0.0
         self._kept: collections.Counter[str] = collections.Counter()
@@ -112,6 +48,7 @@ class Ledger:
     def count_put(self, stored: int, moved: int, seconds: float) -> None:
         """Add to ``stored`` and ``moved``, and the time that the store took for it."""
         with self.lock:
+            self._tensors += 1
             self._stored += stored
             self._moved += moved
             self._held += stored
@@ -161,8 +98,8 @@ class Ledger:
         """``nbytes`` are no longer held; called from destructors, so it takes no lock."""
         self._released.append(nbytes)
 
-    def report(self) -> SavedReport:
-        """The figures as they stand."""
+    def report(self, store: Store | None = None) -> SavedReport:
+        """The figures as they stand, with those of the ``store`` if it is given."""
         with self.lock:
             self._settle()
             return SavedReport(
@@ -179,6 +116,9 @@ class Ledger:
                 inner=self._inner,
                 pack_seconds=self._pack_seconds,
                 unpack_seconds=self._unpack_seconds,
+                tensors=self._tensors,
+                unreturned=memory.unreturned(),
+                tiers=() if store is None else store.report(),
             )
 
     def _settle(self) -> None:

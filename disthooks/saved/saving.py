@@ -16,8 +16,9 @@ from disthooks._torch import uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.entry import BREAK, nothing_to_hook, why_not
 from disthooks.saved.frame import Frame
-from disthooks.saved.ledger import Ledger, SavedReport
+from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,7 +68,7 @@ class saving:
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held, on this rank."""
-        return self._site.ledger.report()
+        return self._site.ledger.report(self._site.pipeline.store)
 
     @uncompiled(BREAK)
     def __enter__(self) -> saving:

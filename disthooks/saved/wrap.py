@@ -12,8 +12,9 @@ from torch import nn
 from disthooks._torch import being_swapped, metadata_being_loaded, uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.entry import never_runs, nothing_to_hook
-from disthooks.saved.ledger import Ledger, SavedReport
+from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
+from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
@@ -72,7 +73,7 @@ class SaveWith(nn.Module):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
-        return self._site.ledger.report()
+        return self._site.ledger.report(self._site.pipeline.store)
 
     @uncompiled(callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
+from disthooks.saved.stores.traffic import StoreReport
 
 
 class Store(ABC):
@@ -46,6 +47,10 @@ class Store(ABC):
     def drop(self, ticket: Any) -> None:
         """Release what ``ticket`` stands for; called once."""
 
+    def held(self, ticket: Any) -> torch.Tensor | None:
+        """What was put, if it still is in memory, so that another store can take it without a read; else None."""
+        return None
+
     def prefetch(self, ticket: Any) -> None:  # noqa: B027
         """``ticket`` will be asked for soon; by default nothing."""
 
@@ -54,6 +59,10 @@ class Store(ABC):
 
     def rest(self) -> None:  # noqa: B027
         """Let go of threads, memory and space that are idle; they come back when needed. By default there are none."""
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """What it holds and what went through it: one entry for each place it keeps tensors in, by default none."""
+        return ()
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Whether putting ``tensor`` takes it out of the memory it is in."""
@@ -132,6 +141,14 @@ class Account:
         """Bytes in use now."""
         with self._lock:
             return self._settle()
+
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` more bytes would fit now."""
+        return self._limit is None or self.held + count <= self._limit
+
+    def could_have_room(self, count: int) -> bool:
+        """Whether ``count`` bytes would fit if it were empty."""
+        return self._limit is None or count <= self._limit
 
     def reserve(self, count: int) -> None:
         """Take ``count`` bytes.

@@ -9,6 +9,7 @@ import torch
 
 from disthooks.errors import UsageError
 from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.traffic import StoreReport
 
 
 class _Held(NamedTuple):
@@ -22,8 +23,8 @@ class OnCpu(Store):
     """Keep saved tensors of a GPU in CPU memory; a tensor that is there already stays, without a copy.
 
     Args:
-        limit: most bytes of copies at any time in this process, an int or text such as ``"64 GiB"``; None
-            for no limit. A tensor that is in CPU memory already costs none.
+        limit: most bytes at any time in this process, an int or text such as ``"64 GiB"``, or ``"256 GiB per node"``,
+            of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for no limit.
         pin_memory: page-locked copies, which a GPU reads faster: True, False, or ``"auto"`` for wherever
             there is a GPU.
 
@@ -52,10 +53,10 @@ class OnCpu(Store):
 
     def put(self, tensor: torch.Tensor) -> _Held:
         """Copy ``tensor`` to the CPU and wait for the copy; hold it as it is if it is there."""
-        if tensor.is_cpu:
-            return _Held(tensor, tensor.device, 0)
-        nbytes = int(tensor.numel()) * tensor.element_size()
+        nbytes = tensor.nbytes
         self.account.reserve(nbytes)
+        if tensor.is_cpu:
+            return _Held(tensor, tensor.device, nbytes)
         try:
             pin = torch.cuda.is_available() if self.pin_memory == "auto" else self.pin_memory
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin).copy_(tensor)
@@ -67,6 +68,14 @@ class OnCpu(Store):
     def get(self, ticket: _Held) -> torch.Tensor:
         """The tensor on the device it came from."""
         return ticket.tensor.to(ticket.device)
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """Bytes of the copies."""
+        return (StoreReport("OnCpu()", held=self.account.held, limit=self.account.limit),)
+
+    def held(self, ticket: _Held) -> torch.Tensor:
+        """The tensor, in CPU memory."""
+        return ticket.tensor
 
     def drop(self, ticket: _Held) -> None:
         """Give the bytes back to the limit; the memory goes with the ticket."""

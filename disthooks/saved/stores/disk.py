@@ -17,6 +17,7 @@ from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account, Store
 from disthooks.saved.stores.mover import Mover
 from disthooks.saved.stores.ticket import Ticket
+from disthooks.saved.stores.traffic import StoreReport
 
 _Directory = str | os.PathLike[str]
 _arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
@@ -131,6 +132,11 @@ class OnDisk(Store):
         mover, stored = ticket
         return mover.get(stored).to(stored.device)
 
+    def held(self, ticket: _Stored) -> torch.Tensor | None:
+        """The tensor, as long as it is not written."""
+        held = ticket[1].tensor
+        return None if held is None else held.to(ticket[1].device)
+
     def prefetch(self, ticket: _Stored) -> None:
         """Read it before it is wanted."""
         ticket[0].prefetch(ticket[1])
@@ -144,6 +150,10 @@ class OnDisk(Store):
     def wait(self) -> None:
         """Wait until all is written; StoreError when something could not be."""
         self._mover.wait()
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """Bytes and speed of all that goes to these directories in this process."""
+        return (self._mover.report(f"OnDisk({self.directory!r})", self.account),)
 
     def rest(self) -> None:
         """End idle threads, free idle memory and unused space in the file."""

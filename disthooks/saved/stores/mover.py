@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
+import contextlib
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
 
-from disthooks._forks import care_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.arena import Arena
+from disthooks.saved.stores.base import Account
+from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Ticket, Transfer
+from disthooks.saved.stores.traffic import StoreReport
 
-_IDLE = 1.0  # seconds after which a thread without work ends
-_LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
 _WINDOW = 32  # tickets: backward leaves the expected order by a few, so more would only cost time
 _MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 
 
-class Mover:
+class Mover(Crew[Ticket]):
     """Moves tensors between memory and arenas, beside the computation.
 
     A tensor that is put is held until it is written; when more than ``budget`` bytes are, ``put`` waits. Who wants
@@ -41,7 +40,7 @@ class Mover:
     """
 
     def __init__(self, arenas: Sequence[Arena], budget: int, checksum: bool, threads: int = 2) -> None:
-        self.arenas, self.budget, self._most = arenas, budget, threads
+        self.arenas, self.budget = arenas, budget
         self._transfer = Transfer(checksum, keep=budget)
         self.traffic = self._transfer.traffic
         self.process = os.getpid()
@@ -51,23 +50,17 @@ class Mover:
         self._reads: collections.deque[Ticket] = collections.deque()
         self._ahead: dict[Ticket, None] = {}  # read ahead of need or to be, the oldest first
         self._dropped: collections.deque[Ticket] = collections.deque()
-        self._jobs: dict[threading.Thread, Ticket | None] = {}  # what each thread is at
         self._flying = 0  # bytes put and not written
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
-        self._closed = False
-        # A collection may begin under the lock, and its destructors may come here in the same thread.
-        self.fork_lock = self._lock = threading.RLock()
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        care_for(self)
-        _movers.add(self)
+        super().__init__(threads)
 
     def after_fork(self) -> None:
-        """A child has none of the threads: what was not written stays in memory there, for who wants it."""
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        """What was not written stays in memory in a child, for who wants it."""
+        super().after_fork()
         for ticket in self._ahead:
             ticket.reading = False
-        for queue in (self._reads, self._writes, self._jobs):
-            queue.clear()
+        self._reads.clear()
+        self._writes.clear()
 
     # -- for the threads of the computation
 
@@ -121,7 +114,7 @@ class Mover:
         self._settle_late()
         if ahead is not None:
             return ahead
-        return held if held is not None else self._transfer.read(ticket)
+        return held if held is not None else self._read(ticket)
 
     def prefetch(self, ticket: Ticket) -> None:
         """``ticket`` will be wanted soon."""
@@ -147,24 +140,10 @@ class Mover:
 
     def rest(self) -> None:
         """Let go of threads and memory that have nothing to do, and of space in the file; all come back when needed."""
-        with self._lock:
-            self._settle()
-            ending = [] if self._flying or self._reads or any(self._jobs.values()) else list(self._jobs)
-            for thread in ending:
-                del self._jobs[thread]
-            self._work.notify_all()
-        _join(ending)
+        self.end_idle()
         self._transfer.buffers.clear()
         for arena in self.arenas:
             arena.shrink(keep_peak=False)
-
-    def close(self) -> None:
-        """The process ends: threads do no more than what they are at."""
-        with self._lock:
-            self._closed = True
-            threads = list(self._jobs)
-            self._work.notify_all()
-        _join(threads)
 
     @property
     def in_flight(self) -> int:
@@ -172,6 +151,31 @@ class Mover:
         with self._lock:
             self._settle()
             return self._flying
+
+    def report(self, name: str, account: Account) -> StoreReport:
+        """What went through, for the store of this ``name`` and ``account``."""
+        traffic, measured = self.traffic, [arena.measured for arena in self.arenas if arena.measured is not None]
+        return StoreReport(
+            name,
+            held=account.held,
+            limit=account.limit,
+            in_flight=self.in_flight,
+            written=traffic.written,
+            never_written=traffic.never_written,
+            from_memory=traffic.from_memory,
+            ahead=traffic.ahead,
+            in_vain=traffic.in_vain,
+            read=traffic.read,
+            write_seconds=traffic.writing.seconds,
+            read_seconds=traffic.reading.seconds,
+            measured_write=sum(each.write for each in measured) or None,
+            measured_read=sum(each.read for each in measured) or None,
+            why_buffered="; ".join(sorted({arena.why_buffered for arena in self.arenas} - {""})),
+        )
+
+    def _read(self, ticket: Ticket) -> torch.Tensor:
+        with self.traffic.reading.one():
+            return self._transfer.read(ticket)
 
     # -- under the lock
 
@@ -185,23 +189,8 @@ class Mover:
         if failed is not None and not failed[0].dropped:
             raise failed[1]
 
-    def _wait(self) -> None:
-        """Wait until something is done, or a while, and see to it that somebody does it."""
-        self._call_for_work()
-        self._done.wait(_LOOK)
-        self._settle()
-
-    def _call_for_work(self) -> None:
-        for thread, ticket in list(self._jobs.items()):
-            if not thread.is_alive():
-                del self._jobs[thread]
-                if ticket is not None:
-                    self._finish(ticket, StoreError("a thread that moved a saved tensor has died"))
-        if len(self._jobs) < self._most and all(self._jobs.values()) and not self._closed:
-            thread = threading.Thread(target=self._serve, name="disthooks mover", daemon=True)
-            self._jobs[thread] = None
-            thread.start()
-        self._work.notify()
+    def _lost(self, ticket: Ticket) -> None:
+        self._finish(ticket, StoreError("a thread that moved a saved tensor has died"))
 
     def _settle(self) -> None:
         while self._dropped:
@@ -291,56 +280,22 @@ class Mover:
         self._let_go(ticket)
         self._done.notify_all()
 
-    # -- in the threads that move
+    # -- in the threads
 
-    def _serve(self) -> None:
-        me = threading.current_thread()
-        while True:
-            with self._lock:
-                self._settle()
-                ticket = self._next() if me in self._jobs and not self._closed else None
-                if ticket is None:
-                    if me in self._jobs and not self._closed and self._work.wait(_IDLE):
-                        continue
-                    if me not in self._jobs or self._closed or not (self._reads or self._writes):
-                        self._jobs.pop(me, None)
-                        return
-                    continue
-                self._jobs[me] = ticket
-            self._move(ticket)
-            with self._lock:
-                if me in self._jobs:
-                    self._jobs[me] = None
-            ticket = None  # nothing is held while there is nothing to do
-            self._settle_late()
-
-    def _move(self, ticket: Ticket) -> None:
+    def _do(self, ticket: Ticket) -> None:
         error: BaseException | None = None
         read = None
         try:
             if ticket.state != WRITING:
-                read = self._transfer.read(ticket)
+                read = self._read(ticket)
             else:
-                self._transfer.write(ticket)
+                with self.traffic.writing.one():
+                    self._transfer.write(ticket)
         except BaseException as found:
             error = found
         with self._lock:
             self._finish(ticket, error, read)
         ticket.arena.shrink(keep_peak=True)
         if self.traffic.written > _MEASURE_FROM and ticket.arena.measured is None:
-            ticket.arena.measure(self._transfer.buffers)
-
-
-_movers: weakref.WeakSet[Mover] = weakref.WeakSet()
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(_IDLE)
-
-
-@atexit.register
-def _close_all() -> None:
-    for mover in list(_movers):
-        mover.close()
+            with contextlib.suppress(StoreError):
+                ticket.arena.measure(self._transfer.buffers)

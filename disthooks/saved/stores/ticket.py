@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import time
 import zlib
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,6 @@ class Transfer:
         tensor = ticket.tensor
         if tensor is None or not tensor.nbytes:  # it was dropped in this moment, or there is nothing to write
             return
-        begin = time.perf_counter()
         arena, extent = ticket.arena, ticket.arena.allocate(tensor.nbytes)
         try:
             _check_memory(ticket, tensor)
@@ -94,7 +92,6 @@ class Transfer:
             raise
         ticket.extent = extent
         self.traffic.written += tensor.nbytes
-        self.traffic.write_seconds += time.perf_counter() - begin
 
     def _write_aligned(self, arena: Arena, offset: int, tensor: torch.Tensor) -> None:
         """Through memory of this thread's own: torch's tensors do not begin at a page."""
@@ -115,7 +112,6 @@ class Transfer:
         """
         if not ticket.nbytes:
             return torch.empty(ticket.shape, dtype=ticket.dtype, device="cpu")
-        begin = time.perf_counter()
         arena, extent = ticket.arena, ticket.extent
         assert extent is not None
         if arena.process != os.getpid():
@@ -135,7 +131,6 @@ class Transfer:
         if self._checksum and zlib.crc32(memory[: ticket.nbytes]) != ticket.checksum:
             raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
         self.traffic.read += ticket.nbytes
-        self.traffic.read_seconds += time.perf_counter() - begin
         return tensor_over(lease, ticket.shape, ticket.dtype)
 
 

@@ -1,25 +1,51 @@
-"""What went through a store: bytes, and the time its threads took for them."""
+"""What went through a store, and how fast."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from disthooks._tensors import format_bytes
+
+
+class Busy:
+    """Time during which at least one thread was at it.
+
+    >>> busy = Busy()
+    >>> with busy.one(), busy.one():
+    ...     time.sleep(0.001)
+    >>> 0.001 <= busy.seconds < 1
+    True
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._count = 0
+        self._begin = 0.0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """One thread is at it."""
+        with self._lock:
+            if not self._count:
+                self._begin = time.perf_counter()
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                if not self._count:
+                    self.seconds += time.perf_counter() - self._begin
 
 
 @dataclass
 class Traffic:
-    """Bytes unless it says seconds.
-
-    Attributes:
-        put: given to the store.
-        written: of those, written to their arena.
-        never_written: dropped before a thread came to write them.
-        from_memory: wanted while they still were in memory.
-        ahead: read before they were wanted.
-        in_vain: read ahead, and given up again for others.
-        read: read from the arena, ahead or not.
-        write_seconds: time that threads were writing.
-        read_seconds: time that threads, the caller's too, were reading.
-    """
+    """Bytes through the threads of a store; those of a :class:`StoreReport`."""
 
     put: int = 0
     written: int = 0
@@ -28,5 +54,71 @@ class Traffic:
     ahead: int = 0
     in_vain: int = 0
     read: int = 0
+    writing: Busy = field(default_factory=Busy)
+    reading: Busy = field(default_factory=Busy)
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """What a store holds and what went through it in this process, for all attachments that use it.
+
+    Bytes unless it says seconds, or bytes a second.
+
+    Attributes:
+        name: the store, as it was made.
+        held: in it now; those in flight too.
+        limit: most bytes it may hold, in this process; None for no limit.
+        in_flight: in memory still, waiting to be written.
+        written: to its file.
+        never_written: wanted or dropped before a thread came to write them.
+        from_memory: wanted while they still were in memory.
+        ahead: read before they were wanted.
+        in_vain: read ahead, and given up again for others.
+        read: from its file.
+        write_seconds: time during which something was written, beside the computation or not.
+        read_seconds: time during which something was read.
+        measured_write: what the disk gave alone, in bytes a second; None until 256 MiB were written.
+        measured_read: the same for reading.
+        why_buffered: why it goes through the page cache of the system; empty when it does not.
+    """
+
+    name: str
+    held: int = 0
+    limit: int | None = None
+    in_flight: int = 0
+    written: int = 0
+    never_written: int = 0
+    from_memory: int = 0
+    ahead: int = 0
+    in_vain: int = 0
+    read: int = 0
     write_seconds: float = 0.0
     read_seconds: float = 0.0
+    measured_write: float | None = None
+    measured_read: float | None = None
+    why_buffered: str = ""
+
+    def __str__(self) -> str:
+        most = "" if self.limit is None else f" of {format_bytes(self.limit)}"
+        flying = f", {format_bytes(self.in_flight)} of it in flight" if self.in_flight else ""
+        lines = [f"{self.name}: holds {format_bytes(self.held)}{most}{flying}"]
+        if self.written:
+            lines.append(
+                f"  wrote {format_bytes(self.written)}{_speed(self.written, self.write_seconds, self.measured_write)}, "
+                f"read {format_bytes(self.read)}{_speed(self.read, self.read_seconds, self.measured_read)}"
+            )
+            lines.append(
+                f"  {format_bytes(self.ahead)} read ahead ({format_bytes(self.in_vain)} in vain), "
+                f"{format_bytes(self.from_memory)} wanted while in memory, "
+                f"{format_bytes(self.never_written)} never written"
+            )
+        if self.why_buffered:
+            lines.append(f"  through the page cache: {self.why_buffered}")
+        return "\n".join(lines)
+
+
+def _speed(nbytes: int, seconds: float, measured: float | None) -> str:
+    if not seconds:
+        return ""
+    alone = "" if measured is None else f", alone {measured / 1e9:.1f}"
+    return f" at {nbytes / seconds / 1e9:.1f} GB/s{alone}"

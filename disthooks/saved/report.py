@@ -1,0 +1,130 @@
+"""What became of saved tensors, and what to make of it."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+from typing import Any
+
+from disthooks._tensors import format_bytes
+from disthooks.saved.stores.traffic import StoreReport
+
+_WORTH = 16 << 10  # bytes: below, a tensor costs more than twice as much a byte as a large one (benchmarks)
+_MUCH = 0.1  # seconds of waiting that are worth a word
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """Bytes of saved tensors by what became of them, since the attachment was made, on this rank.
+
+    Attributes:
+        calls: forwards, or blocks of code, that ran with the hooks on.
+        stored: handed to the store (after codecs), each content once.
+        moved: of those, bytes that left the memory they were in.
+        shared: saved again as another view of what was packed already, so neither stored nor kept twice.
+        kept: left where they were.
+        kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
+        recast: autocast's copies of weights that were dropped, to be cast again in backward.
+        loaded: brought back from the store.
+        held: in the store now; zero once every graph is gone.
+        passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
+        inner: calls inside whose saved tensors another attachment, further in, took; the inner one wins.
+        pack_seconds: time that forward waited for the store.
+        unpack_seconds: time that backward waited for the store.
+        tensors: how many were handed to the store.
+        unreturned: bytes that this process has freed and its C library keeps: they stay resident.
+        tiers: a report of each place of the store, which other attachments may use too.
+    """
+
+    calls: int = 0
+    stored: int = 0
+    moved: int = 0
+    shared: int = 0
+    kept: int = 0
+    kept_by: dict[str, int] = field(default_factory=dict)
+    recast: int = 0
+    loaded: int = 0
+    held: int = 0
+    passed: dict[str, int] = field(default_factory=dict)
+    inner: int = 0
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+    tensors: int = 0
+    unreturned: int = 0
+    tiers: tuple[StoreReport, ...] = ()
+
+    def __add__(self, other: SavedReport) -> SavedReport:
+        """The figures of both, summed."""
+        summed: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if name == "tiers":
+                summed[name] = tuple({tier.name: tier for tier in (*mine, *theirs)}.values())
+            elif name == "unreturned":
+                summed[name] = max(mine, theirs)
+            elif isinstance(mine, dict):
+                summed[name] = dict(collections.Counter(mine) + collections.Counter(theirs))
+            else:
+                summed[name] = mine + theirs
+        return SavedReport(**summed)
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{reason} {format_bytes(count)}" for reason, count in sorted(self.kept_by.items()))
+        calls = ", ".join(f"{reason} {count}" for reason, count in sorted(self.passed.items()))
+        if not self.calls:
+            return "no call ran with the hooks on" + (f"; calls without: {calls}" if calls else "")
+        lines = [
+            f"stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
+            f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
+            f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
+            f"forward waited {self.pack_seconds:.3f} s, backward {self.unpack_seconds:.3f} s",
+        ]
+        if self.recast:
+            lines.append(f"copies of weights dropped, to be cast again: {format_bytes(self.recast)}")
+        if calls:
+            lines.append(f"calls without hooks: {calls}")
+        if self.inner:
+            lines.append(f"calls inside that another attachment took: {self.inner}")
+        lines += [str(tier) for tier in self.tiers]
+        lines += [f"* {line}" for line in self.advice()]
+        return "\n".join(lines)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Time that the store took beside the computation: what nobody waited for, of all attachments that use it."""
+        took = sum(tier.write_seconds + tier.read_seconds for tier in self.tiers)
+        return max(0.0, took - self.pack_seconds - self.unpack_seconds)
+
+    def advice(self) -> list[str]:
+        """What to change, in plain words; empty when there is nothing to say."""
+        found = []
+        waited = self.pack_seconds + self.unpack_seconds
+        if self.tensors and self.moved < self.tensors * _WORTH and waited > 0:
+            found.append(
+                f"the tensors that are moved have {format_bytes(self.moved / self.tensors)} on average, less than is "
+                f"worth moving: keep the small ones, AtLeast({format_bytes(_WORTH)!r})"
+            )
+        elif self.moved and waited > _MUCH and waited > self.hidden_seconds:
+            found.append(
+                f"forward and backward waited {waited:.1f} s for what took {waited + self.hidden_seconds:.1f} s: the "
+                "store is the bottleneck. Save fewer modules, store less of each tensor (Cast, Quantize), or give it a "
+                "faster or a second directory"
+            )
+        if self.moved and self.unreturned > max(64 << 20, self.moved // 16):
+            found.append(
+                f"{format_bytes(self.unreturned)} were freed but stay resident, because the C library keeps them: call "
+                "disthooks.memory.release_promptly() before the first step"
+            )
+        return found
+
+    def record(self, prefix: str = "saved/") -> dict[str, float]:
+        """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``."""
+        flat: dict[str, float] = {}
+        for name in ("stored", "moved", "shared", "kept", "recast", "loaded", "held", "pack_seconds", "unpack_seconds"):
+            flat[prefix + name] = getattr(self, name)
+        flat[prefix + "hidden_seconds"] = self.hidden_seconds
+        flat.update({f"{prefix}kept/{reason}": count for reason, count in self.kept_by.items()})
+        for tier in self.tiers:
+            for name in ("held", "in_flight", "written", "read", "write_seconds", "read_seconds"):
+                flat[f"{prefix}{tier.name}/{name}"] = getattr(tier, name)
+        return flat
