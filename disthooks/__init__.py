@@ -10,7 +10,7 @@ from disthooks.grads import sinks, stats
 from disthooks.grads.attach import Gradients, gradients
 from disthooks.grads.rules import ClipNorm, ClipValue, only
 from disthooks.grads.single import on_gradient
-from disthooks.saved.codecs import Cast
+from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
 from disthooks.saved.inplace import Saving, save_activations
 from disthooks.saved.pipeline import AtLeast, pipeline
 from disthooks.saved.report import SavedReport
@@ -30,12 +30,15 @@ __all__ = [
     "Cast",
     "ClipNorm",
     "ClipValue",
+    "Compact",
+    "Compress",
     "Functions",
     "Gradients",
     "OnCpu",
     "OnDevice",
     "OnDisk",
     "Plan",
+    "Quantize",
     "SaveToCpu",
     "SaveToDisk",
     "SaveWith",

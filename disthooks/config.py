@@ -5,8 +5,8 @@
     save:                       # a list: which modules, and where their saved tensors go
       - modules: "blocks.*"     # one pattern or a list of them
         at_least: 4 KiB         # optional
-        codecs: [{kind: Cast, dtype: bfloat16}]           # optional
-        store: {kind: OnDisk, directory: /scratch}
+        codecs: [{kind: Quantize, bits: 8}]               # optional; {kind: Cast, dtype: bfloat16}, ...
+        store: {kind: OnDisk, directory: /scratch}        # or {kind: Tiered, stores: [{kind: OnDevice, limit: 8 GiB}, ...]}
     watch:                      # the arguments of disthooks.gradients
       every: 50
       rules: [{kind: ClipNorm, max_norm: 1.0}]
@@ -41,11 +41,22 @@ from disthooks.saved import codecs
 from disthooks.saved.inplace import save_activations
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 from disthooks.saved.report import SavedReport
-from disthooks.saved.stores import cpu, disk
+from disthooks.saved.stores import cpu, disk, tiers
+from disthooks.saved.stores.base import Store
+
+
+def _tiered(stores: Sequence[Store]) -> tiers.Tiered:
+    return tiers.Tiered(*stores)
+
 
 _KINDS: dict[str, dict[str, Callable[..., Any]]] = {
-    "store": {"OnCpu": cpu.OnCpu, "OnDisk": disk.OnDisk},
-    "codec": {"Cast": codecs.Cast},
+    "store": {"OnCpu": cpu.OnCpu, "OnDevice": tiers.OnDevice, "OnDisk": disk.OnDisk, "Tiered": _tiered},
+    "codec": {
+        "Cast": codecs.Cast,
+        "Compact": codecs.Compact,
+        "Compress": codecs.Compress,
+        "Quantize": codecs.Quantize,
+    },
     "rule": {"ClipNorm": rules.ClipNorm, "ClipValue": rules.ClipValue, "only": rules.only},
     "stat": {"MaxAbs": stats.MaxAbs, "NonFinite": stats.NonFinite, "Norm": stats.Norm},
     "sink": {"Console": sinks.Console, "Jsonl": sinks.Jsonl},
@@ -243,6 +254,8 @@ def _value(key: str, value: Any, noun: str, where: str) -> Any:
         return dtype
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         return float(value)
+    if isinstance(value, list):
+        return [_value(key, each, noun, f"{where}.{i}") for i, each in enumerate(value)]
     return _maker(value, noun, where)() if isinstance(value, dict) and "kind" in value else value
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from disthooks._tensors import Layout
 from disthooks._torch import uncompiled
 from disthooks.errors import MutationError, StoreError
-from disthooks.saved.codecs import Codec
+from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Packed
 from disthooks.saved.region import Region
@@ -73,11 +73,31 @@ class InStore(Packed):
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tensors: tuple[torch.Tensor, ...] = (content,)
         self._spec: list[Any] = []
-        for codec in self._codecs:
+        for place, codec in enumerate(self._codecs):
             encoded = [codec.encode(tensor) for tensor in tensors]
+            if codec.lossy:
+                self._measure(place, codec, tensors, encoded)
             self._spec.append([(len(parts), spec) for parts, spec in encoded])
             tensors = tuple(part for parts, _ in encoded for part in parts)
         return tensors
+
+    def _measure(
+        self,
+        place: int,
+        codec: Codec,
+        tensors: Sequence[torch.Tensor],
+        encoded: Sequence[tuple[tuple[torch.Tensor, ...], Any]],
+    ) -> None:
+        """Note the error of ``codec``, at ``place``, for what it did not leave alone, once in a while."""
+        changed = [
+            (tensor, parts, spec)
+            for tensor, (parts, spec) in zip(tensors, encoded, strict=True)
+            if not (len(parts) == 1 and parts[0] is tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        ]
+        if changed and self.ledger.is_sampled(place):
+            with torch.no_grad():
+                for tensor, parts, spec in changed:
+                    self.ledger.count_error(repr(codec), relative_error(codec.decode(parts, spec), tensor))
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
         begin = time.perf_counter()
@@ -86,7 +106,7 @@ class InStore(Packed):
         for tensor in tensors:
             held.tickets.append(self._store.put(tensor))
             total += tensor.nbytes
-            moved += tensor.nbytes if self._store.moves(tensor) else 0
+            moved += tensor.nbytes if self._store.moves(tensor) or tensor.device != self.alias.device else 0
         self.ledger.count_put(total, moved, time.perf_counter() - begin)
         held.nbytes = total
         return held

@@ -8,6 +8,8 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
+
 from disthooks import memory
 from disthooks.saved.index import Index
 from disthooks.saved.report import SavedReport
@@ -38,6 +40,9 @@ class Ledger:
         self._pack_seconds = self._unpack_seconds = 0.0
         self._kept: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
+        self._lossy: collections.Counter[int] = collections.Counter()
+        self._errors: dict[str, float] = {}
+        self._unread: list[tuple[str, torch.Tensor]] = []
         self._held = 0
         self._released: collections.deque[int] = collections.deque()
         self._told = False
@@ -71,6 +76,17 @@ class Ledger:
         with self.lock:
             self._recast += nbytes
 
+    def is_sampled(self, place: int) -> bool:
+        """Whether to measure the error of what the codec at ``place`` changed now: the 1st, 2nd, 4th, 8th, ... time."""
+        with self.lock:
+            self._lossy[place] += 1
+            return self._lossy[place].bit_count() == 1
+
+    def count_error(self, codec: str, error: torch.Tensor) -> None:
+        """Keep the larger ``error``, a scalar, of ``codec``; it is not read before the report is."""
+        with self.lock:
+            self._unread.append((codec, error))
+
     def count_call(self) -> None:
         """One more call with the hooks on."""
         with self.lock:
@@ -102,6 +118,7 @@ class Ledger:
         """The figures as they stand, with those of the ``store`` if it is given."""
         with self.lock:
             self._settle()
+            self._read_errors()
             return SavedReport(
                 calls=self._calls,
                 stored=self._stored,
@@ -119,7 +136,15 @@ class Ledger:
                 tensors=self._tensors,
                 unreturned=memory.unreturned(),
                 tiers=() if store is None else store.report(),
+                errors=dict(self._errors),
             )
+
+    def _read_errors(self) -> None:
+        for device in {error.device for _, error in self._unread if error.is_cuda}:
+            torch.cuda.synchronize(device)  # each was computed on the stream of its tensor
+        for codec, error in self._unread:
+            self._errors[codec] = max(self._errors.get(codec, 0.0), float(error))
+        self._unread.clear()
 
     def _settle(self) -> None:
         while self._released:

@@ -1,0 +1,139 @@
+"""General compression of bytes, by libraries that are asked for by name."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from disthooks.errors import StoreError, UsageError
+from disthooks.saved.codecs.base import Codec, flat
+
+
+class _Spec(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Compress(Codec):
+    """Compress the bytes of a tensor, of any dtype, with Zstandard or LZ4. Lossless.
+
+    The libraries (``pip install 'disthooks[compress]'``) run outside of Python's lock, so threads compress side by
+    side. The bytes of a GPU's tensor are copied to the CPU, and what is stored stays there. A tensor that does not get
+    smaller is stored as it is.
+
+    Most activations are noise to such a library; masks, indices and the output of a ReLU are not
+    (``benchmarks/codecs.py``). It can stand behind another codec: ``Quantize(8), Compress("zstd")``.
+
+    Args:
+        library: ``"zstd"`` (smaller) or ``"lz4"`` (faster).
+        level: higher is smaller and slower. For zstd -100 to 22, by default 1; for lz4 -100 to 12, by default 0.
+
+    Raises:
+        UsageError: when it is another library, one that is not installed, or a level it does not have.
+        StoreError: in backward, when what the store gave back is no longer what was compressed.
+
+    >>> codec = Compress("zstd")
+    >>> tensors, spec = codec.encode(torch.zeros(1000))
+    >>> sum(t.nbytes for t in tensors) < 100, torch.equal(codec.decode(tensors, spec), torch.zeros(1000))
+    (True, True)
+    """
+
+    library: Literal["zstd", "lz4"] = "zstd"
+    level: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.library not in _LIBRARIES:
+            raise UsageError(f"Compress: library must be 'zstd' or 'lz4', got {self.library!r}")
+        most = 22 if self.library == "zstd" else 12
+        if self.level is not None and (type(self.level) is not int or not -100 <= self.level <= most):
+            raise UsageError(f"Compress: level of {self.library} must be from -100 to {most}, got {self.level!r}")
+        _imported(self.library)
+
+    def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], _Spec | None]:
+        """The compressed bytes (1-D, uint8, on the CPU), and shape, dtype and device; or the tensor and None."""
+        if not tensor.numel():
+            return (tensor,), None
+        content = flat(tensor).cpu().view(torch.uint8)
+        compressed = _LIBRARIES[self.library][0](_memory(content), self.level)
+        if len(compressed) >= content.numel():
+            return (tensor,), None
+        return (_tensor(compressed),), _Spec(tensor.shape, tensor.dtype, tensor.device)
+
+    def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec | None) -> torch.Tensor:
+        """The tensor, bit for bit, where it was."""
+        if spec is None:
+            return tensors[0]
+        content = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        compressed = tensors[0].cpu().contiguous()
+        try:
+            count = _LIBRARIES[self.library][1](_memory(compressed), _memory(content))
+        except Exception as error:  # each library has errors of its own
+            raise StoreError(f"{self!r}: {compressed.numel()} bytes cannot be decompressed: {error}") from error
+        if count != content.nbytes:
+            raise StoreError(f"{self!r}: decompressed {count} bytes of {content.nbytes}")
+        return content.to(spec.device)
+
+
+def _imported(library: str) -> Any:
+    try:
+        return importlib.import_module("zstandard" if library == "zstd" else "lz4.frame")
+    except ImportError as error:
+        raise UsageError(f"Compress({library!r}) needs a library: pip install 'disthooks[compress]'") from error
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous ``tensor`` on the CPU, which has to outlive the view; numpy is not needed for it."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    tensor = torch.empty(len(content), dtype=torch.uint8, device="cpu")
+    ctypes.memmove(tensor.data_ptr(), content, len(content))
+    return tensor
+
+
+_local = threading.local()  # compressors of zstd have megabytes of state, and serve one thread at a time
+
+
+def _zstd_compress(content: memoryview, level: int | None) -> bytes:
+    compressors: dict[int, Any] = _local.__dict__.setdefault("compressors", {})
+    level = 1 if level is None else level
+    if level not in compressors:
+        compressors[level] = _imported("zstd").ZstdCompressor(level=level)
+    compressed: bytes = compressors[level].compress(content)
+    return compressed
+
+
+def _zstd_decompress(compressed: memoryview, into: memoryview) -> int:
+    done = 0
+    with _imported("zstd").ZstdDecompressor().stream_reader(compressed) as reader:
+        while done < len(into) and (count := reader.readinto(into[done:])):
+            done += count
+        return done + len(reader.read(1))  # more than there should be is wrong too
+
+
+def _lz4_compress(content: memoryview, level: int | None) -> bytes:
+    lz4 = _imported("lz4")
+    compressed: bytes = lz4.compress(content, compression_level=level or 0, block_size=lz4.BLOCKSIZE_MAX4MB)
+    return compressed
+
+
+def _lz4_decompress(compressed: memoryview, into: memoryview) -> int:
+    content = _imported("lz4").decompress(compressed, return_bytearray=True)
+    if len(content) == len(into):
+        into[:] = content
+    return len(content)
+
+
+_LIBRARIES: dict[str, tuple[Callable[[memoryview, int | None], bytes], Callable[[memoryview, memoryview], int]]] = {
+    "zstd": (_zstd_compress, _zstd_decompress),
+    "lz4": (_lz4_compress, _lz4_decompress),
+}
