@@ -6,7 +6,7 @@
       - modules: "blocks.*"     # one pattern or a list of them
         at_least: 4 KiB         # optional
         codecs: [{kind: Quantize, bits: 8}]               # optional; {kind: Cast, dtype: bfloat16}, ...
-        store: {kind: OnDisk, directory: /scratch}        # or {kind: Tiered, stores: [{kind: OnDevice, limit: 8 GiB}, ...]}
+        store: {kind: OnDisk, directory: /scratch}        # {kind: Tiered, stores: [{kind: OnDevice, ...}, ...]}
     watch:                      # the arguments of disthooks.gradients
       every: 50
       rules: [{kind: ClipNorm, max_norm: 1.0}]

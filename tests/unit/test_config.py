@@ -66,7 +66,10 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
         ("saves: []", r"hooks\.yaml: saves is not known; did you mean 'save'\?"),
         ("save: [{modul: x, store: {kind: OnCpu}}]", r"save\.0\.modul is not known; did you mean 'modules'\?"),
         ("save: [{modules: x}]", r"save\.0\.store: field required"),
-        ("save: [{modules: x, store: {}}]", r"save\.0\.store has no kind; a store is one of OnCpu, OnDisk"),
+        (
+            "save: [{modules: x, store: {}}]",
+            r"save\.0\.store has no kind; a store is one of OnCpu, OnDevice, .* Tiered",
+        ),
         ("save: [{modules: x, store: {kind: OnDisc}}]", r"'OnDisc' is no store; did you mean 'OnDisk'\?"),
         ("save: [{modules: x, store: {kind: OnCpu, limits: 3}}]", r"limits is no argument .* did you mean 'limit'\?"),
         ("save: [{modules: x, store: {kind: OnCpu, limit: 12 potatoes}}]", "'12 potatoes' is not a number of bytes"),

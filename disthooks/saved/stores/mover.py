@@ -187,7 +187,10 @@ class Mover(Crew[Ticket]):
     def _say_failure(self) -> None:
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:
-            raise failed[1]
+            try:
+                raise failed[1]
+            finally:
+                del failed  # its traceback holds this frame: no cycle may stay
 
     def _lost(self, ticket: Ticket) -> None:
         self._finish(ticket, StoreError("a thread that moved a saved tensor has died"))
@@ -283,7 +286,6 @@ class Mover(Crew[Ticket]):
     # -- in the threads
 
     def _do(self, ticket: Ticket) -> None:
-        error: BaseException | None = None
         read = None
         try:
             if ticket.state != WRITING:
@@ -291,10 +293,12 @@ class Mover(Crew[Ticket]):
             else:
                 with self.traffic.writing.one():
                     self._transfer.write(ticket)
-        except BaseException as found:
-            error = found
-        with self._lock:
-            self._finish(ticket, error, read)
+        except BaseException as error:
+            with self._lock:
+                self._finish(ticket, error)
+        else:
+            with self._lock:
+                self._finish(ticket, None, read)
         ticket.arena.shrink(keep_peak=True)
         if self.traffic.written > _MEASURE_FROM and ticket.arena.measured is None:
             with contextlib.suppress(StoreError):

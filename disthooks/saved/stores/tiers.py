@@ -172,17 +172,17 @@ class Tiered(Store):
 
     def _place(self, placed: _Placed, tensor: torch.Tensor, first: int) -> None:
         """Put ``tensor`` into tier ``first``, or the next one that takes it."""
-        error: StoreError | None = None
+        why = ""  # not the error: its traceback would hold what this frame holds, in a cycle
         for tier in range(first, len(self.stores)):
             try:
                 placed.ticket = self._put_at(tier, tensor)
-            except StoreError as found:
-                error = found
+            except StoreError as error:
+                why = str(error)
                 continue
             placed.tier = tier
             self._queues[tier].append(weakref.ref(placed))
             return
-        raise StoreError(f"{self!r}: the last tier is full, or failed: {error}", wanted=tensor.nbytes) from error
+        raise StoreError(f"{self!r}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
     def _put_at(self, tier: int, tensor: torch.Tensor) -> Any:
         """A ticket of one tier; StoreError when there is no way to make room there."""
