@@ -61,6 +61,8 @@ class InStore(Packed):
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
         content = self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED)
+        if self.volatile:
+            content = content.clone()  # a store may take its time
         parts = self._encode(content) if self._codecs else (content,)
         if self._codecs and len(parts) == 1 and parts[0] is content and not self._store.moves(content):
             self.ledger.count_kept("in place", self.nbytes)  # no codec took it, and the store is where it is

@@ -159,7 +159,7 @@ class Frame:
             if packed is not None and packed.owner() is owner and not alone:
                 return self._shared(tensor, part, packed, layout)
             packed = self._made(part.detach(), storage, weight, region, layout, small)
-            packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
+            packed.owner, packed.constant, packed.volatile = weakref.ref(owner), is_constant(owner), alone or call > 0
             self._ledger.index.add(key, packed)
             if region is None and part is tensor and type(packed) is InStore and not (call or alone):
                 self._ledger.index.see(owner, packed)

@@ -90,6 +90,7 @@ class Packed(ABC):
         "taken",
         "undecided",
         "version",
+        "volatile",
         "where",
     )
 
@@ -114,6 +115,7 @@ class Packed(ABC):
         self._loaded: torch.cuda.Event | None = None
         self.taken = self.changed = self.undecided = False
         self.any_dtype = True  # whether the contents are bits, whatever they mean
+        self.volatile = False  # whether it may be changed uncounted while it is in memory
         self.constant = False  # whether no gradient flows to what was saved
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
         self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
+import threading
 
 import pytest
 import torch
@@ -159,3 +161,18 @@ def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() ->
     (packed,) = {reference() for reference in saved._site.ledger.index._packed.values()} - {None}
     assert len(packed.handles) <= 130
     stays.sum().backward()
+
+
+def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves, as attacks write them, and constant vectors, as batch norm does; also while they wait to be written."""
+    go_on, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    store = dh.OnDisk(tmp_path)
+    for tensor in (torch.ones(64, 64, requires_grad=True), torch.ones(4096)):
+        go_on.clear()
+        with dh.saving(ALL, store):
+            node = Reads.apply(torch.ones(1, requires_grad=True), tensor).grad_fn
+        tensor.data.mul_(2)
+        go_on.set()
+        store.wait()
+        assert torch.equal(node.saved_tensors[0], torch.ones_like(tensor))

@@ -64,6 +64,9 @@ class StoreReport:
 
     Bytes unless it says seconds, or bytes a second.
 
+    >>> print(StoreReport("OnDisk('/tmp')", held=4096, limit=2**30))
+    OnDisk('/tmp'): holds 4.0 KiB of 1.0 GiB
+
     Attributes:
         name: the store, as it was made.
         held: in it now; those in flight too.
