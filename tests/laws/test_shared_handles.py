@@ -35,8 +35,10 @@ class Reads(torch.autograd.Function):
 
 def test_a_function_that_reads_twice_loads_once(tmp_path: pathlib.Path) -> None:
     x, factor = (torch.full((64, 64), value, requires_grad=True) for value in (1.0, 3.0))
-    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+    store = dh.OnDisk(tmp_path)
+    with dh.saving(store) as saved:
         y = Reads.apply(x, factor)
+    store.wait()  # while it is in memory, it is found there
     for count in (1, 2):
         x.grad = None
         y.sum().backward(retain_graph=True)
