@@ -13,7 +13,7 @@ endif
 ARGS ?=
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-full test-gpu bench bench-overhead bench-gpu lint type fmt clean
+.PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gpu lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
@@ -28,11 +28,16 @@ test-full: $(READY)
 test-gpu: $(READY)
 	$(RUN) -m pytest -m gpu $(ARGS)
 
+# Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.
 bench: $(READY)
-	$(RUN) benchmarks/disk.py $(ARGS)
+	$(RUN) benchmarks/disk.py --model transformer $(ARGS)
+	$(RUN) benchmarks/disk.py --model resnet152 $(ARGS)
 
 bench-overhead: $(READY)
 	$(RUN) benchmarks/overhead.py $(ARGS)
+
+bench-threshold: $(READY)
+	$(RUN) benchmarks/threshold.py $(ARGS)
 
 bench-gpu: $(READY)
 	$(RUN) benchmarks/disk.py --device cuda $(ARGS)
