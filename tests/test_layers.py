@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "saved.stores.arena": (1, "saved", 1),
     "saved.stores.ticket": (1, "saved", 2),
     "saved.stores.crew": (1, "saved", 0),
+    "saved.stores.ahead": (1, "saved", 2),
     "saved.stores.mover": (1, "saved", 3),
     "saved.stores.cpu": (1, "saved", 1),
     "saved.stores.disk": (1, "saved", 4),

@@ -101,8 +101,8 @@ class Buffers:
             idle -= len(block)
 
 
-def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous CPU tensor at the front of a lease, which lives as long as the tensor's storage.
+def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """A contiguous CPU tensor at ``offset`` in a lease, which lives as long as the tensor's storage.
 
     >>> pool = Buffers(keep=1 << 20)
     >>> x = tensor_over(pool.lease(12), torch.Size([3]), torch.float32).fill_(2)
@@ -114,7 +114,7 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tens
     True
     """
     nbytes = shape.numel() * dtype.itemsize
-    flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
+    flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=offset)
     return flat.view(dtype).view(shape).data  # no view of another
 
 

@@ -7,24 +7,26 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from disthooks.errors import StoreError
+from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
-from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Ticket, Transfer
+from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer
 from disthooks.saved.stores.traffic import StoreReport
 
-_WINDOW = 32  # tickets: backward leaves the expected order by a few, so more would only cost time
+_SMALL = 256 << 10  # bytes: smaller ones are joined
+_JOINED = 1 << 20  # bytes of small ones that are worth a write
 _MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 
 
-class Mover(Crew[Ticket]):
+class Mover(Crew[Slab | list[Ticket]]):
     """Moves tensors between memory and arenas, beside the computation.
 
     A tensor that is put is held until it is written; when more than ``budget`` bytes are, ``put`` waits. Who wants
@@ -47,10 +49,11 @@ class Mover(Crew[Ticket]):
         self._own = threading.local()  # the stream of each thread that puts
         self._turns = itertools.cycle(arenas)
         self._writes: collections.deque[Ticket] = collections.deque()
-        self._reads: collections.deque[Ticket] = collections.deque()
-        self._ahead: dict[Ticket, None] = {}  # read ahead of need or to be, the oldest first
+        self._reads: collections.deque[Slab] = collections.deque()
+        self._ahead = Ahead(budget, self.traffic)
         self._dropped: collections.deque[Ticket] = collections.deque()
         self._flying = 0  # bytes put and not written
+        self._uncalled = 0  # of those, bytes for which no thread was called yet
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
         super().__init__(threads)
 
@@ -75,13 +78,14 @@ class Mover(Crew[Ticket]):
             while self._flying and self._flying + tensor.nbytes > self.budget and self._failed is None:
                 self._wait()
             self._say_failure()
-            ticket = Ticket(tensor, device, next(self._turns), self._stream())
+            ticket = Ticket(tensor, device, self._stream())
             ticket.stream.put(ticket)
             try:
                 self._flying += ticket.nbytes
                 self._writes.append(ticket)
-                self.traffic.put += ticket.nbytes
-                self._call_for_work()
+                self._uncalled += ticket.nbytes
+                if self._uncalled >= min(_JOINED, self.budget):
+                    self._call_for_work()
             except BaseException:
                 self.drop(ticket)  # nobody will
                 raise
@@ -99,34 +103,27 @@ class Mover(Crew[Ticket]):
             self._settle()
             self._say_failure()
             ticket.stream.read(ticket)
-            if ticket in self._reads:  # no thread has begun yet: this one can
-                self._reads.remove(ticket)
-                self._not_ahead(ticket)
-            self._read_on_from(ticket)
-            while ticket.reading:
-                self._wait()
-            ahead, held = ticket.ahead, ticket.tensor
-            if ahead is not None:
-                self._not_ahead(ticket)
-                self.traffic.ahead += ticket.nbytes
-            elif held is not None:
-                self.traffic.from_memory += ticket.nbytes
+            self._have_read(self._ahead.after(ticket))
+            found = self._in_memory(ticket)
+        while found is None:
+            self._read_for(ticket)
+            with self._lock:
+                found = self._in_memory(ticket)
         self._settle_late()
-        if ahead is not None:
-            return ahead
-        return held if held is not None else self._read(ticket)
+        return found
 
     def prefetch(self, ticket: Ticket) -> None:
         """``ticket`` will be wanted soon."""
         with self._lock:
             self._settle()
-            self._read_ahead(ticket, {ticket})
+            slab = self._ahead.one(ticket, {ticket})
+            self._have_read([] if slab is None else [slab])
         self._settle_late()
 
     def drop(self, ticket: Ticket) -> None:
         """``ticket`` is not wanted any more; called from destructors, so it waits for nothing."""
         ticket.dropped = True
-        ticket.tensor = ticket.ahead = None
+        ticket.tensor = ticket.ahead = None  # the memory goes at once
         self._dropped.append(ticket)
         self._settle_late()
 
@@ -173,9 +170,22 @@ class Mover(Crew[Ticket]):
             why_buffered="; ".join(sorted({arena.why_buffered for arena in self.arenas} - {""})),
         )
 
-    def _read(self, ticket: Ticket) -> torch.Tensor:
-        with self.traffic.reading.one():
-            return self._transfer.read(ticket)
+    def _read_for(self, ticket: Ticket) -> None:
+        """Read the slab of ``ticket`` in this thread; or, when another one is at it, wait a while for that."""
+        me = threading.current_thread()
+        tensors: list[tuple[Ticket, torch.Tensor]] = []
+        try:
+            with self._lock:
+                slab = self._claim(ticket, me)
+                if slab is None:
+                    self._wait()
+            if slab is not None:
+                with self.traffic.reading.one():
+                    tensors = self._transfer.read(slab)
+        finally:  # an interrupt may come anywhere: who is at it is in the slab
+            with self._lock:
+                if ticket.slab is not None and ticket.slab.reader is me:
+                    self._was_read(ticket.slab, tensors)
 
     # -- under the lock
 
@@ -192,15 +202,41 @@ class Mover(Crew[Ticket]):
             finally:
                 del failed  # its traceback holds this frame: no cycle may stay
 
-    def _lost(self, ticket: Ticket) -> None:
-        self._finish(ticket, StoreError("a thread that moved a saved tensor has died"))
+    def _lost(self, job: Slab | list[Ticket]) -> None:
+        if isinstance(job, Slab):
+            self._was_read(job, [])
+        else:
+            self._was_written(job, StoreError("a thread that moved a saved tensor has died"))
+
+    def _in_memory(self, ticket: Ticket) -> torch.Tensor | None:
+        """The tensor of ``ticket``, if it is in memory, for one who wants it now."""
+        if ticket.ahead is not None:
+            ahead = ticket.ahead
+            self._ahead.remove(ticket)
+            return ahead
+        if ticket.tensor is not None:
+            self.traffic.from_memory += ticket.nbytes
+        return ticket.tensor
+
+    def _claim(self, ticket: Ticket, reader: threading.Thread) -> Slab | None:
+        """The slab of ``ticket`` for ``reader`` to read, or None when another thread is at it."""
+        slab = ticket.slab
+        if slab is None or ticket.ahead is not None:
+            return None
+        if ticket.reading:
+            if slab not in self._reads:
+                return None
+            self._reads.remove(slab)
+        slab.reader = reader
+        for member in slab.members:
+            member.reading = not member.dropped
+        return slab
 
     def _settle(self) -> None:
         while self._dropped:
             ticket = self._dropped.popleft()
             ticket.stream.drop()
-            if not ticket.reading:
-                self._not_ahead(ticket)
+            self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there
                 self._flying -= ticket.nbytes
@@ -211,9 +247,12 @@ class Mover(Crew[Ticket]):
             self._flying = 0  # whatever an interrupt left it at
 
     def _let_go(self, ticket: Ticket) -> None:
-        if ticket.dropped and not ticket.reading and ticket.extent is not None:
-            ticket.arena.free(ticket.extent)
-            ticket.extent = None
+        slab = ticket.slab
+        if ticket.dropped and not ticket.reading and slab is not None:
+            ticket.slab = None
+            slab.live -= 1
+            if not slab.live:
+                slab.arena.free(slab.extent)
 
     def _settle_late(self) -> None:
         """Settle what was dropped while another held the lock, so that it could not be settled then."""
@@ -223,83 +262,82 @@ class Mover(Crew[Ticket]):
             finally:
                 self._lock.release()
 
-    def _read_on_from(self, ticket: Ticket) -> None:
-        """Have those read that come after ``ticket``, as many as fit; others that were read make room for them."""
-        wanted: dict[Ticket, None] = {}  # in order
-        room = self.budget
-        for other in itertools.islice(cast("Iterator[Ticket]", ticket.stream.after(ticket)), _WINDOW):
-            room -= other.nbytes
-            if room < 0 and wanted:
-                break
-            wanted[other] = None
-        for other in wanted:
-            self._read_ahead(other, {ticket, *wanted})
+    def _have_read(self, slabs: Sequence[Slab]) -> None:
+        for slab in slabs:
+            self._reads.append(slab)
+            self._call_for_work()
 
-    def _read_ahead(self, ticket: Ticket, wanted: set[Ticket]) -> None:
-        if ticket.state != WRITTEN or ticket.dropped or ticket in self._ahead:
-            return
-        used = sum(other.nbytes for other in self._ahead)
-        for other in [other for other in self._ahead if other.ahead is not None and other not in wanted]:
-            if used + ticket.nbytes <= self.budget:
-                break
-            self._not_ahead(other)
-            used -= other.nbytes
-            self.traffic.in_vain += other.nbytes
-        if used and used + ticket.nbytes > self.budget:
-            return
-        ticket.reading = True
-        self._ahead[ticket] = None
-        self._reads.append(ticket)
-        self._call_for_work()
-
-    def _not_ahead(self, ticket: Ticket) -> None:
-        ticket.reading, ticket.ahead = False, None
-        self._ahead.pop(ticket, None)
-
-    def _next(self) -> Ticket | None:
+    def _next(self) -> Slab | list[Ticket] | None:
         if self._reads:
             return self._reads.popleft()
-        while self._writes:
+        found: list[Ticket] = []
+        total = 0
+        while self._writes and total < _JOINED:
+            if found and self._writes[0].nbytes > _SMALL:
+                break
             ticket = self._writes.popleft()
             if ticket.state == QUEUED:
                 ticket.state = WRITING
-                return ticket
-        return None
+                found.append(ticket)
+                total += ticket.nbytes
+                if ticket.nbytes > _SMALL:
+                    break
+        self._uncalled = 0
+        return found or None
 
-    def _finish(self, ticket: Ticket, error: BaseException | None, read: torch.Tensor | None = None) -> None:
-        """``ticket`` was moved, or not; an error in reading ahead is found again by who wants it."""
-        if ticket.state == WRITING:
+    def _was_written(self, tickets: Sequence[Ticket], error: BaseException | None) -> None:
+        for ticket in tickets:
             self._flying -= ticket.nbytes
             ticket.state = WRITTEN if error is None else FAILED
-            if error is None:
+            if error is None and ticket.slab is not None:
                 ticket.tensor = None
-            elif not ticket.dropped:
+            elif error is not None and not ticket.dropped:
                 self._failed = self._failed or (ticket, error)
-        else:
+            self._let_go(ticket)
+        self._done.notify_all()
+
+    def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor]]) -> None:
+        """An error of reading ahead is found again by who wants it."""
+        slab.reader = None
+        for ticket in slab.members:
             ticket.reading = False
-            ticket.ahead = None if ticket.dropped else read
+        for ticket, tensor in tensors:
+            if not ticket.dropped and ticket.tensor is None:
+                ticket.ahead = tensor
+                self._ahead.add(ticket)
+        for ticket in slab.members:
             if ticket.ahead is None:
-                self._ahead.pop(ticket, None)
-        self._let_go(ticket)
+                self._ahead.remove(ticket)
+            self._let_go(ticket)
         self._done.notify_all()
 
     # -- in the threads
 
-    def _do(self, ticket: Ticket) -> None:
-        read = None
+    def _do(self, job: Slab | list[Ticket]) -> None:
+        if isinstance(job, Slab):
+            self._read_ahead(job)
+        else:
+            self._write(job)
+
+    def _read_ahead(self, slab: Slab) -> None:
+        tensors: list[tuple[Ticket, torch.Tensor]] = []
+        with contextlib.suppress(BaseException), self.traffic.reading.one():
+            tensors = self._transfer.read(slab)
+        with self._lock:
+            self._was_read(slab, tensors)
+
+    def _write(self, job: list[Ticket]) -> None:
+        arena = next(self._turns)
         try:
-            if ticket.state != WRITING:
-                read = self._read(ticket)
-            else:
-                with self.traffic.writing.one():
-                    self._transfer.write(ticket)
+            with self.traffic.writing.one():
+                self._transfer.write(job, arena)
         except BaseException as error:
             with self._lock:
-                self._finish(ticket, error)
+                self._was_written(job, error)
         else:
             with self._lock:
-                self._finish(ticket, None, read)
-        ticket.arena.shrink(keep_peak=True)
-        if self.traffic.written > _MEASURE_FROM and ticket.arena.measured is None:
+                self._was_written(job, None)
+        arena.shrink(keep_peak=True)
+        if self.traffic.written > _MEASURE_FROM and arena.measured is None:
             with contextlib.suppress(StoreError):
-                ticket.arena.measure(self._transfer.buffers)
+                arena.measure(self._transfer.buffers)

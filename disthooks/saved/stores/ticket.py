@@ -6,7 +6,8 @@ import ctypes
 import os
 import threading
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,44 +19,57 @@ from disthooks.saved.stores.traffic import Traffic
 if TYPE_CHECKING:
     from disthooks.saved.stores.prefetch import Stream
 
+_ALIGN = 64  # bytes between the beginnings of joined tensors, as torch aligns them
 QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 
 
 class Ticket:
-    """One stored tensor: in memory until it is written, then in the arena, and for a while in memory again."""
+    """One stored tensor: in memory until it is written, then in a slab, and for a while in memory again."""
 
     __slots__ = (
         "ahead",
-        "arena",
         "checksum",
         "device",
         "dropped",
         "dtype",
-        "extent",
         "nbytes",
+        "offset",
         "position",
         "reading",
         "shape",
+        "slab",
         "state",
         "stream",
         "tensor",
     )
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device, arena: Arena, stream: Stream) -> None:
+    def __init__(self, tensor: torch.Tensor, device: torch.device, stream: Stream) -> None:
         self.tensor: torch.Tensor | None = tensor  # until it is written
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
-        self.arena, self.stream = arena, stream
+        self.stream = stream
         self.state = QUEUED
-        self.extent: Extent | None = None
+        self.slab: Slab | None = None
+        self.offset = 0  # in the slab
         self.checksum = 0
         self.dropped = False
-        self.reading = False  # or waiting to be read, by a thread, ahead of need
-        self.ahead: torch.Tensor | None = None  # what was read ahead of need
+        self.reading = False  # somebody is to read it
+        self.ahead: torch.Tensor | None = None  # what was read
         self.position = 0
 
 
+class Slab:
+    """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
+
+    __slots__ = ("arena", "extent", "live", "members", "reader")
+
+    def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
+        self.arena, self.extent, self.members = arena, extent, members
+        self.live = len(members)
+        self.reader: threading.Thread | None = None  # who wants a member at once, and reads it all
+
+
 class Transfer:
-    """Moves the bytes of a ticket.
+    """Moves the bytes of tickets.
 
     Args:
         checksum: keep a CRC-32 of what is written, and compare it with that of what is read.
@@ -68,81 +82,105 @@ class Transfer:
         self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
         self._own = threading.local()
 
-    def write(self, ticket: Ticket) -> None:
-        """Write the tensor of ``ticket`` to a new extent, the ticket's from then on; after an error there is none.
+    def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
+        """Write the tensors of ``tickets`` to a new slab; after an error there is none.
 
         Raises:
-            StoreError: when the system does not take it, or its memory was taken away meanwhile.
+            StoreError: when the system does not take it, or the memory of one was taken away meanwhile.
         """
-        tensor = ticket.tensor
-        if tensor is None or not tensor.nbytes:  # it was dropped in this moment, or there is nothing to write
+        # Those that were dropped in this moment have none.
+        held = [(ticket, tensor) for ticket in tickets if (tensor := ticket.tensor) is not None and tensor.nbytes]
+        if not held:
             return
-        arena, extent = ticket.arena, ticket.arena.allocate(tensor.nbytes)
-        try:
-            _check_memory(ticket, tensor)
+        end = 0
+        for ticket, tensor in held:
+            ticket.offset = -(-end // _ALIGN) * _ALIGN
+            end = ticket.offset + ticket.nbytes
+            _check_memory(tensor, arena)
             if self._checksum:
                 ticket.checksum = zlib.crc32(memory_of(tensor))
-            if arena.direct:
-                self._write_aligned(arena, extent.offset, tensor)
-            else:
-                arena.write(memory_of(tensor), extent.offset)
-            _check_memory(ticket, tensor)
+        extent = arena.allocate(end)
+        try:
+            self._write_at(arena, extent.offset, held, end)
+            for _, tensor in held:
+                _check_memory(tensor, arena)
         except BaseException:
             arena.free(extent)
             raise
-        ticket.extent = extent
-        self.traffic.written += tensor.nbytes
+        slab = Slab(arena, extent, [ticket for ticket, _ in held])
+        for ticket in slab.members:
+            ticket.slab = slab
+            self.traffic.written += ticket.nbytes
+
+    def _write_at(self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int) -> None:
+        if len(held) > 1:
+            self._write_joined(arena, offset, held, nbytes)
+        elif arena.direct:
+            self._write_aligned(arena, offset, held[0][1])
+        else:
+            arena.write(memory_of(held[0][1]), offset)
+
+    def _write_joined(
+        self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+    ) -> None:
+        staging = self._staging()
+        address = ctypes.addressof(staging)
+        for ticket, tensor in held:
+            ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
+        arena.write(memoryview(staging).cast("B")[: _pages(nbytes)], offset)
 
     def _write_aligned(self, arena: Arena, offset: int, tensor: torch.Tensor) -> None:
         """Through memory of this thread's own: torch's tensors do not begin at a page."""
-        staging = getattr(self._own, "staging", None)
-        if staging is None:
-            staging = self._own.staging = self.buffers.lease(CHUNK)
+        staging = self._staging()
         memory = memoryview(staging).cast("B")
         for start in range(0, tensor.nbytes, CHUNK):
             count = min(CHUNK, tensor.nbytes - start)
             ctypes.memmove(staging, tensor.data_ptr() + start, count)
             arena.write(memory[: _pages(count)], offset + start)
 
-    def read(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor of a written ticket, in memory that is used again when nobody uses it any more.
+    def _staging(self) -> Any:
+        if not hasattr(self._own, "staging"):
+            self._own.staging = self.buffers.lease(CHUNK)
+        return self._own.staging
+
+    def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor]]:
+        """The tensors of a slab that are still wanted, in memory that is used again when nobody uses any of them.
 
         Raises:
             StoreError: when it cannot be read, or is not what was written.
         """
-        if not ticket.nbytes:
-            return torch.empty(ticket.shape, dtype=ticket.dtype, device="cpu")
-        arena, extent = ticket.arena, ticket.extent
-        assert extent is not None
+        arena = slab.arena
         if arena.process != os.getpid():
             raise StoreError(
                 f"OnDisk({arena.directory!r}): process {arena.process} stored this tensor, and {os.getpid()} is a fork "
                 "of it: its file may be written meanwhile. Run the backward in the process that ran the forward",
                 path=arena.directory,
             )
+        wanted = [ticket for ticket in slab.members if not ticket.dropped]
+        if not wanted:
+            return []
+        begin = wanted[0].offset // PAGE * PAGE
+        nbytes = wanted[-1].offset + wanted[-1].nbytes - begin
         try:
-            lease = self.buffers.lease(ticket.nbytes)
+            lease = self.buffers.lease(nbytes)
         except OSError as error:
-            raise arena.error("no memory to read into", error, ticket.nbytes) from error
+            raise arena.error("no memory to read into", error, nbytes) from error
         memory = memoryview(lease).cast("B")
-        arena.read(
-            memory[: _pages(ticket.nbytes)] if arena.direct else memory[: ticket.nbytes], extent.offset, ticket.nbytes
-        )
-        if self._checksum and zlib.crc32(memory[: ticket.nbytes]) != ticket.checksum:
-            raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
-        self.traffic.read += ticket.nbytes
-        return tensor_over(lease, ticket.shape, ticket.dtype)
+        arena.read(memory[: _pages(nbytes)] if arena.direct else memory[:nbytes], slab.extent.offset + begin, nbytes)
+        for ticket in wanted:
+            start = ticket.offset - begin
+            if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:
+                raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
+            self.traffic.read += ticket.nbytes
+        return [(ticket, tensor_over(lease, ticket.shape, ticket.dtype, ticket.offset - begin)) for ticket in wanted]
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _check_memory(ticket: Ticket, tensor: torch.Tensor) -> None:
+def _check_memory(tensor: torch.Tensor, arena: Arena) -> None:
     last = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.untyped_storage().nbytes() < last:
-        raise ticket.arena.error(
-            f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written",
-            None,
-            last,
-        )
+        what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
+        raise arena.error(what, None, last)

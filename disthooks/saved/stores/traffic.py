@@ -47,7 +47,6 @@ class Busy:
 class Traffic:
     """Bytes through the threads of a store; those of a :class:`StoreReport`."""
 
-    put: int = 0
     written: int = 0
     never_written: int = 0
     from_memory: int = 0
