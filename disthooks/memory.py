@@ -50,7 +50,8 @@ def reset_peak_resident() -> bool:
 def peak_resident() -> int:
     """The largest resident memory of this process, in bytes, since its start or the last reset.
 
-    >>> peak_resident() >= resident() > 2**20
+    >>> now = resident()
+    >>> peak_resident() >= now > 2**20
     True
     """
     return _status("VmHWM")

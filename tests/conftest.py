@@ -12,6 +12,11 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent / folder) for folder in ("rank
 
 from harness import Ranks  # noqa: E402
 
+import disthooks as dh  # noqa: E402
+
+# The models of the tests are small: what they save has to go to disk all the same (harness.py has the same line).
+dh.OnDisk.worth = 4096
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:

@@ -150,7 +150,7 @@ sys.meta_path.insert(0, Refuse())
 import torch, tempfile
 before = set(sys.modules)
 import disthooks as dh
-x = torch.ones(64, 64, requires_grad=True)
+x = torch.ones(256, 256, requires_grad=True)
 with dh.saving(dh.OnDisk(tempfile.gettempdir())) as saved:
     y = x.exp().sum()
 y.backward()

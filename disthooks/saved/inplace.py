@@ -64,7 +64,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     >>> from disthooks import OnDisk
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     >>> with save_activations(model, nn.Linear, OnDisk("/tmp")) as saving:
-    ...     model(torch.ones(32, 64)).sum().backward()
+    ...     model(torch.ones(512, 64)).sum().backward()
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """

@@ -9,10 +9,6 @@ from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.stores.base import Functions, Store
 
-#: Smaller tensors are kept unless a pipeline says otherwise. A page: of ResNet-18's 100 saved tensors 40 are
-#: smaller, and together they are 0.04 MB.
-SMALL = 4096
-
 
 @dataclass(frozen=True)
 class AtLeast:
@@ -64,7 +60,8 @@ Stage = AtLeast | Codec | Store
 def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     """Chain ``AtLeast`` (at most one), codecs (any number) and a store (exactly one), in this order.
 
-    Without ``AtLeast``, tensors under 4 KiB are kept; in front of ``Functions``, none.
+    Without ``AtLeast``, tensors that the store is not worth its while for (``store.worth``) are kept: under 64 KiB for
+    ``OnDisk``, under 4 KiB for others, none for ``Functions``.
 
     Raises:
         UsageError: when the order is another, a store is missing, or a codec stands before ``Functions``,
@@ -89,8 +86,7 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
         raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; the order is AtLeast, codecs, one store")
     if codecs and isinstance(store, Functions):
         raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
-    default = 0 if isinstance(store, Functions) else SMALL
-    return Pipeline(gate.nbytes if isinstance(gate, AtLeast) else default, codecs, store)
+    return Pipeline(gate.nbytes if isinstance(gate, AtLeast) else store.worth, codecs, store)
 
 
 def _shown(stages: tuple[object, ...]) -> str:

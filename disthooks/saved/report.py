@@ -9,7 +9,7 @@ from typing import Any
 from disthooks._tensors import format_bytes
 from disthooks.saved.stores.traffic import StoreReport
 
-_WORTH = 16 << 10  # bytes: below, a tensor costs more than twice as much a byte as a large one (benchmarks)
+_WORTH = 64 << 10  # bytes: below, most of the time goes to the tensor and not to its bytes (benchmarks/threshold.py)
 _MUCH = 0.1  # seconds of waiting that are worth a word
 
 
@@ -108,6 +108,11 @@ class SavedReport:
     def advice(self) -> list[str]:
         """What to change, in plain words; empty when there is nothing to say."""
         found = []
+        if self.calls and not self.stored and self.kept_by.get("small"):
+            found.append(
+                f"nothing was stored: {format_bytes(self.kept_by['small'])} are in tensors too small to be worth it; "
+                "AtLeast(0) stores them all the same"
+            )
         waited = self.pack_seconds + self.unpack_seconds
         if self.tensors and self.moved < self.tensors * _WORTH and waited > 0:
             found.append(

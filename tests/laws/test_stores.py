@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pathlib
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -132,3 +134,31 @@ def test_from_a_gpu_and_back(make: object) -> None:
     store.drop(ticket)
     with pytest.raises(StoreError, match="full"):
         store.put(torch.empty(1 << 20, device="cuda"))
+
+
+def test_what_each_store_is_worth(tmp_path: pathlib.Path) -> None:
+    """The defaults, in a process of their own: the tests set another one for the disk."""
+    script = """
+import sys, torch, disthooks as dh
+for size in (64, 127, 128, 256):
+    x = torch.ones(size, 128, requires_grad=True)
+    with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
+        y = x.exp()
+    print(size, saved.report().stored, saved.report().kept_by)
+print(saved.report().advice())
+with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
+    torch.ones(64, requires_grad=True).exp()
+print(saved.report())
+print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).worth, dh.OnCpu().worth)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[:4] == [
+        "64 0 {'small': 32768}",
+        "127 0 {'small': 65024}",
+        "128 65536 {}",
+        "256 131072 {}",
+    ]
+    assert "nothing was stored: 256 B are in tensors too small" in done.stdout
+    assert done.stdout.splitlines()[-1] == "65536 4096"

@@ -35,6 +35,9 @@ def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.
     import torch
     import torch.distributed as dist
 
+    import disthooks as dh
+
+    dh.OnDisk.worth = 4096  # as in conftest.py
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     while True:

@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,7 +23,12 @@ class Store(ABC):
     Subclass it as a frozen dataclass to add a place. A store is shared by threads and by attachments; what
     changes lives in its tickets, or behind a lock. ``drop`` is called from destructors: in any thread, at any
     moment, so it must not wait.
+
+    Attributes:
+        worth: bytes under which a tensor is kept where it is, unless a pipeline says otherwise (``AtLeast``).
     """
+
+    worth: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> Any:
@@ -93,6 +98,7 @@ class Functions(Store):
     tensor([6.])
     """
 
+    worth: ClassVar[int] = 0
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 

@@ -111,6 +111,7 @@ class Tiered(Store):
         if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
             raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
         object.__setattr__(self, "stores", stores)
+        object.__setattr__(self, "worth", max(store.worth for store in stores))
         object.__setattr__(self, "_queues", tuple(collections.deque() for _ in stores))
         object.__setattr__(self, "_broken", set())
 
