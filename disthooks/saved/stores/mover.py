@@ -104,6 +104,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._say_failure()
             ticket.stream.read(ticket)
             self._have_read(self._ahead.after(ticket))
+            self.traffic.ahead += 0 if ticket.ahead is None else ticket.nbytes
             found = self._in_memory(ticket)
         while found is None:
             self._read_for(ticket)

@@ -32,6 +32,7 @@ class Stream:
         self._tickets: list[Ordered] = []
         self._live = 0
         self._reads: dict[int, None] = {}  # positions in the order of their first read
+        self._passed: set[int] = set()  # those that this backward has read
         self._count = -1  # how many were put the last time
         self._order: Sequence[int] = ()
         self._rank: dict[int, int] = {}
@@ -43,12 +44,16 @@ class Stream:
             for i, other in enumerate(self._tickets):
                 other.position = i
             self._reads, self._count = {}, -1
+            self._passed.clear()
         ticket.position = len(self._tickets)
         self._tickets.append(ticket)
         self._live += 1
 
     def read(self, ticket: Ordered) -> None:
-        """``ticket`` is wanted."""
+        """``ticket`` is wanted; a second time, when another backward begins."""
+        if ticket.position in self._passed:
+            self._passed.clear()
+        self._passed.add(ticket.position)
         self._reads[ticket.position] = None
 
     def drop(self) -> None:
@@ -59,6 +64,7 @@ class Stream:
                 self._count, self._order = len(self._tickets), tuple(self._reads)
                 self._rank = {position: i for i, position in enumerate(self._order)}
             self._tickets, self._reads = [], {}
+            self._passed.clear()
 
     def after(self, ticket: Ordered) -> Iterator[Ordered]:
         """Those that will be wanted after ``ticket``, the next one first."""
@@ -66,5 +72,5 @@ class Stream:
         positions = range(ticket.position - 1, -1, -1) if rank is None else self._order[rank + 1 :]
         for position in positions:
             other = self._tickets[position]
-            if not other.dropped:
+            if not other.dropped and position not in self._passed:
                 yield other
