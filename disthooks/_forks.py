@@ -33,15 +33,16 @@ def care_for(one: Forked) -> None:
 
 def _before() -> None:
     _lock.acquire()
-    _held[:] = list(_all)
-    for one in _held:
+    for one in list(_all):
         one.fork_lock.__enter__()
+        _held.append(one)
 
 
 def _after() -> None:
-    for one in _held:
-        one.fork_lock.__exit__(None, None, None)
-    _held.clear()
+    while _held:
+        with contextlib.suppress(RuntimeError):  # an interrupt came when it was released already
+            _held[-1].fork_lock.__exit__(None, None, None)
+        _held.pop()
     with contextlib.suppress(RuntimeError):
         _lock.release()
 
@@ -54,3 +55,5 @@ def _after_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
+    # Ctrl-C that comes during the fork ends what runs first after it, and every lock would stay taken: once more.
+    os.register_at_fork(after_in_parent=_after, after_in_child=_after)

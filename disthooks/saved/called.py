@@ -18,10 +18,11 @@ class Called:
 
     def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int) -> None:
         self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, ""
+        ledger.change_held(nbytes)
 
     @uncompiled()
     def __del__(self) -> None:
-        self.ledger.release(self.nbytes)
+        self.ledger.change_held(-self.nbytes)
 
     def unpack(self) -> torch.Tensor:
         """What the user's ``unpack`` makes of it."""

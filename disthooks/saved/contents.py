@@ -28,14 +28,16 @@ class _Tickets:
 
     __slots__ = ("_ledger", "_store", "nbytes", "tickets")
 
-    def __init__(self, store: Store, tickets: list[Any], ledger: Ledger, nbytes: int) -> None:
-        self._store, self.tickets, self._ledger, self.nbytes = store, tickets, ledger, nbytes
+    def __init__(self, store: Store, ledger: Ledger) -> None:
+        self._store, self._ledger = store, ledger
+        self.tickets: list[Any] = []
+        self.nbytes = 0
 
     @uncompiled()
     def __del__(self) -> None:
+        self._ledger.change_held(-self.nbytes)
         for ticket in self.tickets:
             self._store.drop(ticket)
-        self._ledger.release(self.nbytes)
 
 
 class InStore(Packed):
@@ -103,14 +105,15 @@ class InStore(Packed):
 
     def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
         begin = time.perf_counter()
-        held = _Tickets(self._store, [], self.ledger, 0)  # first: whatever interrupts, it drops what is in it
+        held = _Tickets(self._store, self.ledger)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
         for tensor in tensors:
             held.tickets.append(self._store.put(tensor))
             total += tensor.nbytes
             moved += tensor.nbytes if self._store.moves(tensor) or tensor.device != self.alias.device else 0
-        self.ledger.count_put(total, moved, time.perf_counter() - begin)
         held.nbytes = total
+        self.ledger.change_held(total)
+        self.ledger.count_put(total, moved, time.perf_counter() - begin)
         return held
 
     def _bring(self) -> torch.Tensor:

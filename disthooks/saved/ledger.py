@@ -6,11 +6,13 @@ import collections
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from disthooks import memory
+from disthooks._forks import care_for
 from disthooks.saved.index import Index
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Store
@@ -31,7 +33,8 @@ class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a collection may begin inside, and end a generator whose hooks count
+        # A collection may begin inside, and end a generator whose hooks count.
+        self.fork_lock = self.lock = threading.RLock()
         self.index = Index()
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
@@ -44,8 +47,14 @@ class Ledger:
         self._errors: dict[str, float] = {}
         self._unread: list[tuple[str, torch.Tensor]] = []
         self._held = 0
-        self._released: collections.deque[int] = collections.deque()
+        self._changes: collections.deque[int] = collections.deque()
+        #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
+        self.change_held: Callable[[int], None] = self._changes.append
         self._told = False
+        care_for(self)
+
+    def after_fork(self) -> None:
+        """The child goes on counting from here."""
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
@@ -56,7 +65,6 @@ class Ledger:
             self._tensors += 1
             self._stored += stored
             self._moved += moved
-            self._held += stored
             self._pack_seconds += seconds
             self._settle()
 
@@ -110,10 +118,6 @@ class Ledger:
         if tell:
             warnings.warn(_MENDABLE[reason].format(where=repr(where or "this block")), stacklevel=4)
 
-    def release(self, nbytes: int) -> None:
-        """``nbytes`` are no longer held; called from destructors, so it takes no lock."""
-        self._released.append(nbytes)
-
     def report(self, store: Store | None = None) -> SavedReport:
         """The figures as they stand, with those of the ``store`` if it is given."""
         with self.lock:
@@ -147,5 +151,6 @@ class Ledger:
         self._unread.clear()
 
     def _settle(self) -> None:
-        while self._released:
-            self._held -= self._released.popleft()
+        while self._changes:
+            self._held += self._changes[0]
+            self._changes.popleft()  # in a line of its own: what a call returns, an interrupt may take away

@@ -147,7 +147,7 @@ def test_what_is_found_again_does_not_grow() -> None:
     index = saved._site.ledger.index
     assert saved.report().stored >= 40 * 100 * x.nbytes
     assert len(index._packed) + len(index._seen) < 2200
-    assert not saved._site.ledger._released
+    assert not saved._site.ledger._changes
     del y
     gc.collect()
     assert saved.report().held == 0

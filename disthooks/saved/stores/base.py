@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from disthooks._forks import care_for
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.traffic import StoreReport
@@ -132,10 +133,16 @@ class Account:
         self._owner = owner
         self._used = 0
         self._released: collections.deque[int] = collections.deque()
-        self._lock = threading.Lock()
+        #: Give so many bytes back. A C function: nothing interrupts it.
+        self.release: Callable[[int], None] = self._released.append
+        self.fork_lock = self._lock = threading.Lock()
+        care_for(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Account, (self._limit, self._owner)
+
+    def after_fork(self) -> None:
+        """The child goes on counting from here."""
 
     @property
     def limit(self) -> int | None:
@@ -162,26 +169,29 @@ class Account:
         Raises:
             StoreError: when that would go over the limit.
         """
-        with self._lock:
-            used = self._settle()
-            if self._limit is not None and used + count > self._limit:
-                free = max(0, self._limit - used)
-                raise StoreError(
-                    f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
-                    f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
-                    "tensors only (AtLeast)",
-                    wanted=count,
-                    free=free,
-                )
-            self._used = used + count
-
-    def release(self, count: int) -> None:
-        """Give ``count`` bytes back."""
-        self._released.append(count)
+        taken = 0
+        try:
+            with self._lock:
+                used = self._settle()
+                if self._limit is not None and used + count > self._limit:
+                    free = max(0, self._limit - used)
+                    raise StoreError(
+                        f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
+                        f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
+                        "tensors only (AtLeast)",
+                        wanted=count,
+                        free=free,
+                    )
+                self._used = used + count
+                taken = count
+        except BaseException:
+            self.release(taken)  # an interrupt came at the end
+            raise
 
     def _settle(self) -> int:
         while self._released:
-            self._used -= self._released.popleft()
+            self._used -= self._released[0]
+            self._released.popleft()  # in a line of its own: what a call returns, an interrupt may take away
         return self._used
 
 

@@ -51,9 +51,6 @@ class Crew(ABC, Generic[Job]):
     def _settle(self) -> None:
         """Do what had to be put off; called whenever the lock was taken."""
 
-    def _settle_late(self) -> None:
-        """The same, called when the lock was given back."""
-
     # -- for all
 
     def after_fork(self) -> None:
@@ -98,7 +95,13 @@ class Crew(ABC, Generic[Job]):
     def _wait(self) -> None:
         """Wait until something is done, or a while."""
         self._call_for_work()
-        self._done.wait(_LOOK)
+        try:
+            self._done.wait(_LOOK)
+        except BaseException:
+            # An interrupt in a moment in which the lock is not held: who leaves its "with" has to have it.
+            if not self._lock._is_owned():  # type: ignore[attr-defined]
+                self._lock.acquire()
+            raise
         self._settle()
 
     # -- in the threads
@@ -122,7 +125,6 @@ class Crew(ABC, Generic[Job]):
                 if me in self._jobs:
                     self._jobs[me] = None
             job = None  # nothing is held while there is nothing to do
-            self._settle_late()
 
 
 _crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()

@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from disthooks._tensors import parse_bytes
+from disthooks._torch import uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account, Store
@@ -23,6 +24,16 @@ _Directory = str | os.PathLike[str]
 _arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+def _new_lock() -> None:
+    """In a child of a fork, another thread may have had it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def _arena(directory: str, direct: bool | Literal["auto"]) -> Arena:
@@ -120,48 +131,68 @@ class OnDisk(Store):
     def put(self, tensor: torch.Tensor) -> _Stored:
         """Have ``tensor`` written; wait when too many bytes are in flight."""
         host = tensor.detach().cpu().contiguous()
-        mover = self._mover if self._mover.process == os.getpid() else _mover(self)
-        self.account.reserve(host.nbytes)
+        mover = self._own_mover()
+        stored = _Stored(mover, mover.ticket(host, tensor.device), self.account)
         try:
-            return mover, mover.put(host, tensor.device)
+            self.account.reserve(host.nbytes)
+            stored.ticket.owed = host.nbytes
+            mover.put(stored.ticket)
         except BaseException:
-            self.account.release(host.nbytes)
+            stored.drop()
             raise
+        return stored
 
     def get(self, ticket: _Stored) -> torch.Tensor:
         """The tensor on the device it came from: itself while it is in memory, afterwards from disk."""
-        mover, stored = ticket
-        return mover.get(stored).to(stored.device)
+        return ticket.mover.get(ticket.ticket).to(ticket.ticket.device)
 
     def held(self, ticket: _Stored) -> torch.Tensor | None:
         """The tensor, as long as it is not written."""
-        held = ticket[1].tensor
-        return None if held is None else held.to(ticket[1].device)
+        held = ticket.ticket.tensor
+        return None if held is None else held.to(ticket.ticket.device)
 
     def prefetch(self, ticket: _Stored) -> None:
         """Read it before it is wanted."""
-        ticket[0].prefetch(ticket[1])
+        ticket.mover.prefetch(ticket.ticket)
 
     def drop(self, ticket: _Stored) -> None:
         """Let its place be used again."""
-        mover, stored = ticket
-        mover.drop(stored)
-        self.account.release(stored.nbytes)
+        ticket.drop()
 
     def wait(self) -> None:
         """Wait until all is written; StoreError when something could not be."""
-        self._mover.wait()
+        self._own_mover().wait()
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes and speed of all that goes to these directories in this process."""
-        return (self._mover.report(f"OnDisk({self.directory!r})", self.account),)
+        return (self._own_mover().report(f"OnDisk({self.directory!r})", self.account),)
 
     def rest(self) -> None:
         """End idle threads, free idle memory and unused space in the file."""
-        self._mover.rest()
+        self._own_mover().rest()
+
+    def _own_mover(self) -> Mover:
+        if self._mover.process != os.getpid():  # this process is a fork
+            object.__setattr__(self, "_mover", _mover(self))
+        return self._mover
 
 
-_Stored = tuple[Mover, Ticket]
+class _Stored(NamedTuple):
+    """A ticket, and who counts and moves it. It is dropped when nobody has it: Ctrl-C may take it from anybody."""
+
+    mover: Mover
+    ticket: Ticket
+    account: Account
+
+    def drop(self) -> None:
+        """Drop it, if that is not done yet."""
+        owed, self.ticket.owed = self.ticket.owed, 0
+        self.account.release(owed)
+        self.mover.drop(self.ticket)
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.drop()
 
 
 def _made(directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str) -> OnDisk:

@@ -55,6 +55,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         self._flying = 0  # bytes put and not written
         self._uncalled = 0  # of those, bytes for which no thread was called yet
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
+        self._measured: set[Arena] = set()  # or tried to
         super().__init__(threads)
 
     def after_fork(self) -> None:
@@ -67,30 +68,28 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     # -- for the threads of the computation
 
-    def put(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
-        """Have ``tensor``, contiguous and in CPU memory, written; it belongs on ``device``.
+    def ticket(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
+        """A ticket to put, for ``tensor``, contiguous and in CPU memory, which belongs on ``device``."""
+        return Ticket(tensor, device, self._stream())
+
+    def put(self, ticket: Ticket) -> None:
+        """Have the tensor of ``ticket`` written.
 
         Raises:
             StoreError: when an earlier one could not be written. It stays in memory, and this is said once.
         """
         with self._lock:
             self._settle()
-            while self._flying and self._flying + tensor.nbytes > self.budget and self._failed is None:
+            while self._flying and self._flying + ticket.nbytes > self.budget and self._failed is None:
                 self._wait()
             self._say_failure()
-            ticket = Ticket(tensor, device, self._stream())
             ticket.stream.put(ticket)
-            try:
-                self._flying += ticket.nbytes
-                self._writes.append(ticket)
-                self._uncalled += ticket.nbytes
-                if self._uncalled >= min(_JOINED, self.budget):
-                    self._call_for_work()
-            except BaseException:
-                self.drop(ticket)  # nobody will
-                raise
-        self._settle_late()
-        return ticket
+            self._flying += ticket.nbytes
+            ticket.state = QUEUED
+            self._writes.append(ticket)
+            self._uncalled += ticket.nbytes
+            if self._uncalled >= min(_JOINED, self.budget):
+                self._call_for_work()
 
     def get(self, ticket: Ticket) -> torch.Tensor:
         """The tensor of ``ticket`` in CPU memory: the one that was put, as long as it is in memory, or a copy.
@@ -110,7 +109,6 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._read_for(ticket)
             with self._lock:
                 found = self._in_memory(ticket)
-        self._settle_late()
         return found
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -119,14 +117,17 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._settle()
             slab = self._ahead.one(ticket, {ticket})
             self._have_read([] if slab is None else [slab])
-        self._settle_late()
 
     def drop(self, ticket: Ticket) -> None:
-        """``ticket`` is not wanted any more; called from destructors, so it waits for nothing."""
-        ticket.dropped = True
-        ticket.tensor = ticket.ahead = None  # the memory goes at once
-        self._dropped.append(ticket)
-        self._settle_late()
+        """``ticket`` is not wanted any more; called from destructors, so it waits for nothing.
+
+        Its memory goes at once, its place in the file when next somebody has the lock: there is no way to try for
+        it that Ctrl-C could not leave it taken.
+        """
+        if not ticket.dropped:
+            ticket.dropped = True
+            ticket.tensor = ticket.ahead = None
+            self._dropped.append(ticket)
 
     def wait(self) -> None:
         """Wait until everything is written; StoreError when something could not be."""
@@ -235,8 +236,8 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _settle(self) -> None:
         while self._dropped:
-            ticket = self._dropped.popleft()
-            ticket.stream.drop()
+            ticket = self._dropped[0]
+            ticket.stream.drop(ticket)
             self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there
@@ -244,6 +245,7 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self.traffic.never_written += ticket.nbytes
                 self._done.notify_all()
             self._let_go(ticket)
+            self._dropped.popleft()  # now: after an interrupt, all of it is done again
         if not self._writes and not any(self._jobs.values()):
             self._flying = 0  # whatever an interrupt left it at
 
@@ -254,14 +256,6 @@ class Mover(Crew[Slab | list[Ticket]]):
             slab.live -= 1
             if not slab.live:
                 slab.arena.free(slab.extent)
-
-    def _settle_late(self) -> None:
-        """Settle what was dropped while another held the lock, so that it could not be settled then."""
-        while self._dropped and not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
         for slab in slabs:
@@ -339,6 +333,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             with self._lock:
                 self._was_written(job, None)
         arena.shrink(keep_peak=True)
-        if self.traffic.written > _MEASURE_FROM and arena.measured is None:
-            with contextlib.suppress(StoreError):
+        if self.traffic.written > _MEASURE_FROM and arena not in self._measured:
+            self._measured.add(arena)
+            with contextlib.suppress(StoreError, OSError):  # as good as never asked
                 arena.measure(self._transfer.buffers)

@@ -30,7 +30,7 @@ class Stream:
 
     def __init__(self) -> None:
         self._tickets: list[Ordered] = []
-        self._live = 0
+        self._live: set[Ordered] = set()
         self._reads: dict[int, None] = {}  # positions in the order of their first read
         self._passed: set[int] = set()  # those that this backward has read
         self._count = -1  # how many were put the last time
@@ -39,7 +39,8 @@ class Stream:
 
     def put(self, ticket: Ordered) -> None:
         """``ticket`` is the next one."""
-        if len(self._tickets) > 4 * self._live + 4096:  # something is never let go of: begin anew with what is left
+        # Something is never let go of: begin anew with what is left.
+        if len(self._tickets) > 4 * len(self._live) + 4096:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
                 other.position = i
@@ -47,7 +48,7 @@ class Stream:
             self._passed.clear()
         ticket.position = len(self._tickets)
         self._tickets.append(ticket)
-        self._live += 1
+        self._live.add(ticket)
 
     def read(self, ticket: Ordered) -> None:
         """``ticket`` is wanted; a second time, when another backward begins."""
@@ -56,10 +57,13 @@ class Stream:
         self._passed.add(ticket.position)
         self._reads[ticket.position] = None
 
-    def drop(self) -> None:
-        """One of them is dropped; after the last of them the order of their reads is what the next time expects."""
-        self._live -= 1
-        if self._live == 0:
+    def drop(self, ticket: Ordered) -> None:
+        """``ticket`` is dropped, perhaps again.
+
+        After the last of them the order of their reads is what the next time expects.
+        """
+        self._live.discard(ticket)
+        if not self._live:
             if self._reads:
                 self._count, self._order = len(self._tickets), tuple(self._reads)
                 self._rank = {position: i for i, position in enumerate(self._order)}

@@ -34,6 +34,7 @@ class Ticket:
         "dtype",
         "nbytes",
         "offset",
+        "owed",
         "position",
         "reading",
         "shape",
@@ -47,7 +48,8 @@ class Ticket:
         self.tensor: torch.Tensor | None = tensor  # until it is written
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
         self.stream = stream
-        self.state = QUEUED
+        self.state = GONE  # until it is put
+        self.owed = 0  # bytes of it that an account counts
         self.slab: Slab | None = None
         self.offset = 0  # in the slab
         self.checksum = 0
