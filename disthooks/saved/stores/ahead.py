@@ -28,6 +28,9 @@ class Ahead:
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._tickets)
 
+    def __len__(self) -> int:
+        return len(self._tickets)
+
     def add(self, ticket: Ticket) -> None:
         """``ticket`` is in memory, or will be."""
         if ticket not in self._tickets:

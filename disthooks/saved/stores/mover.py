@@ -56,6 +56,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         self._uncalled = 0  # of those, bytes for which no thread was called yet
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
         self._measured: set[Arena] = set()  # or tried to
+        self._claims: dict[int, Slab] = {}  # what the threads of the computation read themselves, by thread
         super().__init__(threads)
 
     def after_fork(self) -> None:
@@ -103,7 +104,8 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._say_failure()
             ticket.stream.read(ticket)
             self._have_read(self._ahead.after(ticket))
-            self.traffic.ahead += 0 if ticket.ahead is None else ticket.nbytes
+            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):
+                self.traffic.ahead += ticket.nbytes
             found = self._in_memory(ticket)
         while found is None:
             self._read_for(ticket)
@@ -174,7 +176,7 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _read_for(self, ticket: Ticket) -> None:
         """Read the slab of ``ticket`` in this thread; or, when another one is at it, wait a while for that."""
-        me = threading.current_thread()
+        me = threading.get_ident()
         tensors: list[tuple[Ticket, torch.Tensor]] = []
         try:
             with self._lock:
@@ -184,10 +186,11 @@ class Mover(Crew[Slab | list[Ticket]]):
             if slab is not None:
                 with self.traffic.reading.one():
                     tensors = self._transfer.read(slab)
-        finally:  # an interrupt may come anywhere: who is at it is in the slab
+        finally:
             with self._lock:
-                if ticket.slab is not None and ticket.slab.reader is me:
-                    self._was_read(ticket.slab, tensors)
+                slab = self._claims.pop(me, None)
+                if slab is not None:
+                    self._was_read(slab, tensors)
 
     # -- under the lock
 
@@ -220,8 +223,8 @@ class Mover(Crew[Slab | list[Ticket]]):
             self.traffic.from_memory += ticket.nbytes
         return ticket.tensor
 
-    def _claim(self, ticket: Ticket, reader: threading.Thread) -> Slab | None:
-        """The slab of ``ticket`` for ``reader`` to read, or None when another thread is at it."""
+    def _claim(self, ticket: Ticket, reader: int) -> Slab | None:
+        """The slab of ``ticket`` for the thread ``reader`` to read, or None when another thread is at it."""
         slab = ticket.slab
         if slab is None or ticket.ahead is not None:
             return None
@@ -229,12 +232,15 @@ class Mover(Crew[Slab | list[Ticket]]):
             if slab not in self._reads:
                 return None
             self._reads.remove(slab)
-        slab.reader = reader
+        self._claims[reader] = slab
         for member in slab.members:
             member.reading = not member.dropped
         return slab
 
     def _settle(self) -> None:
+        interrupted = self._claims.pop(threading.get_ident(), None)
+        if interrupted is not None:
+            self._was_read(interrupted, [])  # an interrupt kept this thread from saying that it reads no more
         while self._dropped:
             ticket = self._dropped[0]
             ticket.stream.drop(ticket)
@@ -293,7 +299,6 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor]]) -> None:
         """An error of reading ahead is found again by who wants it."""
-        slab.reader = None
         for ticket in slab.members:
             ticket.reading = False
         for ticket, tensor in tensors:

@@ -62,12 +62,11 @@ class Ticket:
 class Slab:
     """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
 
-    __slots__ = ("arena", "extent", "live", "members", "reader")
+    __slots__ = ("arena", "extent", "live", "members")
 
     def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
         self.arena, self.extent, self.members = arena, extent, members
         self.live = len(members)
-        self.reader: threading.Thread | None = None  # who wants a member at once, and reads it all
 
 
 class Transfer:
