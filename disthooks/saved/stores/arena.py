@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from disthooks._forks import care_for
@@ -68,6 +69,8 @@ class Arena:
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets by room
         self._ends: dict[int, tuple[int, int]] = {}  # free extents by where they end: offset and room
         self._freed: collections.deque[Extent] = collections.deque()
+        #: Let an extent be used again. A C function: safe in a destructor, and nothing interrupts it.
+        self.free: Callable[[Extent], None] = self._freed.append
         self._used = 0  # extents in use
         self.fork_lock = self._lock = threading.Lock()
         care_for(self)
@@ -137,10 +140,6 @@ class Arena:
                 self._size = max(self._size, self._end)
                 self._peaks[-1] = max(self._peaks[-1], self._end)
             return Extent(offset, room)
-
-    def free(self, extent: Extent) -> None:
-        """Let ``extent`` be used again; safe in a destructor."""
-        self._freed.append(extent)
 
     def shrink(self, keep_peak: bool) -> None:
         """Give space back to the file system: all that is unused, or what the last few steps did not need either."""

@@ -258,10 +258,12 @@ class Mover(Crew[Slab | list[Ticket]]):
     def _let_go(self, ticket: Ticket) -> None:
         slab = ticket.slab
         if ticket.dropped and not ticket.reading and slab is not None:
+            slab.live.discard(ticket)
+            if not slab.live and not slab.freed:
+                free, extent = slab.arena.free, slab.extent
+                slab.freed = True
+                free(extent)  # a C function: no interrupt comes between
             ticket.slab = None
-            slab.live -= 1
-            if not slab.live:
-                slab.arena.free(slab.extent)
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
         for slab in slabs:

@@ -62,11 +62,12 @@ class Ticket:
 class Slab:
     """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
 
-    __slots__ = ("arena", "extent", "live", "members")
+    __slots__ = ("arena", "extent", "freed", "live", "members")
 
     def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
         self.arena, self.extent, self.members = arena, extent, members
-        self.live = len(members)
+        self.live = set(members)
+        self.freed = False
 
 
 class Transfer:
