@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from faulty import no_collector, soon  # noqa: F401
-from moving import (  # noqa: F401
+from moving import (  # noqa: F401  # noqa: F401
+    Gate,
     Nth,
     alone,
     chain,
@@ -26,6 +27,8 @@ from moving import (  # noqa: F401
     read,
     right,
     script,
+    shut,
+    slow,
     step,
     truth,
     write,
@@ -62,7 +65,7 @@ def full_in_forward(store: dh.OnDisk) -> StoreError:
     except StoreError as found:
         error = found
     assert error is not None
-    assert 8 <= done < 100
+    assert 8 <= done < 100, error
     expected = x
     for _ in range(done):
         expected = expected.sin()
@@ -90,7 +93,7 @@ def test_a_disk_full_in_forward(small: pathlib.Path) -> None:
 LIMITED = """
 import resource, sys, disthooks as dh
 from test_disk_faults import full_in_forward
-from moving import alone, clean, right
+from moving import clean, right
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 store = dh.OnDisk(sys.argv[1], in_flight="256 KiB")
 error = full_in_forward(store)
@@ -202,6 +205,25 @@ def test_a_file_cut_off(left: int, direct: Any, tmp_path: pathlib.Path) -> None:
     store.wait()
     os.truncate(store._mover.arenas[0]._fd, left)
     assert "too soon" in str(error_of(y.backward))
+    del y
+    assert clean(store)
+    assert right(store)
+
+
+def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate) -> None:
+    """What was in flight when it was said is in memory, and the backward goes through."""
+    store, x = dh.OnDisk(tmp_path, direct=False), torch.linspace(-2, 2, 5000, requires_grad=True)
+    gate.call = slow(no_io, 0.005)
+    (y,) = forward(store, x)
+    gate.open.set()
+    assert "Input/output error" in str(error_of(lambda: [store.drop(store.put(x)) for _ in range(100_000)]))
+    assert store._mover.in_flight > 0
+    (grad,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(grad, truth(x))
+    store.wait()
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    assert "Input/output error" in str(error_of(lambda: (store.put(x), store.wait())))  # another one is
+    gate.call = write
     del y
     assert clean(store)
     assert right(store)

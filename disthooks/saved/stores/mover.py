@@ -55,6 +55,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         self._flying = 0  # bytes put and not written
         self._uncalled = 0  # of those, bytes for which no thread was called yet
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
+        self._said = 0  # how often one was; what else was in flight then fails for the same reason, and is not said
         self._measured: set[Arena] = set()  # or tried to
         self._claims: dict[int, Slab] = {}  # what the threads of the computation read themselves, by thread
         super().__init__(threads)
@@ -86,7 +87,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._say_failure()
             ticket.stream.put(ticket)
             self._flying += ticket.nbytes
-            ticket.state = QUEUED
+            ticket.state, ticket.said = QUEUED, self._said
             self._writes.append(ticket)
             self._uncalled += ticket.nbytes
             if self._uncalled >= min(_JOINED, self.budget):
@@ -202,6 +203,7 @@ class Mover(Crew[Slab | list[Ticket]]):
     def _say_failure(self) -> None:
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:
+            self._said += 1
             try:
                 raise failed[1]
             finally:
@@ -294,7 +296,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             ticket.state = WRITTEN if error is None else FAILED
             if error is None and ticket.slab is not None:
                 ticket.tensor = None
-            elif error is not None and not ticket.dropped:
+            elif error is not None and not ticket.dropped and ticket.said == self._said:
                 self._failed = self._failed or (ticket, error)
             self._let_go(ticket)
         self._done.notify_all()

@@ -37,6 +37,7 @@ class Ticket:
         "owed",
         "position",
         "reading",
+        "said",
         "shape",
         "slab",
         "state",
@@ -49,6 +50,7 @@ class Ticket:
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
         self.stream = stream
         self.state = GONE  # until it is put
+        self.said = 0  # how many failures had been said when it was put
         self.owed = 0  # bytes of it that an account counts
         self.slab: Slab | None = None
         self.offset = 0  # in the slab
