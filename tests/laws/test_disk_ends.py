@@ -142,7 +142,7 @@ def test_thousands_of_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPa
     steps(300)
     before = len(os.listdir("/proc/self/fd"))
     steps(1700)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert len(movers()) <= 2
     assert max(sizes[300:]) <= 2 * 11 * 12 * 1777 * 4
     assert max(resident[-500:]) - max(resident[:300]) < 8 << 20

@@ -68,6 +68,8 @@ def changed(what: str, op: Any, sample: Any, hooks: Hooks, noted: Outcome) -> No
     with hooks:
         result = op(copies[0], *copies[1], **copies[2])
         ends = differentiable(sample.output_process_fn_grad(result))
+    if isinstance(hooks, dh.saving):
+        hooks._site.pipeline.store.wait()  # a change that torch does not count reaches what is not written yet
     with torch.no_grad():
         for tensor in tensors({"inputs": copies, "result": result}.get(what)):
             tensor.zero_()

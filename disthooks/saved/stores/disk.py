@@ -165,7 +165,7 @@ class OnDisk(Store):
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes and speed of all that goes to these directories in this process."""
-        return (self._own_mover().report(f"OnDisk({self.directory!r})", self.account),)
+        return (_report(f"OnDisk({self.directory!r})", self._own_mover(), self.account),)
 
     def rest(self) -> None:
         """End idle threads, free idle memory and unused space in the file."""
@@ -193,6 +193,27 @@ class _Stored(NamedTuple):
     @uncompiled()
     def __del__(self) -> None:
         self.drop()
+
+
+def _report(name: str, mover: Mover, account: Account) -> StoreReport:
+    traffic, measured = mover.traffic, [arena.measured for arena in mover.arenas if arena.measured is not None]
+    return StoreReport(
+        name,
+        held=account.held,
+        limit=account.limit,
+        in_flight=mover.in_flight,
+        written=traffic.written,
+        never_written=traffic.never_written,
+        from_memory=traffic.from_memory,
+        ahead=traffic.ahead,
+        in_vain=traffic.in_vain,
+        read=traffic.read,
+        write_seconds=traffic.writing.seconds,
+        read_seconds=traffic.reading.seconds,
+        measured_write=sum(each.write for each in measured) or None,
+        measured_read=sum(each.read for each in measured) or None,
+        why_buffered="; ".join(sorted({arena.why_buffered for arena in mover.arenas} - {""})),
+    )
 
 
 def _made(directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str) -> OnDisk:

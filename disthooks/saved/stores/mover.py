@@ -15,11 +15,9 @@ import torch
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
-from disthooks.saved.stores.base import Account
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer
-from disthooks.saved.stores.traffic import StoreReport
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
@@ -105,7 +103,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._say_failure()
             ticket.stream.read(ticket)
             self._have_read(self._ahead.after(ticket))
-            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):
+            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # or nearly
                 self.traffic.ahead += ticket.nbytes
             found = self._in_memory(ticket)
         while found is None:
@@ -154,27 +152,6 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._settle()
             return self._flying
 
-    def report(self, name: str, account: Account) -> StoreReport:
-        """What went through, for the store of this ``name`` and ``account``."""
-        traffic, measured = self.traffic, [arena.measured for arena in self.arenas if arena.measured is not None]
-        return StoreReport(
-            name,
-            held=account.held,
-            limit=account.limit,
-            in_flight=self.in_flight,
-            written=traffic.written,
-            never_written=traffic.never_written,
-            from_memory=traffic.from_memory,
-            ahead=traffic.ahead,
-            in_vain=traffic.in_vain,
-            read=traffic.read,
-            write_seconds=traffic.writing.seconds,
-            read_seconds=traffic.reading.seconds,
-            measured_write=sum(each.write for each in measured) or None,
-            measured_read=sum(each.read for each in measured) or None,
-            why_buffered="; ".join(sorted({arena.why_buffered for arena in self.arenas} - {""})),
-        )
-
     def _read_for(self, ticket: Ticket) -> None:
         """Read the slab of ``ticket`` in this thread; or, when another one is at it, wait a while for that."""
         me = threading.get_ident()
@@ -189,9 +166,10 @@ class Mover(Crew[Slab | list[Ticket]]):
                     tensors = self._transfer.read(slab)
         finally:
             with self._lock:
-                slab = self._claims.pop(me, None)
+                slab = self._claims.get(me)
                 if slab is not None:
                     self._was_read(slab, tensors)
+                    self._claims.pop(me, None)  # now: after an interrupt, all of it is done again
 
     # -- under the lock
 
@@ -230,19 +208,20 @@ class Mover(Crew[Slab | list[Ticket]]):
         slab = ticket.slab
         if slab is None or ticket.ahead is not None:
             return None
-        if ticket.reading:
-            if slab not in self._reads:
-                return None
+        if slab in self._reads:
             self._reads.remove(slab)
+        elif self._is_read(slab):
+            return None
         self._claims[reader] = slab
         for member in slab.members:
             member.reading = not member.dropped
         return slab
 
     def _settle(self) -> None:
-        interrupted = self._claims.pop(threading.get_ident(), None)
+        interrupted = self._claims.get(threading.get_ident())
         if interrupted is not None:
             self._was_read(interrupted, [])  # an interrupt kept this thread from saying that it reads no more
+            self._claims.pop(threading.get_ident(), None)
         while self._dropped:
             ticket = self._dropped[0]
             ticket.stream.drop(ticket)
@@ -257,9 +236,14 @@ class Mover(Crew[Slab | list[Ticket]]):
         if not self._writes and not any(self._jobs.values()):
             self._flying = 0  # whatever an interrupt left it at
 
-    def _let_go(self, ticket: Ticket) -> None:
+    def _is_read(self, slab: Slab) -> bool:
+        """Whether a thread is at it, or will be; the tickets' own marks may be left from before an interrupt."""
+        return slab in self._reads or slab in self._jobs.values() or slab in self._claims.values()
+
+    def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
+        """Have the place of a dropped ticket used again, unless its slab is being read; ``read`` is no more."""
         slab = ticket.slab
-        if ticket.dropped and not ticket.reading and slab is not None:
+        if ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
             slab.live.discard(ticket)
             if not slab.live and not slab.freed:
                 free, extent = slab.arena.free, slab.extent
@@ -312,7 +296,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         for ticket in slab.members:
             if ticket.ahead is None:
                 self._ahead.remove(ticket)
-            self._let_go(ticket)
+            self._let_go(ticket, slab)
         self._done.notify_all()
 
     # -- in the threads
