@@ -287,6 +287,9 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor]]) -> None:
         """An error of reading ahead is found again by who wants it."""
+        for thread, job in self._jobs.items():
+            if job is slab:
+                self._jobs[thread] = None  # in this moment, so that what is dropped in the next one is let go of
         for ticket in slab.members:
             ticket.reading = False
         for ticket, tensor in tensors:
