@@ -32,7 +32,7 @@ class Index:
     """The packed values of one attachment that are alive, by what they are of. Those that are gone are sorted out
     from time to time: a callback for each would cost more.
 
-    Ask and change it under the lock of the ledger.
+    Change it, and ask ``find``, under the lock of the ledger; ``seen`` needs none.
     """
 
     def __init__(self) -> None:

@@ -121,13 +121,13 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int =
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.restype = ctypes.py_object
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+_READ = 0x100  # PyBUF_READ
 
 
-def memory_of(tensor: torch.Tensor, writable: bool = False) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency.
 
     The memory is not held: keep the tensor.
     """
-    view: memoryview = _view_memory(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
+    view: memoryview = _view_memory(tensor.data_ptr(), tensor.nbytes, _READ)
     return view

@@ -92,6 +92,12 @@ class Crew(ABC, Generic[Job]):
             thread.start()
         self._work.notify()
 
+    def _is_over(self, job: Job) -> None:
+        """``job`` is done, whatever the thread that was at it does besides."""
+        for thread, at in self._jobs.items():
+            if at is job:
+                self._jobs[thread] = None
+
     def _wait(self) -> None:
         """Wait until something is done, or a while."""
         self._call_for_work()

@@ -81,8 +81,8 @@ class OnDisk(Store):
             no limit.
         direct: write past the page cache of the system, which otherwise grows by all that is written: True, False,
             or ``"auto"`` for wherever the file system can; ``report()`` says what it was.
-        checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; costs about a
-            second for each GB.
+        checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; a thread takes a quarter of a
+            second for each GB, each way.
         in_flight: most bytes that are held until they are written, and as many that are read ahead.
 
     Raises:

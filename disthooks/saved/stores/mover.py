@@ -17,7 +17,7 @@ from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
-from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer
+from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer, padded
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
@@ -81,6 +81,8 @@ class Mover(Crew[Slab | list[Ticket]]):
         with self._lock:
             self._settle()
             while self._flying and self._flying + ticket.nbytes > self.budget and self._failed is None:
+                if self._closed:
+                    break  # the process ends, and nobody writes any more
                 self._wait()
             self._say_failure()
             ticket.stream.put(ticket)
@@ -100,6 +102,8 @@ class Mover(Crew[Slab | list[Ticket]]):
         """
         with self._lock:
             self._settle()
+            if ticket.dropped or ticket.state == GONE:
+                raise StoreError("a stored tensor is asked for after it was dropped")
             self._say_failure()
             ticket.stream.read(ticket)
             self._have_read(self._ahead.after(ticket))
@@ -134,7 +138,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         """Wait until everything is written; StoreError when something could not be."""
         with self._lock:
             self._settle()
-            while self._flying:
+            while self._flying and not self._closed:
                 self._wait()
             self._say_failure()
 
@@ -268,13 +272,14 @@ class Mover(Crew[Slab | list[Ticket]]):
             if ticket.state == QUEUED:
                 ticket.state = WRITING
                 found.append(ticket)
-                total += ticket.nbytes
+                total += padded(ticket.nbytes)  # what it takes in the slab, and in the memory it is joined in
                 if ticket.nbytes > _SMALL:
                     break
         self._uncalled = 0
         return found or None
 
-    def _was_written(self, tickets: Sequence[Ticket], error: BaseException | None) -> None:
+    def _was_written(self, tickets: list[Ticket], error: BaseException | None) -> None:
+        self._is_over(tickets)
         for ticket in tickets:
             self._flying -= ticket.nbytes
             ticket.state = WRITTEN if error is None else FAILED
@@ -287,9 +292,7 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor]]) -> None:
         """An error of reading ahead is found again by who wants it."""
-        for thread, job in self._jobs.items():
-            if job is slab:
-                self._jobs[thread] = None  # in this moment, so that what is dropped in the next one is let go of
+        self._is_over(slab)  # in this moment, so that what is dropped in the next one is let go of
         for ticket in slab.members:
             ticket.reading = False
         for ticket, tensor in tensors:

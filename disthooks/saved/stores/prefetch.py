@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
+_LOOK = 256  # places: beyond so many that are gone or passed there is nothing worth a guess
+
+
 class Ordered(Protocol):
     """What a :class:`Stream` remembers: its place there, and whether it is still wanted."""
 
@@ -74,7 +77,7 @@ class Stream:
         """Those that will be wanted after ``ticket``, the next one first."""
         rank = self._rank.get(ticket.position) if self._count == len(self._tickets) else None
         positions = range(ticket.position - 1, -1, -1) if rank is None else self._order[rank + 1 :]
-        for position in positions:
+        for position in positions[:_LOOK]:
             other = self._tickets[position]
             if not other.dropped and position not in self._passed:
                 yield other

@@ -98,7 +98,7 @@ class Transfer:
             return
         end = 0
         for ticket, tensor in held:
-            ticket.offset = -(-end // _ALIGN) * _ALIGN
+            ticket.offset = padded(end)
             end = ticket.offset + ticket.nbytes
             _check_memory(tensor, arena)
             if self._checksum:
@@ -177,6 +177,11 @@ class Transfer:
                 raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
             self.traffic.read += ticket.nbytes
         return [(ticket, tensor_over(lease, ticket.shape, ticket.dtype, ticket.offset - begin)) for ticket in wanted]
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` up to where the next one of joined tensors begins."""
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _pages(nbytes: int) -> int:

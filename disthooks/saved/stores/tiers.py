@@ -105,6 +105,7 @@ class Tiered(Store):
     stores: tuple[Store, ...]
     # The tensors of each tier, the oldest first.
     _queues: tuple[collections.deque[weakref.ref[_Placed]], ...] = field(init=False, repr=False, compare=False)
+    _most: list[int] = field(init=False, repr=False, compare=False)  # their lengths from which they are sorted out
     _broken: set[int] = field(init=False, repr=False, compare=False)  # tiers that failed, until they are empty
 
     def __init__(self, *stores: Store) -> None:
@@ -114,6 +115,7 @@ class Tiered(Store):
         object.__setattr__(self, "worth", max(store.worth for store in stores))
         object.__setattr__(self, "_queues", tuple(collections.deque() for _ in stores))
         object.__setattr__(self, "_broken", set())
+        object.__setattr__(self, "_most", [1024] * len(stores))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tiered, self.stores
@@ -138,10 +140,9 @@ class Tiered(Store):
             try:
                 return store.get(ticket.ticket)
             except StoreError:
+                # It may be the failure of another tensor, which is said once.
                 held = store.held(ticket.ticket)
-                if held is None:
-                    raise
-                return held
+                return store.get(ticket.ticket) if held is None else held
 
     def prefetch(self, ticket: _Placed) -> None:
         """Have its tier read it ahead."""
@@ -181,7 +182,7 @@ class Tiered(Store):
                 why = str(error)
                 continue
             placed.tier = tier
-            self._queues[tier].append(weakref.ref(placed))
+            self._line_up(tier, placed)
             return
         raise StoreError(f"{self!r}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
@@ -213,13 +214,15 @@ class Tiered(Store):
         queue = self._queues[tier]
         if tier + 1 == len(self.stores):
             return False
-        while queue:
-            oldest = queue[0]()
+        while (first := _first(queue)) is not None:
+            oldest = first()
             if oldest is None or oldest.dropped or oldest.tier != tier:
-                queue.popleft()
+                _remove(queue, first)
                 continue
             with oldest.lock:
-                held = self.stores[tier].held(oldest.ticket) if oldest.tier == tier else None
+                if oldest.tier != tier:
+                    continue  # another thread was faster
+                held = self.stores[tier].held(oldest.ticket)
                 if held is None:
                     return False  # it would have to be read
                 before = oldest.ticket
@@ -228,6 +231,18 @@ class Tiered(Store):
             self._let_go(oldest)
             return True
         return False
+
+    def _line_up(self, tier: int, placed: _Placed) -> None:
+        """``placed`` is the newest of ``tier``; those that are gone are sorted out from time to time."""
+        queue = self._queues[tier]
+        if len(queue) > self._most[tier]:
+            for _ in range(len(queue)):
+                first = _first(queue)
+                other = None if first is None else first()
+                if first is not None and _remove(queue, first) and other is not None and other.tier == tier:
+                    queue.append(first)
+            self._most[tier] = 2 * len(queue) + 1024
+        queue.append(weakref.ref(placed))
 
     def _let_go(self, placed: _Placed) -> None:
         """Drop it if it is to be dropped, unless somebody is at it, who will then."""
@@ -238,3 +253,23 @@ class Tiered(Store):
                     self.stores[tier].drop(placed.ticket)
             finally:
                 placed.lock.release()
+
+
+_Queue = collections.deque["weakref.ref[_Placed]"]
+
+
+def _first(queue: _Queue) -> weakref.ref[_Placed] | None:
+    """The oldest; other threads may take it away."""
+    try:
+        return queue[0]
+    except IndexError:
+        return None
+
+
+def _remove(queue: _Queue, first: weakref.ref[_Placed]) -> bool:
+    """Take ``first`` out, unless another thread has."""
+    try:
+        queue.remove(first)
+    except ValueError:
+        return False
+    return True
