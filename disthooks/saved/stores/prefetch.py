@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-
 _LOOK = 256  # places: beyond so many that are gone or passed there is nothing worth a guess
 
 
