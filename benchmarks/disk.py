@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     bench = Bench(model, x, all_ways(model, args.device, folder))
     # The chain's forward ends when all is written, so that its backward finds nothing in memory.
     bound = Bench(chain, start, nothing_and_ours(folder), flush=True)
-    disk = Disk(folder, (512 if args.size == "full" else 16) << 20)
+    disk = Disk(folder, chain.nbytes)
     for number in range(-1, args.rounds):
         bench.round(number)
         disk.round(number)

@@ -51,6 +51,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "saved.called": (1, "saved", 3),
     "saved.packed": (1, "saved", 3),
     "saved.contents": (1, "saved", 3),
+    "saved.recast": (1, "saved", 3),
     "saved.sharded": (1, "saved", 3),
     "saved.pipeline": (1, "saved", 2),
     "saved.frame": (1, "saved", 4),

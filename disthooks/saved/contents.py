@@ -1,17 +1,17 @@
-"""Where contents go: a store, a compact copy beside them, or nowhere, when they can be computed again."""
+"""Where contents go: a store, or a compact copy beside them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from disthooks._tensors import Layout
 from disthooks._torch import uncompiled
-from disthooks.errors import MutationError, StoreError
+from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Packed
@@ -141,6 +141,27 @@ class InStore(Packed):
         return tensors[0]
 
 
+def to_widen(
+    pending: Iterable[weakref.ref[Packed]], part: torch.Tensor, owner: torch.Tensor, region: Region, typed: bool
+) -> InStore | None:
+    """The first of ``pending`` that may as well hold all of the storage of ``part``, whose ``region`` is saved now.
+
+    That is when those of the same contents and ``region`` together are half of it or more. ``typed`` contents have to
+    be of one dtype, for codecs.
+    """
+    storage, found, covered = part.untyped_storage(), None, region.nbytes
+    for reference in pending:
+        packed = reference()
+        if type(packed) is not InStore or packed.region is None or packed.taken or packed.owner() is not owner:
+            continue
+        if (packed.source.address, packed.version) != (storage._cdata, part._version):
+            continue
+        if not typed or packed.first.dtype is part.dtype:
+            found = found or packed
+            covered += packed.region.nbytes
+    return found if covered * 2 >= storage.nbytes() else None
+
+
 class SmallCopy(Packed):
     """A small part of a large storage: a copy of it stays in memory, so that the rest need not."""
 
@@ -152,114 +173,6 @@ class SmallCopy(Packed):
 
     def _bring(self) -> torch.Tensor:
         return _spread(self._copy, self.region)
-
-
-class WeightCopy(Packed):
-    """A narrow copy of a weight, as autocast makes them: dropped, and cast again when backward needs it.
-
-    Only a copy that is proven to be cast again bit for bit is dropped: it is compared while it is there. One that
-    is not (another memory format, rounded in place, cast from a weight that was written since) stays in memory. What
-    is cast in backward has to have the same checksum: a weight can be written uncounted, or be moved.
-    """
-
-    __slots__ = ("_checksum", "_mark", "_proof", "_weight")
-
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        first: Layout,
-        weight: nn.Parameter,
-        ledger: Ledger,
-        where: str,
-    ) -> None:
-        super().__init__(alias, storage, None, first, ledger, where)
-        self._weight = weight
-        self._mark: tuple[Any, ...] = ()
-        self._checksum: torch.Tensor | None = None
-        self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
-
-    def _take(self, storage: torch.UntypedStorage) -> bool:
-        proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
-        self.undecided = proven is None
-        if proven and self._is_same_weight():
-            self.ledger.count_recast(self.nbytes)
-            return True
-        if proven is not None:
-            self.ledger.count_kept("autocast weight", self.nbytes)
-        return False
-
-    def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:
-        """Whether casting again gives the same bytes."""
-        if not self._is_there():  # FSDP freed it when its forward ended
-            return False
-        self._mark = self._marked()
-        again, now = _bytes(self._cast().untyped_storage()), self.content(storage)
-        if again.shape != now.shape:
-            return False
-        self._checksum = checksum(again)
-        return (again == now).all()
-
-    def _is_proven(self, storage: torch.UntypedStorage) -> bool | None:
-        """The same without waiting for the device: asked first it says None, and so on until the answer is there."""
-        if self._proof is None:
-            same = self._compare(storage)
-            if isinstance(same, bool):
-                return same
-            answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(same, non_blocking=True)
-            self._proof = answer, torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._proof[1].record()
-        answer, done = self._proof
-        return bool(answer) if done.query() else None  # type: ignore[no-untyped-call]
-
-    def _bring(self) -> torch.Tensor:
-        if not self._is_there():
-            raise StoreError(f"a weight of {self.where!r} is not in memory in backward, to be cast again")
-        again = self._cast()
-        # On a GPU reading the checksum waits for the device: only when there is a reason.
-        if not (self.alias.is_cuda and self._is_same_weight()) and not self._is_same(again.untyped_storage()):
-            raise MutationError(
-                f"a weight was changed between the forward of {self.where!r} and its backward, and autocast's copy of "
-                "it was dropped: call backward before the optimizer steps, or the model is converted"
-            )
-        return again
-
-    def _is_same(self, storage: torch.UntypedStorage) -> bool:
-        assert self._checksum is not None
-        return storage.nbytes() == self.nbytes and bool(checksum(_bytes(storage)) == self._checksum)
-
-    def _is_same_weight(self) -> bool:
-        """Whether the weight is where it was, at the same version."""
-        return self._marked() == self._mark
-
-    def _marked(self) -> tuple[Any, ...]:
-        weight = self._weight
-        return weight._version, weight.dtype, weight.data_ptr(), weight.shape, weight.stride()
-
-    def _is_there(self) -> bool:
-        return self._weight.untyped_storage().nbytes() >= self._weight.numel() * self._weight.element_size()
-
-    def _cast(self) -> torch.Tensor:
-        return self._weight.detach().to(self.alias.device, self.alias.dtype, copy=True)
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def checksum(content: torch.Tensor) -> torch.Tensor:
-    """A number, on the device, that changes with any bit of ``content`` (1-D, uint8) and with the order of its words.
-
-    >>> x = torch.arange(64, dtype=torch.uint8)
-    >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.roll(8)))
-    (True, False)
-    """
-    words = content[: content.numel() // 8 * 8].view(torch.int64)
-    factors = torch.arange(1, words.numel() + 1, device=content.device) * -7046029254386353131  # the golden ratio, odd
-    factors ^= factors >> 32
-    rest = content[words.numel() * 8 :].to(torch.int64)
-    places = torch.arange(1, rest.numel() + 1, device=content.device) * 257
-    return (words * (factors | 1)).sum() + (rest * places).sum()
 
 
 def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:

@@ -18,13 +18,14 @@ from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.called import Called
-from disthooks.saved.contents import InStore, SmallCopy, WeightCopy
+from disthooks.saved.contents import InStore, SmallCopy, to_widen
 from disthooks.saved.entry import BREAK
-from disthooks.saved.index import is_written_uncounted
+from disthooks.saved.index import Key, is_written_uncounted
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.recast import WeightCopy
 from disthooks.saved.region import Region, region_of
 from disthooks.saved.sharded import Sharded, stored_part
 from disthooks.saved.stores.base import Functions
@@ -156,6 +157,9 @@ class Frame:
         alone = owner.dim() < 2 and is_constant(owner)
         with self._ledger.lock:
             packed = self._ledger.index.find(key)
+            if packed is None and region is not None and not (small or alone):
+                whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
+                packed = self._whole(part, owner, region, whole)
             if packed is not None and packed.owner() is owner and not alone:
                 return self._shared(tensor, part, packed, layout)
             packed = self._made(part.detach(), storage, weight, region, layout, small)
@@ -170,6 +174,20 @@ class Frame:
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
         return handle
+
+    def _whole(self, part: torch.Tensor, owner: torch.Tensor, region: Region, key: Key) -> Packed | None:
+        """What all of the storage of ``part`` is packed as, or will be because its parts are saved together.
+
+        Queries, keys and values are thirds of one storage, mostly: each alone would be copied out of it, and spread
+        again to its strides, which reach over nearly all of it.
+        """
+        packed = self._ledger.index.find(key)
+        if packed is None and threading.get_ident() == self._thread:
+            packed = to_widen(tuple(self._pending), part, owner, region, typed=bool(self._codecs))
+            if packed is not None:
+                packed.region = None
+                self._ledger.index.add(key, packed)
+        return packed
 
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
         """A further handle on what is packed already."""

@@ -22,6 +22,11 @@ class Region(NamedTuple):
         """Elements from the first to the last, both included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
     def raw(self) -> Region:
         """The same in a dtype that torch can copy, which it cannot every other (``torch.int4``): bits are bits."""
         return self._replace(dtype=_RAW[self.dtype.itemsize])

@@ -16,6 +16,7 @@ from moving import Nth, alone, error_of, movers, one_thread, read, right, slow, 
 import disthooks as dh
 from disthooks.errors import StoreError
 
+MAIN = threading.main_thread()
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -37,9 +38,11 @@ def test_what_a_thread_may_raise(
     def instead(*_: object) -> int:
         raise kind
 
+    move = write if call == "pwrite" else read
+    fails = Nth(move, 2, instead)
     store = dh.OnDisk(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, Nth(write if call == "pwrite" else read, 2, instead))
+        patch.setattr(os, call, lambda *args: (move if threading.current_thread() is MAIN else fails)(*args))
         if call == "pwrite":
             assert type(error_of(lambda: step(store), kind)) is kind
         else:  # ahead of need: who wants it reads it itself

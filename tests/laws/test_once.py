@@ -112,6 +112,61 @@ def test_a_small_slice_is_compacted_and_its_views_share_it(tmp_path: pathlib.Pat
         _assert_same(back, view)
 
 
+def test_parts_that_are_saved_together_are_stored_as_one(tmp_path: pathlib.Path) -> None:
+    """Queries, keys and values: no copies out of their storage, none over all of its strides, and one read."""
+    qkv = torch.randn(4, 16, 3 * 32, requires_grad=True).exp()
+    thirds = [third.unflatten(-1, (4, 8)).transpose(1, 2) for third in qkv.chunk(3, dim=-1)]
+    saved, node = _saved(tmp_path, *thirds)
+    assert saved.report().stored == qkv.nbytes
+    assert saved.report().shared == 2 * thirds[0].nbytes
+    back = node.saved_tensors
+    assert saved.report().loaded == qkv.nbytes
+    assert len({tensor.untyped_storage().data_ptr() for tensor in back}) == 1
+    for one, view in zip(back, thirds, strict=True):
+        _assert_same(one, view)
+
+
+def test_a_part_of_what_is_stored_whole_is_not_stored_again(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(4, 96)
+    saved, node = _saved(tmp_path, x, x[:, 8:16], x[:2, 90:])
+    assert saved.report().stored == x.nbytes
+    for one, view in zip(node.saved_tensors, (x, x[:, 8:16], x[:2, 90:]), strict=True):
+        _assert_same(one, view)
+
+
+def test_parts_that_are_little_of_their_storage_do_not_pull_the_rest_along(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(16, 96)
+    views = [x[:, 8:24], x[:, 40:56], x[:2]]
+    saved, node = _saved(tmp_path, *views)
+    assert saved.report().stored == sum(view.nbytes for view in views)
+    for one, view in zip(node.saved_tensors, views, strict=True):
+        _assert_same(one, view)
+
+
+def test_parts_go_through_a_codec_as_one(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(16, 96)
+    views = (x[:, :40], x[:, 40:80], x[:, 80:])
+    line = dh.pipeline(dh.AtLeast(0), dh.Cast(torch.bfloat16), dh.OnDisk(tmp_path))
+    saved, node = _saved(tmp_path, *views, line=line)
+    assert saved.report().stored == x.nbytes // 2
+    for one, view in zip(node.saved_tensors, views, strict=True):
+        assert torch.equal(one, view.bfloat16().float())
+        assert one.stride() == view.stride()
+
+
+def test_a_part_that_changes_after_another_was_saved_is_another_content(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(4, 96)
+    before = x.clone()
+    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    anchor = torch.zeros(1, requires_grad=True)
+    with dh.saving(line):
+        first = Save.apply(anchor, x[:, :32])
+        x.data[:, 32:64] = 0  # uncounted, and no concern of what was saved
+        second = Save.apply(anchor, x[:, 64:])
+    assert torch.equal(first.grad_fn.saved_tensors[0], before[:, :32])
+    assert torch.equal(second.grad_fn.saved_tensors[0], before[:, 64:])
+
+
 def test_another_version_is_another_content(tmp_path: pathlib.Path) -> None:
     line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
     x, anchor = torch.zeros(100), torch.zeros(1, requires_grad=True)

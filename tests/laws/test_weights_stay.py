@@ -12,7 +12,7 @@ from replicas import replicate
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.contents import WeightCopy
+from disthooks.saved.recast import WeightCopy
 
 
 def _stored(store_folder: pathlib.Path, run: object) -> dh.SavedReport:

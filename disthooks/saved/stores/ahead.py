@@ -9,7 +9,8 @@ from typing import cast
 from disthooks.saved.stores.ticket import WRITTEN, Slab, Ticket
 from disthooks.saved.stores.traffic import Traffic
 
-_WINDOW = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
+_MOST = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
+_MARGIN = 1.0  # x
 
 
 class Ahead:
@@ -24,6 +25,8 @@ class Ahead:
         self._budget, self._traffic = budget, traffic
         self._tickets: dict[Ticket, None] = {}  # the oldest first
         self._bytes = 0
+        self._pace = 1e-9  # seconds for a byte
+        self._enough = 0  # so many tickets that are wanted need no look at what follows
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._tickets)
@@ -44,20 +47,36 @@ class Ahead:
             del self._tickets[ticket]
             self._bytes -= ticket.nbytes
 
+    def took(self, nbytes: int, seconds: float) -> None:
+        """A read of ``nbytes`` took so long."""
+        self._pace += (seconds / max(nbytes, 1) - self._pace) / 8
+
     def after(self, ticket: Ticket) -> list[Slab]:
-        """What to read next because ``ticket`` is wanted now; room for it is made."""
-        following = cast("Iterator[Ticket]", ticket.stream.after(ticket))
-        first = next(following, None)
-        enough = self._bytes > self._budget // 2 or len(self._tickets) > _WINDOW // 2
-        if first is None or (enough and (first in self._tickets or first.tensor is not None)):
+        """What to read now because ``ticket`` is wanted now; room for it is made.
+
+        That is what would come too late if its read began only when the next one is wanted. More would be in memory
+        longer than it has to.
+        """
+        following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.stream.after(ticket)), _MOST)
+        first, begin = next(following, (None, 0.0))
+        if first is None:
             return []
-        wanted: dict[Ticket, None] = {}  # in order
-        room = self._budget
-        for other in itertools.chain((first,), itertools.islice(following, _WINDOW)):
+        if self._enough and (first in self._tickets or first.tensor is not None):
+            self._enough -= 1
+            return []
+        seen: list[Ticket] = []
+        urgent, room, cost = 1, self._budget, 0.0
+        for other, due in itertools.chain([(first, begin)], following):
             room -= other.nbytes
-            if room < 0 and wanted:
+            if seen and (room < 0 or due - begin > _MARGIN * (cost + room * self._pace)):
                 break
-            wanted[other] = None
+            seen.append(other)
+            if other.state == WRITTEN and other not in self._tickets:
+                cost += other.nbytes * self._pace
+            if due - begin <= _MARGIN * cost:
+                urgent = len(seen)
+        self._enough = urgent // 2
+        wanted = dict.fromkeys(seen[:urgent])  # in order
         found = [self.one(other, {ticket, *wanted}) for other in wanted]
         return [slab for slab in found if slab is not None]
 

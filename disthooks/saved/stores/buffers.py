@@ -8,6 +8,7 @@ import ctypes
 import functools
 import mmap
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -49,13 +50,15 @@ class Buffers:
     """A pool of page-aligned blocks of memory.
 
     Args:
-        keep: most bytes of idle blocks that are kept to be used again.
+        keep: idle blocks are kept to be used again while all blocks together, in use or idle, have at most so many
+            bytes.
     """
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
+    def __init__(self, keep: int = 0) -> None:
+        self.keep = keep
         self._idle: collections.OrderedDict[int, mmap.mmap] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
+        self._blocks: list[weakref.ref[mmap.mmap]] = []  # all that there are
         self.returned: collections.deque[mmap.mmap] = collections.deque()
         self.fork_lock = self._lock = threading.Lock()
         care_for(self)
@@ -76,29 +79,46 @@ class Buffers:
             self._settle()
             number = next((n for n, block in self._idle.items() if len(block) == room), None)
             block = self._idle.pop(number) if number is not None else None
-        if block is None:
-            block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if room >= _HUGE:
-                with contextlib.suppress(AttributeError, OSError):
-                    block.madvise(mmap.MADV_HUGEPAGE)
+            self._shrink(self.keep - (0 if block is not None else room))
+            if block is None:
+                block = _map(room)
+                self._blocks.append(weakref.ref(block))
         lease = _lease(room).from_buffer(block)
         lease.pool, lease.mapped = self, block
         return lease
+
+    def trim(self) -> None:
+        """Give back to the system what is not to be kept."""
+        if self.returned:
+            with self._lock:
+                self._settle()
+                self._shrink(self.keep)
 
     def clear(self) -> None:
         """Give all idle blocks back to the system."""
         with self._lock:
             self._settle()
-            self._idle.clear()
+            self._shrink(0)
 
     def _settle(self) -> None:
         while self.returned:
             self._numbers += 1
             self._idle[self._numbers] = self.returned.popleft()
-        idle = sum(map(len, self._idle.values()))
-        while idle > self._keep:
-            _, block = self._idle.popitem(last=False)
-            idle -= len(block)
+
+    def _shrink(self, most: int) -> None:
+        """Let go of idle blocks, the oldest first, until all together have at most ``most`` bytes."""
+        self._blocks = [reference for reference in self._blocks if reference() is not None]
+        total = sum(0 if block is None else len(block) for block in (reference() for reference in self._blocks))
+        while self._idle and total > most:
+            total -= len(self._idle.popitem(last=False)[1])
+
+
+def _map(room: int) -> mmap.mmap:
+    block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if room >= _HUGE:
+        with contextlib.suppress(AttributeError, OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import cast
 
@@ -14,13 +15,15 @@ import torch
 
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
-from disthooks.saved.stores.arena import Arena
+from disthooks.saved.stores.arena import CHUNK, Arena
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer, padded
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
+_MUCH = 0.1  # of a backward, spent waiting for reads
+_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept
 _MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 
 
@@ -41,7 +44,7 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def __init__(self, arenas: Sequence[Arena], budget: int, checksum: bool, threads: int = 2) -> None:
         self.arenas, self.budget = arenas, budget
-        self._transfer = Transfer(checksum, keep=budget)
+        self._transfer = Transfer(checksum)
         self.traffic = self._transfer.traffic
         self.process = os.getpid()
         self._own = threading.local()  # the stream of each thread that puts
@@ -106,14 +109,21 @@ class Mover(Crew[Slab | list[Ticket]]):
                 raise StoreError("a stored tensor is asked for after it was dropped")
             self._say_failure()
             ticket.stream.read(ticket)
-            self._have_read(self._ahead.after(ticket))
             if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # or nearly
                 self.traffic.ahead += ticket.nbytes
             found = self._in_memory(ticket)
+            self._have_read(self._ahead.after(ticket))
+        self._transfer.buffers.trim()
+        return self._late(ticket) if found is None else found
+
+    def _late(self, ticket: Ticket) -> torch.Tensor:
+        """Wait for it, or read it here."""
+        begin, found = time.perf_counter(), None
         while found is None:
             self._read_for(ticket)
             with self._lock:
                 found = self._in_memory(ticket)
+        ticket.stream.waited(time.perf_counter() - begin)
         return found
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -166,14 +176,20 @@ class Mover(Crew[Slab | list[Ticket]]):
                 if slab is None:
                     self._wait()
             if slab is not None:
-                with self.traffic.reading.one():
-                    tensors = self._transfer.read(slab)
+                tensors = self._read(slab)
         finally:
             with self._lock:
                 slab = self._claims.get(me)
                 if slab is not None:
                     self._was_read(slab, tensors)
                     self._claims.pop(me, None)  # now: after an interrupt, all of it is done again
+
+    def _read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor]]:
+        begin = time.perf_counter()
+        with self.traffic.reading.one():
+            tensors = self._transfer.read(slab)
+        self._ahead.took(sum(tensor.nbytes for _, tensor in tensors), time.perf_counter() - begin)
+        return tensors
 
     # -- under the lock
 
@@ -228,7 +244,10 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._claims.pop(threading.get_ident(), None)
         while self._dropped:
             ticket = self._dropped[0]
-            ticket.stream.drop(ticket)
+            waited = ticket.stream.drop(ticket)
+            if waited is not None:
+                # Reads into memory that is there already are faster; memory, who does not wait would have for nothing.
+                self._transfer.buffers.keep = _STAGING + (2 * self.budget if waited > _MUCH else 0)
             self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there
@@ -315,8 +334,8 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _read_ahead(self, slab: Slab) -> None:
         tensors: list[tuple[Ticket, torch.Tensor]] = []
-        with contextlib.suppress(BaseException), self.traffic.reading.one():
-            tensors = self._transfer.read(slab)
+        with contextlib.suppress(BaseException):
+            tensors = self._read(slab)
         with self._lock:
             self._was_read(slab, tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -26,17 +28,19 @@ class Stream:
     ...     position, dropped = 0, False
     >>> stream, tickets = Stream(), [Ticket() for _ in range(4)]
     >>> for ticket in tickets: stream.put(ticket)
-    >>> [ticket.position for ticket in stream.after(tickets[2])]
+    >>> [ticket.position for ticket, _ in stream.after(tickets[2])]
     [1, 0]
     """
 
     def __init__(self) -> None:
         self._tickets: list[Ordered] = []
         self._live: set[Ordered] = set()
-        self._reads: dict[int, None] = {}  # positions in the order of their first read
+        self._reads: dict[int, float] = {}  # positions in the order of their first read, and when that was
         self._passed: set[int] = set()  # those that this backward has read
         self._count = -1  # how many were put the last time
         self._order: Sequence[int] = ()
+        self._times: Sequence[float] = ()  # in that order
+        self._waited = 0.0  # seconds, which are not in the times: a clock of what is computed
         self._rank: dict[int, int] = {}
 
     def put(self, ticket: Ordered) -> None:
@@ -57,26 +61,41 @@ class Stream:
         if ticket.position in self._passed:
             self._passed.clear()
         self._passed.add(ticket.position)
-        self._reads[ticket.position] = None
+        self._reads.setdefault(ticket.position, time.perf_counter() - self._waited)
 
-    def drop(self, ticket: Ordered) -> None:
-        """``ticket`` is dropped, perhaps again.
+    def waited(self, seconds: float) -> None:
+        """The last read took so long."""
+        self._waited += seconds
+
+    def drop(self, ticket: Ordered) -> float | None:
+        """``ticket`` is dropped, perhaps again; when it was the last, the part of its backward that was waiting.
 
         After the last of them the order of their reads is what the next time expects.
         """
         self._live.discard(ticket)
-        if not self._live:
-            if self._reads:
-                self._count, self._order = len(self._tickets), tuple(self._reads)
-                self._rank = {position: i for i, position in enumerate(self._order)}
-            self._tickets, self._reads = [], {}
-            self._passed.clear()
+        if self._live or not self._tickets:
+            return None
+        share = 0.0
+        if self._reads:
+            self._count, self._order, self._times = len(self._tickets), tuple(self._reads), tuple(self._reads.values())
+            share = self._waited / (self._waited + self._times[-1] - self._times[0] + 1e-9)
+            self._rank = {position: i for i, position in enumerate(self._order)}
+        self._tickets, self._reads, self._waited = [], {}, 0.0
+        self._passed.clear()
+        return share
 
-    def after(self, ticket: Ordered) -> Iterator[Ordered]:
-        """Those that will be wanted after ``ticket``, the next one first."""
+    def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
+        """Those that will be wanted after ``ticket``, the next one first, and in how many seconds of computing.
+
+        0 seconds where that is not known.
+        """
         rank = self._rank.get(ticket.position) if self._count == len(self._tickets) else None
-        positions = range(ticket.position - 1, -1, -1) if rank is None else self._order[rank + 1 :]
-        for position in positions[:_LOOK]:
+        if rank is None:
+            expected: Iterator[tuple[int, float]] = ((i, 0.0) for i in range(ticket.position - 1, -1, -1))
+        else:
+            now = self._times[rank]
+            expected = ((self._order[i], self._times[i] - now) for i in range(rank + 1, len(self._order)))
+        for position, seconds in itertools.islice(expected, _LOOK):
             other = self._tickets[position]
             if not other.dropped and position not in self._passed:
-                yield other
+                yield other, seconds

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -77,14 +76,12 @@ class Transfer:
 
     Args:
         checksum: keep a CRC-32 of what is written, and compare it with that of what is read.
-        keep: most bytes of idle memory that is kept for the next reads.
     """
 
-    def __init__(self, checksum: bool, keep: int) -> None:
+    def __init__(self, checksum: bool) -> None:
         self._checksum = checksum
-        self.buffers = Buffers(keep)
+        self.buffers = Buffers()
         self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
-        self._own = threading.local()
 
     def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
         """Write the tensors of ``tickets`` to a new slab; after an error there is none.
@@ -127,25 +124,20 @@ class Transfer:
     def _write_joined(
         self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
     ) -> None:
-        staging = self._staging()
+        staging = self.buffers.lease(nbytes)
         address = ctypes.addressof(staging)
         for ticket, tensor in held:
             ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
         arena.write(memoryview(staging).cast("B")[: _pages(nbytes)], offset)
 
     def _write_aligned(self, arena: Arena, offset: int, tensor: torch.Tensor) -> None:
-        """Through memory of this thread's own: torch's tensors do not begin at a page."""
-        staging = self._staging()
+        """Through memory that is aligned: torch's tensors do not begin at a page."""
+        staging = self.buffers.lease(min(tensor.nbytes, CHUNK))
         memory = memoryview(staging).cast("B")
         for start in range(0, tensor.nbytes, CHUNK):
             count = min(CHUNK, tensor.nbytes - start)
             ctypes.memmove(staging, tensor.data_ptr() + start, count)
             arena.write(memory[: _pages(count)], offset + start)
-
-    def _staging(self) -> Any:
-        if not hasattr(self._own, "staging"):
-            self._own.staging = self.buffers.lease(CHUNK)
-        return self._own.staging
 
     def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor]]:
         """The tensors of a slab that are still wanted, in memory that is used again when nobody uses any of them.
