@@ -165,6 +165,7 @@ class Frame:
             packed = self._made(part.detach(), storage, weight, region, layout, small)
             packed.owner, packed.constant, packed.volatile = weakref.ref(owner), is_constant(owner), alone or call > 0
             self._ledger.index.add(key, packed)
+            self._ledger.place += part.nbytes
             if region is None and part is tensor and type(packed) is InStore and not (call or alone):
                 self._ledger.index.see(owner, packed)
             self._pending.append(weakref.ref(packed))

@@ -36,6 +36,7 @@ class Ledger:
         # A collection may begin inside, and end a generator whose hooks count.
         self.fork_lock = self.lock = threading.RLock()
         self.index = Index()
+        self.place = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self._calls = self._inner = self._tensors = 0

@@ -200,12 +200,8 @@ class Packed(ABC):
                 if self.constant:
                     storage = storage.clone()  # type: ignore[no-untyped-call]
                 return handle.layout.over(storage)
-            brought, handle.brought = handle.brought or self._asked_again(handle), None
-            tensor = brought.tensor
-            if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
-                tensor = brought.tensor = self._fresh()
-                brought.version = tensor._version
             alone = len(self.handles) == 1
+            tensor = self._brought_for(handle)
             if is_python_node(current_node()):
                 if self.constant:
                     # It may be returned as a gradient, and be added to or scaled where it lies, uncounted too. Without
@@ -218,6 +214,23 @@ class Packed(ABC):
         else:
             tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
         return tensor if self._loaded is None else self._hand_over(tensor)
+
+    def _brought_for(self, handle: Handle) -> torch.Tensor:
+        brought, handle.brought = handle.brought or self._asked_again(handle), None
+        tensor = brought.tensor
+        if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
+            tensor = brought.tensor = self._fresh()
+            brought.version = tensor._version
+            self._part(handle, brought)
+        return tensor
+
+    def _part(self, handle: Handle, brought: Brought) -> None:
+        """Have those that will not read before more than this has gone by bring it again, rather than hold it."""
+        far = Brought()
+        for other in self.handles:
+            waiting = other()
+            if waiting is not None and waiting.brought is brought and handle.place - waiting.place > self.nbytes:
+                waiting.brought = far
 
     def _asked_again(self, handle: Handle) -> Brought:
         """For a handle that has read already: in a second backward, or twice in one."""
@@ -269,10 +282,11 @@ class Packed(ABC):
 class Handle:
     """What autograd holds for one saved tensor: the packed value and how this view lies over it."""
 
-    __slots__ = ("__weakref__", "brought", "layout", "packed")
+    __slots__ = ("__weakref__", "brought", "layout", "packed", "place")
 
     def __init__(self, packed: Packed, layout: Layout, brought: Brought) -> None:
         self.packed, self.layout = packed, layout
+        self.place = packed.ledger.place  # backward comes from the highest to the lowest
         self.brought: Brought | None = brought  # until it is read
 
     @property

@@ -13,7 +13,7 @@ from faulty import soon
 from moving import alone, clean, movers, one_thread, pipe, right, script, shut  # noqa: F401
 
 import disthooks as dh
-from disthooks.saved.stores import mover
+from disthooks.saved.stores import ticket as moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,7 +121,7 @@ def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
 
 def test_thousands_of_steps(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random sizes: file, memory, descriptors and threads stay as they were."""
-    monkeypatch.setattr(mover, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
+    monkeypatch.setattr(moved, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
     generator = torch.Generator().manual_seed(0)
     store = dh.OnDisk(tmp_path, in_flight="4 MiB")
     saved = dh.saving(pipe(store))

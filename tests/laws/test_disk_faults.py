@@ -36,7 +36,7 @@ from moving import (  # noqa: F401  # noqa: F401
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import mover
+from disthooks.saved.stores import ticket as moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -286,7 +286,7 @@ def test_a_disk_that_cannot_be_measured(tmp_path: pathlib.Path, monkeypatch: pyt
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, memory, at)
 
-    monkeypatch.setattr(mover, "_MEASURE_FROM", 0)
+    monkeypatch.setattr(moved, "_MEASURE_FROM", 0)
     monkeypatch.setattr(os, "pwrite", no_room)
     store = dh.OnDisk(tmp_path)
     for _ in range(3):

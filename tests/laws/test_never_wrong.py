@@ -100,7 +100,7 @@ def test_a_full_disk(tmp_path: pathlib.Path) -> None:
             dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)),
             pytest.raises(StoreError, match="No space left") as caught,
         ):
-            model(tokens(batch=16))
+            model(tokens(batch=64))
         assert caught.value.path == str(tmp_path)
         assert caught.value.wanted > 0
         assert caught.value.free is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Iterator
 from typing import cast
 
@@ -10,7 +12,7 @@ from disthooks.saved.stores.ticket import WRITTEN, Slab, Ticket
 from disthooks.saved.stores.traffic import Traffic
 
 _MOST = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
-_MARGIN = 1.0  # x
+_MARGIN = 1.5  # a read may take so many times what the last ones took
 
 
 class Ahead:
@@ -18,14 +20,13 @@ class Ahead:
 
     Args:
         budget: most bytes of them; one that is larger is read alone.
-        traffic: counts those that were read in vain.
+        traffic: counts those that were read in vain, and knows how fast reads are.
     """
 
     def __init__(self, budget: int, traffic: Traffic) -> None:
         self._budget, self._traffic = budget, traffic
         self._tickets: dict[Ticket, None] = {}  # the oldest first
         self._bytes = 0
-        self._pace = 1e-9  # seconds for a byte
         self._enough = 0  # so many tickets that are wanted need no look at what follows
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -47,38 +48,38 @@ class Ahead:
             del self._tickets[ticket]
             self._bytes -= ticket.nbytes
 
-    def took(self, nbytes: int, seconds: float) -> None:
-        """A read of ``nbytes`` took so long."""
-        self._pace += (seconds / max(nbytes, 1) - self._pace) / 8
-
     def after(self, ticket: Ticket) -> list[Slab]:
-        """What to read now because ``ticket`` is wanted now; room for it is made.
+        """What to read because ``ticket`` is wanted now, and when (``start``); room for it is made.
 
-        That is what would come too late if its read began only when the next one is wanted. More would be in memory
-        longer than it has to.
+        Each is to be there just in time: what is read early takes memory, and most of all while an operation that
+        takes long works with large tensors.
         """
         following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.stream.after(ticket)), _MOST)
-        first, begin = next(following, (None, 0.0))
+        first = next(following, None)
         if first is None:
             return []
-        if self._enough and (first in self._tickets or first.tensor is not None):
+        if self._enough and (first[0] in self._tickets or first[0].tensor is not None):
             self._enough -= 1
             return []
-        seen: list[Ticket] = []
-        urgent, room, cost = 1, self._budget, 0.0
-        for other, due in itertools.chain([(first, begin)], following):
+        due: dict[Ticket, float] = {}  # in order
+        room = self._budget
+        for other, seconds in itertools.chain([first], following):
             room -= other.nbytes
-            if seen and (room < 0 or due - begin > _MARGIN * (cost + room * self._pace)):
+            if due and room < 0:
                 break
-            seen.append(other)
-            if other.state == WRITTEN and other not in self._tickets:
-                cost += other.nbytes * self._pace
-            if due - begin <= _MARGIN * cost:
-                urgent = len(seen)
-        self._enough = urgent // 2
-        wanted = dict.fromkeys(seen[:urgent])  # in order
-        found = [self.one(other, {ticket, *wanted}) for other in wanted]
+            due[other] = seconds
+        self._enough = len(due) // 4
+        found = [self.one(other, {ticket, *due}) for other in due]
+        self._set_starts(due)
         return [slab for slab in found if slab is not None]
+
+    def _set_starts(self, due: dict[Ticket, float]) -> None:
+        """One read after the other, and the last moment for each that all behind it can be in time."""
+        now, latest = time.perf_counter(), math.inf
+        for ticket, seconds in reversed(due.items()):
+            if ticket.reading and ticket.slab is not None:
+                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._traffic.pace
+                ticket.slab.start = now + latest
 
     def one(self, ticket: Ticket, wanted: set[Ticket]) -> Slab | None:
         """What to read for ``ticket``, if it has to be read and fits; others than ``wanted`` make room for it."""
@@ -96,4 +97,5 @@ class Ahead:
             if not member.dropped and member.ahead is None:
                 member.reading = True
                 self.add(member)
+        slab.start = 0.0  # at once, if nobody knows better
         return slab

@@ -87,12 +87,14 @@ class Buffers:
         lease.pool, lease.mapped = self, block
         return lease
 
-    def trim(self) -> None:
-        """Give back to the system what is not to be kept."""
-        if self.returned:
+    def trim(self, keep: int) -> None:
+        """From now on ``keep`` so many; more is given back to the system."""
+        if self.returned or keep < self.keep:
             with self._lock:
+                self.keep = keep
                 self._settle()
-                self._shrink(self.keep)
+                self._shrink(keep)
+        self.keep = keep
 
     def clear(self) -> None:
         """Give all idle blocks back to the system."""

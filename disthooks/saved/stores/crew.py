@@ -13,7 +13,7 @@ from disthooks._forks import care_for
 
 Job = TypeVar("Job")
 
-_IDLE = 1.0  # seconds after which a thread without work ends
+IDLE = 1.0  # seconds after which a thread without work ends
 _LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
 
 
@@ -39,6 +39,10 @@ class Crew(ABC, Generic[Job]):
     @abstractmethod
     def _next(self) -> Job | None:
         """The next thing to do."""
+
+    def _pause(self) -> float:
+        """Seconds after which to ask again, when there is nothing to do now."""
+        return IDLE
 
     @abstractmethod
     def _do(self, job: Job) -> None:
@@ -118,8 +122,10 @@ class Crew(ABC, Generic[Job]):
             with self._lock:
                 self._settle()
                 job = self._next() if me in self._jobs and not self._closed else None
-                if job is None and me in self._jobs and not self._closed and self._work.wait(_IDLE):
-                    continue
+                if job is None and me in self._jobs and not self._closed:
+                    pause = self._pause()
+                    if self._work.wait(pause) or pause < IDLE:
+                        continue
                 if job is None:
                     job = self._next() if me in self._jobs and not self._closed else None  # in the last moment
                 if job is None:
@@ -139,7 +145,7 @@ _crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(_IDLE)
+            thread.join(IDLE)
 
 
 @atexit.register

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -15,16 +16,14 @@ import torch
 
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
-from disthooks.saved.stores.arena import CHUNK, Arena
-from disthooks.saved.stores.crew import Crew
+from disthooks.saved.stores.arena import Arena
+from disthooks.saved.stores.crew import IDLE, Crew
 from disthooks.saved.stores.prefetch import Stream
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer, padded
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
 _MUCH = 0.1  # of a backward, spent waiting for reads
-_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept
-_MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 
 
 class Mover(Crew[Slab | list[Ticket]]):
@@ -52,12 +51,11 @@ class Mover(Crew[Slab | list[Ticket]]):
         self._writes: collections.deque[Ticket] = collections.deque()
         self._reads: collections.deque[Slab] = collections.deque()
         self._ahead = Ahead(budget, self.traffic)
-        self._dropped: collections.deque[Ticket] = collections.deque()
+        self._dropped = collections.deque[Ticket]()
         self._flying = 0  # bytes put and not written
         self._uncalled = 0  # of those, bytes for which no thread was called yet
         self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
         self._said = 0  # how often one was; what else was in flight then fails for the same reason, and is not said
-        self._measured: set[Arena] = set()  # or tried to
         self._claims: dict[int, Slab] = {}  # what the threads of the computation read themselves, by thread
         super().__init__(threads)
 
@@ -88,6 +86,7 @@ class Mover(Crew[Slab | list[Ticket]]):
                     break  # the process ends, and nobody writes any more
                 self._wait()
             self._say_failure()
+            self._transfer.for_writes()
             ticket.stream.put(ticket)
             self._flying += ticket.nbytes
             ticket.state, ticket.said = QUEUED, self._said
@@ -113,16 +112,14 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self.traffic.ahead += ticket.nbytes
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
-        self._transfer.buffers.trim()
+        self._transfer.for_reads()
         return self._late(ticket) if found is None else found
 
     def _late(self, ticket: Ticket) -> torch.Tensor:
         """Wait for it, or read it here."""
-        begin, found = time.perf_counter(), None
-        while found is None:
-            self._read_for(ticket)
-            with self._lock:
-                found = self._in_memory(ticket)
+        begin = time.perf_counter()
+        while (found := self._read_for(ticket)) is None:
+            pass
         ticket.stream.waited(time.perf_counter() - begin)
         return found
 
@@ -130,8 +127,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         """``ticket`` will be wanted soon."""
         with self._lock:
             self._settle()
-            slab = self._ahead.one(ticket, {ticket})
-            self._have_read([] if slab is None else [slab])
+            self._have_read([slab] if (slab := self._ahead.one(ticket, {ticket})) is not None else [])
 
     def drop(self, ticket: Ticket) -> None:
         """``ticket`` is not wanted any more; called from destructors, so it waits for nothing.
@@ -166,8 +162,8 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._settle()
             return self._flying
 
-    def _read_for(self, ticket: Ticket) -> None:
-        """Read the slab of ``ticket`` in this thread; or, when another one is at it, wait a while for that."""
+    def _read_for(self, ticket: Ticket) -> torch.Tensor | None:
+        """Its tensor after its slab was read in this thread; or, when another one is at it, after a while."""
         me = threading.get_ident()
         tensors: list[tuple[Ticket, torch.Tensor]] = []
         try:
@@ -176,20 +172,15 @@ class Mover(Crew[Slab | list[Ticket]]):
                 if slab is None:
                     self._wait()
             if slab is not None:
-                tensors = self._read(slab)
+                tensors = self._transfer.read(slab)
         finally:
             with self._lock:
                 slab = self._claims.get(me)
                 if slab is not None:
                     self._was_read(slab, tensors)
                     self._claims.pop(me, None)  # now: after an interrupt, all of it is done again
-
-    def _read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor]]:
-        begin = time.perf_counter()
-        with self.traffic.reading.one():
-            tensors = self._transfer.read(slab)
-        self._ahead.took(sum(tensor.nbytes for _, tensor in tensors), time.perf_counter() - begin)
-        return tensors
+        with self._lock:
+            return self._in_memory(ticket)
 
     # -- under the lock
 
@@ -246,8 +237,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             ticket = self._dropped[0]
             waited = ticket.stream.drop(ticket)
             if waited is not None:
-                # Reads into memory that is there already are faster; memory, who does not wait would have for nothing.
-                self._transfer.buffers.keep = _STAGING + (2 * self.budget if waited > _MUCH else 0)
+                self._transfer.keep(2 * self.budget if waited > _MUCH else 0)
             self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there
@@ -266,6 +256,8 @@ class Mover(Crew[Slab | list[Ticket]]):
     def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
         """Have the place of a dropped ticket used again, unless its slab is being read; ``read`` is no more."""
         slab = ticket.slab
+        if slab is not None and slab in self._reads and all(member.dropped for member in slab.members):
+            self._reads.remove(slab)
         if ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
             slab.live.discard(ticket)
             if not slab.live and not slab.freed:
@@ -275,13 +267,15 @@ class Mover(Crew[Slab | list[Ticket]]):
             ticket.slab = None
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
-        for slab in slabs:
-            self._reads.append(slab)
+        self._reads.extend(slabs)
+        for _ in slabs:
             self._call_for_work()
 
     def _next(self) -> Slab | list[Ticket] | None:
-        if self._reads:
-            return self._reads.popleft()
+        if self._pause() <= 0:
+            slab = min(self._reads, key=lambda slab: slab.start)
+            self._reads.remove(slab)
+            return slab
         found: list[Ticket] = []
         total = 0
         while self._writes and total < _JOINED:
@@ -296,6 +290,10 @@ class Mover(Crew[Slab | list[Ticket]]):
                     break
         self._uncalled = 0
         return found or None
+
+    def _pause(self) -> float:
+        start = min((slab.start for slab in self._reads), default=math.inf)
+        return max(0.0, min(IDLE, start - time.perf_counter()))
 
     def _was_written(self, tickets: list[Ticket], error: BaseException | None) -> None:
         self._is_over(tickets)
@@ -335,23 +333,18 @@ class Mover(Crew[Slab | list[Ticket]]):
     def _read_ahead(self, slab: Slab) -> None:
         tensors: list[tuple[Ticket, torch.Tensor]] = []
         with contextlib.suppress(BaseException):
-            tensors = self._read(slab)
+            tensors = self._transfer.read(slab)
         with self._lock:
             self._was_read(slab, tensors)
 
     def _write(self, job: list[Ticket]) -> None:
         arena = next(self._turns)
         try:
-            with self.traffic.writing.one():
-                self._transfer.write(job, arena)
+            self._transfer.write(job, arena)
         except BaseException as error:
             with self._lock:
                 self._was_written(job, error)
         else:
             with self._lock:
                 self._was_written(job, None)
-        arena.shrink(keep_peak=True)
-        if self.traffic.written > _MEASURE_FROM and arena not in self._measured:
-            self._measured.add(arena)
-            with contextlib.suppress(StoreError, OSError):  # as good as never asked
-                arena.measure(self._transfer.buffers)
+        self._transfer.look_after(arena)

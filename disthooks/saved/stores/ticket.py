@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import zlib
@@ -18,6 +19,8 @@ from disthooks.saved.stores.traffic import Traffic
 if TYPE_CHECKING:
     from disthooks.saved.stores.prefetch import Stream
 
+_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept: it is used all the time
+_MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 _ALIGN = 64  # bytes between the beginnings of joined tensors, as torch aligns them
 QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 
@@ -63,12 +66,13 @@ class Ticket:
 class Slab:
     """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
 
-    __slots__ = ("arena", "extent", "freed", "live", "members")
+    __slots__ = ("arena", "extent", "freed", "live", "members", "start")
 
     def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
         self.arena, self.extent, self.members = arena, extent, members
         self.live = set(members)
         self.freed = False
+        self.start = 0.0  # when to begin to read it, by ``time.perf_counter``
 
 
 class Transfer:
@@ -82,6 +86,20 @@ class Transfer:
         self._checksum = checksum
         self.buffers = Buffers()
         self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
+        self._keep = 0
+        self._measured: set[Arena] = set()  # or tried to
+
+    def keep(self, nbytes: int) -> None:
+        """Between reads keep so many bytes of memory: a fresh page costs as much as the read into it."""
+        self._keep = nbytes
+
+    def for_reads(self) -> None:
+        """Reads come: what was kept to write from goes."""
+        self.buffers.trim(self._keep)
+
+    def for_writes(self) -> None:
+        """Writes come."""
+        self.buffers.keep = max(_STAGING, self._keep)
 
     def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
         """Write the tensors of ``tickets`` to a new slab; after an error there is none.
@@ -102,7 +120,8 @@ class Transfer:
                 ticket.checksum = zlib.crc32(memory_of(tensor))
         extent = arena.allocate(end)
         try:
-            self._write_at(arena, extent.offset, held, end)
+            with self.traffic.writing.one():
+                self._write_at(arena, extent.offset, held, end)
             for _, tensor in held:
                 _check_memory(tensor, arena)
         except BaseException:
@@ -112,6 +131,14 @@ class Transfer:
         for ticket in slab.members:
             ticket.slab = slab
             self.traffic.written += ticket.nbytes
+
+    def look_after(self, arena: Arena) -> None:
+        """Give space in the file back that is not needed; measure the disk, once, when enough went to it."""
+        arena.shrink(keep_peak=True)
+        if self.traffic.written > _MEASURE_FROM and arena not in self._measured:
+            self._measured.add(arena)
+            with contextlib.suppress(StoreError, OSError):  # as good as never asked
+                arena.measure(self.buffers)
 
     def _write_at(self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int) -> None:
         if len(held) > 1:
@@ -162,7 +189,10 @@ class Transfer:
         except OSError as error:
             raise arena.error("no memory to read into", error, nbytes) from error
         memory = memoryview(lease).cast("B")
-        arena.read(memory[: _pages(nbytes)] if arena.direct else memory[:nbytes], slab.extent.offset + begin, nbytes)
+        with self.traffic.one_read(nbytes):
+            arena.read(
+                memory[: _pages(nbytes)] if arena.direct else memory[:nbytes], slab.extent.offset + begin, nbytes
+            )
         for ticket in wanted:
             start = ticket.offset - begin
             if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:

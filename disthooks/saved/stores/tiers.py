@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +137,7 @@ class Tiered(Store):
 
     def get(self, ticket: _Placed) -> torch.Tensor:
         """The tensor, from wherever it is."""
-        with ticket.lock:
+        with self._at(ticket):
             store = self.stores[ticket.tier]
             try:
                 return store.get(ticket.ticket)
@@ -146,7 +148,7 @@ class Tiered(Store):
 
     def prefetch(self, ticket: _Placed) -> None:
         """Have its tier read it ahead."""
-        with ticket.lock:
+        with self._at(ticket):
             self.stores[ticket.tier].prefetch(ticket.ticket)
 
     def drop(self, ticket: _Placed) -> None:
@@ -219,7 +221,7 @@ class Tiered(Store):
             if oldest is None or oldest.dropped or oldest.tier != tier:
                 _remove(queue, first)
                 continue
-            with oldest.lock:
+            with self._at(oldest):
                 if oldest.tier != tier:
                     continue  # another thread was faster
                 held = self.stores[tier].held(oldest.ticket)
@@ -228,7 +230,6 @@ class Tiered(Store):
                 before = oldest.ticket
                 self._place(oldest, held, tier + 1)
                 self.stores[tier].drop(before)
-            self._let_go(oldest)
             return True
         return False
 
@@ -243,6 +244,15 @@ class Tiered(Store):
                     queue.append(first)
             self._most[tier] = 2 * len(queue) + 1024
         queue.append(weakref.ref(placed))
+
+    @contextlib.contextmanager
+    def _at(self, placed: _Placed) -> Iterator[None]:
+        """Nobody else is at it; who drops it meanwhile leaves that to this one."""
+        try:
+            with placed.lock:
+                yield
+        finally:
+            self._let_go(placed)
 
     def _let_go(self, placed: _Placed) -> None:
         """Drop it if it is to be dropped, unless somebody is at it, who will then."""

@@ -55,6 +55,21 @@ class Traffic:
     read: int = 0
     writing: Busy = field(default_factory=Busy)
     reading: Busy = field(default_factory=Busy)
+    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads, the last ones above all
+
+    @contextlib.contextmanager
+    def one_read(self, nbytes: int) -> Iterator[None]:
+        """A thread reads ``nbytes``."""
+        begin = time.perf_counter()
+        with self.reading.one():
+            yield
+        seconds, total = self._took
+        self._took = 0.9 * seconds + time.perf_counter() - begin, 0.9 * total + nbytes
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a thread takes to read a byte."""
+        return self._took[0] / self._took[1]
 
 
 @dataclass(frozen=True)
