@@ -25,7 +25,7 @@ import inspect
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -106,14 +106,14 @@ class Plan:
             raise
         return SavingPlan(attached)
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
-        """Attach ``watch``; see :func:`disthooks.gradients` for the errors."""
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, also: Iterable[Any] = ()) -> Gradients:
+        """Attach ``watch``; see :func:`disthooks.gradients` for ``also`` (what ``save`` returned), and the errors."""
         if not self.watches:
             raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
         made: dict[str, Any] = {
             key: [make() for make in value] if isinstance(value, list) else value for key, value in self.watches.items()
         }
-        return gradients(model, optimizer, **made)
+        return gradients(model, optimizer, also=also, **made)
 
 
 def from_config(path: str | os.PathLike[str]) -> Plan:

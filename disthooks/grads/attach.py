@@ -19,7 +19,7 @@ from disthooks.grads.held import check_step, held_by, wanted_of
 from disthooks.grads.measures import Local, Measure
 from disthooks.grads.plan import Bound, Round, check_stat, labels_of, pick, rounds_of
 from disthooks.grads.rules import Rule, as_rule
-from disthooks.grads.sinks import Sink, write
+from disthooks.grads.sinks import Numbers, Sink, as_numbers, write
 from disthooks.grads.stats import Stat
 
 Values = dict[Measure, torch.Tensor]
@@ -70,11 +70,12 @@ class Gradients(Attachment):
         stats: Sequence[Stat],
         sinks: Sequence[Sink],
         every: int,
+        also: Sequence[Numbers] = (),
     ) -> None:
         super().__init__()
         self.latest: dict[str, Any] = {}
         self.steps = 0
-        self._engine, self._every, self._stats = engine, every, stats
+        self._engine, self._every, self._stats, self._also = engine, every, stats, also
         self._held = held_by(optimizer)
         self._wanted = wanted_of(engine, self._held)
         self._shards = [engine.shards[i] for i in self._wanted]
@@ -229,6 +230,8 @@ class Gradients(Attachment):
             record |= stat.finish(
                 self._names(), [values[0][measure] for measure in stat.measures()], self._engine.ranks
             )
+        for more in self._also:
+            record |= more()
         return record
 
 
@@ -240,6 +243,7 @@ def gradients(
     stats: Iterable[Stat] = (),
     sinks: Iterable[Sink] = (),
     every: int = 50,
+    also: Iterable[Any] = (),
 ) -> Gradients:
     """Before every step of ``optimizer``, apply ``rules`` to the final gradients; log ``stats`` of some steps.
 
@@ -258,6 +262,9 @@ def gradients(
         stats: of the gradients before any rule: ``stats.Norm()``, ``stats.MaxAbs()``, ``stats.NonFinite()``.
         sinks: called on the first rank with a dict for each logged step.
         every: steps 0, ``every``, ``2 * every`` ... are logged.
+        also: what is logged with them: what :func:`~disthooks.save_activations` returned, a wrapper or another object
+            whose ``report()`` has a ``record()``, or a function that returns a dict. Each rank asks its own, when the
+            step is logged, which is one step late.
 
     Returns:
         A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager.
@@ -287,7 +294,7 @@ def gradients(
         raise UsageError("gradients() without rules and stats would do nothing: give at least one")
     if targets and not watched and not any(rule.measure() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
-    return Gradients(find(model), stepping(optimizer), chosen, watched, targets, every)
+    return Gradients(find(model), stepping(optimizer), chosen, watched, targets, every, [as_numbers(it) for it in also])
 
 
 def _values_for(bound: Bound, values: Values, layout: collect.Layout) -> torch.Tensor | None:

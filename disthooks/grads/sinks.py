@@ -12,13 +12,27 @@ import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from disthooks.errors import UsageError
 
 __all__ = ["Console", "Jsonl", "Sink"]
 
 Sink = Callable[[dict[str, Any]], object]
+Numbers = Callable[[], Mapping[str, Any]]
+
+
+def as_numbers(what: Any) -> Numbers:
+    """The function that gives what is to be logged of ``what``: itself, or an object with reports.
+
+    >>> as_numbers(lambda: {"lr": 0.1})()
+    {'lr': 0.1}
+    """
+    if hasattr(what, "report"):
+        return lambda: cast("Mapping[str, Any]", what.report().record())
+    if not callable(what):
+        raise UsageError(f"also={what!r}: give an object with report(), or a function that returns a dict")
+    return cast(Numbers, what)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ class SavedReport:
     Attributes:
         calls: forwards, or blocks of code, that ran with the hooks on.
         stored: handed to the store (after codecs), each content once.
-        moved: of those, bytes that left the memory they were in.
+        moved: of those, bytes that left the memory they were in; in a :class:`~disthooks.Tiered`, those that may have:
+            its ``tiers`` have what did.
         shared: saved again as another view of what was packed already, so neither stored nor kept twice.
         kept: left where they were.
         kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...

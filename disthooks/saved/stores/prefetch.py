@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+_ORDERS = 8  # that are remembered: of several models, or batches of several lengths, in turn
 _LOOK = 256  # places: beyond so many that are gone or passed there is nothing worth a guess
 
 
@@ -17,12 +18,24 @@ class Ordered(Protocol):
     dropped: bool
 
 
+class _Order(NamedTuple):
+    """In which order one backward read, and when."""
+
+    order: Sequence[int]  # positions
+    times: Sequence[float]  # seconds, in that order
+    rank: dict[int, int]  # by position
+
+    @staticmethod
+    def of(reads: dict[int, float]) -> _Order:
+        return _Order(tuple(reads), tuple(reads.values()), {position: i for i, position in enumerate(reads)})
+
+
 class Stream:
     """What one thread put into a store since all of it was gone, and the order in which it is read.
 
     A backward reads what its forward put from the last to the first, with small exceptions. Those repeat from step
-    to step, so when as much is put as the last time, the order of the last time is expected; otherwise the
-    reverse one. A wrong guess costs a read, never a wrong tensor.
+    to step, so the order of the last time that as many were put is expected; the reverse one where there was none.
+    A wrong guess costs a read, never a wrong tensor.
 
     >>> class Ticket:
     ...     position, dropped = 0, False
@@ -37,11 +50,8 @@ class Stream:
         self._live: set[Ordered] = set()
         self._reads: dict[int, float] = {}  # positions in the order of their first read, and when that was
         self._passed: set[int] = set()  # those that this backward has read
-        self._count = -1  # how many were put the last time
-        self._order: Sequence[int] = ()
-        self._times: Sequence[float] = ()  # in that order
+        self._known: dict[int, _Order] = {}  # by how many were put; the last one last
         self._waited = 0.0  # seconds, which are not in the times: a clock of what is computed
-        self._rank: dict[int, int] = {}
 
     def put(self, ticket: Ordered) -> None:
         """``ticket`` is the next one."""
@@ -50,7 +60,7 @@ class Stream:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
                 other.position = i
-            self._reads, self._count = {}, -1
+            self._reads, self._known = {}, {}
             self._passed.clear()
         ticket.position = len(self._tickets)
         self._tickets.append(ticket)
@@ -77,9 +87,12 @@ class Stream:
             return None
         share = 0.0
         if self._reads:
-            self._count, self._order, self._times = len(self._tickets), tuple(self._reads), tuple(self._reads.values())
-            share = self._waited / (self._waited + self._times[-1] - self._times[0] + 1e-9)
-            self._rank = {position: i for i, position in enumerate(self._order)}
+            order = _Order.of(self._reads)
+            share = self._waited / (self._waited + order.times[-1] - order.times[0] + 1e-9)
+            self._known.pop(len(self._tickets), None)
+            self._known[len(self._tickets)] = order
+            if len(self._known) > _ORDERS:
+                del self._known[next(iter(self._known))]
         self._tickets, self._reads, self._waited = [], {}, 0.0
         self._passed.clear()
         return share
@@ -89,12 +102,13 @@ class Stream:
 
         0 seconds where that is not known.
         """
-        rank = self._rank.get(ticket.position) if self._count == len(self._tickets) else None
-        if rank is None:
+        known = self._known.get(len(self._tickets))
+        rank = None if known is None else known.rank.get(ticket.position)
+        if known is None or rank is None:
             expected: Iterator[tuple[int, float]] = ((i, 0.0) for i in range(ticket.position - 1, -1, -1))
         else:
-            now = self._times[rank]
-            expected = ((self._order[i], self._times[i] - now) for i in range(rank + 1, len(self._order)))
+            now = known.times[rank]
+            expected = ((known.order[i], known.times[i] - now) for i in range(rank + 1, len(known.order)))
         for position, seconds in itertools.islice(expected, _LOOK):
             other = self._tickets[position]
             if not other.dropped and position not in self._passed:

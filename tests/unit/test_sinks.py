@@ -1,0 +1,69 @@
+"""What is logged besides gradients."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import UsageError
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(128, 64)
+
+
+def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pathlib.Path) -> None:
+    model, optimizer, x = _model()
+    numbers = iter(range(10))
+    file = tmp_path / "run.jsonl"
+    with (
+        dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving,
+        dh.gradients(
+            model,
+            optimizer,
+            stats=[dh.stats.Norm()],
+            sinks=[dh.sinks.Jsonl(file)],
+            every=1,
+            also=[saving, lambda: {"number": next(numbers)}],
+        ) as watch,
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        watch.flush()
+        stored = saving.report().stored
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert lines[-1]["saved/stored"] == stored > 0
+    assert lines[0]["saved/stored"] < stored
+    assert f"saved/OnDisk({str(tmp_path)!r})/written" in lines[-1]
+    assert watch.latest["saved/stored"] == stored
+
+
+def test_a_plan_logs_what_it_saves(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "hooks.yaml"
+    file.write_text(
+        f"save: [{{modules: '0', at_least: 0, store: {{kind: OnDisk, directory: {tmp_path}}}}}]\n"
+        "watch: {every: 1, stats: [{kind: Norm}]}\n"
+    )
+    plan = dh.from_config(file)
+    model, optimizer, x = _model()
+    with plan.save(model) as saving, plan.watch(model, optimizer, also=[saving]) as watch:
+        model(x).sum().backward()
+        optimizer.step()
+        watch.flush()
+        assert watch.latest["saved/stored"] == saving.report().stored > 0
+
+
+def test_what_has_nothing_to_log_is_refused() -> None:
+    model, optimizer, _ = _model()
+    with pytest.raises(UsageError, match=r"also='loss': give an object with report\(\), or a function"):
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], also=["loss"])
