@@ -83,16 +83,18 @@ def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path
     assert time.perf_counter() - begin < 1.0
 
 
-def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(tmp_path: pathlib.Path) -> None:
-    """What was to be read in a while is not, and its place in the file is free."""
+@pytest.mark.parametrize("rows", [256, 16])
+def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: pathlib.Path) -> None:
+    """What was to be read in a while is not, and its place in the file is free; also where small ones are joined."""
     store = dh.OnDisk(tmp_path)
     _step(store, 0.3, count=4)
-    x = torch.randn(256, 1024, requires_grad=True)
+    x = torch.randn(rows, 1024, requires_grad=True)
     with dh.saving(ALL, store):
-        y = x
-        for _ in range(4):
+        first, y = Slow.apply(x * 2, store, 0.3), x
+        for _ in range(3):
             y = Slow.apply(y, store, 0.3)
     store.wait()
+    del first  # dropped while it is joined with others
     assert y.grad_fn.saved_tensors  # the last; the others are planned
     del y
     (tier,) = store.report()
@@ -103,6 +105,27 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(tmp_path: pathlib.Path
         assert not mover._reads
     store.rest()
     assert mover.arenas[0]._used == 0
+
+
+def test_a_far_reader_is_no_new_backward() -> None:
+    """What is wanted again by itself tells nothing new; two in a row are another backward."""
+
+    class Ticket:
+        position, dropped = 0, False
+
+    def following(ticket: Ticket) -> list[int]:
+        stream.read(ticket)
+        return [other.position for other, _ in stream.after(ticket)]
+
+    stream, tickets = Stream(), [Ticket() for _ in range(5)]
+    for ticket in tickets:
+        stream.put(ticket)
+    assert following(tickets[4]) == [3, 2, 1, 0]
+    assert following(tickets[3]) == [2, 1, 0]
+    assert following(tickets[4]) == [2, 1, 0]
+    assert following(tickets[2]) == [1, 0]
+    assert following(tickets[4]) == [1, 0]
+    assert following(tickets[3]) == [2, 1, 0]
 
 
 class Reads(torch.autograd.Function):

@@ -42,10 +42,9 @@ class Mover(Crew[Slab | list[Ticket]]):
     """
 
     def __init__(self, arenas: Sequence[Arena], budget: int, checksum: bool, threads: int = 2) -> None:
-        self.arenas, self.budget = arenas, budget
+        self.arenas, self.budget, self.process = arenas, budget, os.getpid()
         self._transfer = Transfer(checksum)
         self.traffic = self._transfer.traffic
-        self.process = os.getpid()
         self._own = threading.local()  # the stream of each thread that puts
         self._turns = itertools.cycle(arenas)
         self._writes: collections.deque[Ticket] = collections.deque()
@@ -81,9 +80,8 @@ class Mover(Crew[Slab | list[Ticket]]):
         """
         with self._lock:
             self._settle()
-            while self._flying and self._flying + ticket.nbytes > self.budget and self._failed is None:
-                if self._closed:
-                    break  # the process ends, and nobody writes any more
+            # Closed: the process ends, and nobody writes any more.
+            while 0 < self._flying > self.budget - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
             self._transfer.for_writes()
@@ -256,9 +254,11 @@ class Mover(Crew[Slab | list[Ticket]]):
     def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
         """Have the place of a dropped ticket used again, unless its slab is being read; ``read`` is no more."""
         slab = ticket.slab
-        if slab is not None and slab in self._reads and all(member.dropped for member in slab.members):
+        if slab is not None and read is None and slab in self._reads and all(m.dropped for m in slab.members):
+            for member in slab.members:
+                self._let_go(member, slab)
             self._reads.remove(slab)
-        if ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
+        elif ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
             slab.live.discard(ticket)
             if not slab.live and not slab.freed:
                 free, extent = slab.arena.free, slab.extent

@@ -50,6 +50,8 @@ class Stream:
         self._live: set[Ordered] = set()
         self._reads: dict[int, float] = {}  # positions in the order of their first read, and when that was
         self._passed: set[int] = set()  # those that this backward has read
+        self._again = False  # whether what was read last had been read before
+        self._reached: Ordered | None = None  # what was read last of those that had not
         self._known: dict[int, _Order] = {}  # by how many were put; the last one last
         self._waited = 0.0  # seconds, which are not in the times: a clock of what is computed
 
@@ -60,16 +62,23 @@ class Stream:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
                 other.position = i
-            self._reads, self._known = {}, {}
+            self._reads, self._known, self._reached = {}, {}, None
             self._passed.clear()
         ticket.position = len(self._tickets)
         self._tickets.append(ticket)
         self._live.add(ticket)
 
     def read(self, ticket: Ordered) -> None:
-        """``ticket`` is wanted; a second time, when another backward begins."""
-        if ticket.position in self._passed:
+        """``ticket`` is wanted; a second time by another reader of the same backward, or when another one begins.
+
+        That is told by the next one, which then is wanted again, too.
+        """
+        again = ticket.position in self._passed
+        if again and self._again:
             self._passed.clear()
+        if not again or self._again:
+            self._reached = ticket
+        self._again = again
         self._passed.add(ticket.position)
         self._reads.setdefault(ticket.position, time.perf_counter() - self._waited)
 
@@ -93,7 +102,7 @@ class Stream:
             self._known[len(self._tickets)] = order
             if len(self._known) > _ORDERS:
                 del self._known[next(iter(self._known))]
-        self._tickets, self._reads, self._waited = [], {}, 0.0
+        self._tickets, self._reads, self._waited, self._reached = [], {}, 0.0, None
         self._passed.clear()
         return share
 
@@ -102,6 +111,8 @@ class Stream:
 
         0 seconds where that is not known.
         """
+        if self._again and self._reached is not None:
+            ticket = self._reached
         known = self._known.get(len(self._tickets))
         rank = None if known is None else known.rank.get(ticket.position)
         if known is None or rank is None:
