@@ -110,7 +110,8 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self.traffic.ahead += ticket.nbytes
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
-        self._transfer.for_reads()
+        # Reads into memory that is there already are faster; who does not wait would have it for nothing.
+        self._transfer.for_reads(keep=2 * self.budget if ticket.stream.waiting > _MUCH else 0)
         return self._late(ticket) if found is None else found
 
     def _late(self, ticket: Ticket) -> torch.Tensor:
@@ -233,9 +234,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._claims.pop(threading.get_ident(), None)
         while self._dropped:
             ticket = self._dropped[0]
-            waited = ticket.stream.drop(ticket)
-            if waited is not None:
-                self._transfer.keep(2 * self.budget if waited > _MUCH else 0)
+            ticket.stream.drop(ticket)
             self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there

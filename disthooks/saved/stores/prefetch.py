@@ -24,10 +24,13 @@ class _Order(NamedTuple):
     order: Sequence[int]  # positions
     times: Sequence[float]  # seconds, in that order
     rank: dict[int, int]  # by position
+    waiting: float  # part of the time
 
     @staticmethod
-    def of(reads: dict[int, float]) -> _Order:
-        return _Order(tuple(reads), tuple(reads.values()), {position: i for i, position in enumerate(reads)})
+    def of(reads: dict[int, float], waited: float) -> _Order:
+        times = tuple(reads.values())
+        waiting = waited / (waited + times[-1] - times[0] + 1e-9)
+        return _Order(tuple(reads), times, {position: i for i, position in enumerate(reads)}, waiting)
 
 
 class Stream:
@@ -86,25 +89,27 @@ class Stream:
         """The last read took so long."""
         self._waited += seconds
 
-    def drop(self, ticket: Ordered) -> float | None:
-        """``ticket`` is dropped, perhaps again; when it was the last, the part of its backward that was waiting.
+    def drop(self, ticket: Ordered) -> None:
+        """``ticket`` is dropped, perhaps again.
 
         After the last of them the order of their reads is what the next time expects.
         """
         self._live.discard(ticket)
         if self._live or not self._tickets:
-            return None
-        share = 0.0
+            return
         if self._reads:
-            order = _Order.of(self._reads)
-            share = self._waited / (self._waited + order.times[-1] - order.times[0] + 1e-9)
             self._known.pop(len(self._tickets), None)
-            self._known[len(self._tickets)] = order
+            self._known[len(self._tickets)] = _Order.of(self._reads, self._waited)
             if len(self._known) > _ORDERS:
                 del self._known[next(iter(self._known))]
         self._tickets, self._reads, self._waited, self._reached = [], {}, 0.0, None
         self._passed.clear()
-        return share
+
+    @property
+    def waiting(self) -> float:
+        """The part of the last backward like this one that was waiting for reads."""
+        known = self._known.get(len(self._tickets))
+        return 0.0 if known is None else known.waiting
 
     def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
         """Those that will be wanted after ``ticket``, the next one first, and in how many seconds of computing.

@@ -86,20 +86,15 @@ class Transfer:
         self._checksum = checksum
         self.buffers = Buffers()
         self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
-        self._keep = 0
         self._measured: set[Arena] = set()  # or tried to
 
-    def keep(self, nbytes: int) -> None:
-        """Between reads keep so many bytes of memory: a fresh page costs as much as the read into it."""
-        self._keep = nbytes
-
-    def for_reads(self) -> None:
-        """Reads come: what was kept to write from goes."""
-        self.buffers.trim(self._keep)
+    def for_reads(self, keep: int) -> None:
+        """Reads come: what was kept to write from goes, but for ``keep`` bytes."""
+        self.buffers.trim(keep)
 
     def for_writes(self) -> None:
         """Writes come."""
-        self.buffers.keep = max(_STAGING, self._keep)
+        self.buffers.keep = _STAGING
 
     def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
         """Write the tensors of ``tickets`` to a new slab; after an error there is none.
