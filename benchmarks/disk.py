@@ -9,7 +9,7 @@ nothing else, and a chain of operations that compute so little that the disk is 
 printed, compared with three targets, and written as JSON with the machine they came from.
 
 On a CPU-only machine freed memory is returned at once, for every way alike; without that no way lowers resident
-memory. What disthooks keeps from one step to the next (threads, 64 MiB to read into, room in its file) it gives back
+memory. What disthooks keeps from one step to the next (threads, memory to read into, room in its file) it gives back
 after each, untimed: nobody else's peak is charged for it, and all of its own steps begin cold.
 """
 

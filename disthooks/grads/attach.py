@@ -19,7 +19,7 @@ from disthooks.grads.held import check_step, held_by, wanted_of
 from disthooks.grads.measures import Local, Measure
 from disthooks.grads.plan import Bound, Round, check_stat, labels_of, pick, rounds_of
 from disthooks.grads.rules import Rule, as_rule
-from disthooks.grads.sinks import Numbers, Sink, as_numbers, write
+from disthooks.grads.sinks import Numbers, Sink, add_to, as_numbers, write
 from disthooks.grads.stats import Stat
 
 Values = dict[Measure, torch.Tensor]
@@ -230,8 +230,7 @@ class Gradients(Attachment):
             record |= stat.finish(
                 self._names(), [values[0][measure] for measure in stat.measures()], self._engine.ranks
             )
-        for more in self._also:
-            record |= more()
+        self._also = add_to(record, self._also)
         return record
 
 
@@ -264,7 +263,8 @@ def gradients(
         every: steps 0, ``every``, ``2 * every`` ... are logged.
         also: what is logged with them: what :func:`~disthooks.save_activations` returned, a wrapper or another object
             whose ``report()`` has a ``record()``, or a function that returns a dict. Each rank asks its own, when the
-            step is logged, which is one step late.
+            step is logged, which is one step late. One that raises, or has a name that is logged already, is named
+            in a warning and left out.
 
     Returns:
         A handle with ``latest``, ``flush()``, ``report()`` and ``remove()``; also a context manager.

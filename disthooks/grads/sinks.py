@@ -28,10 +28,12 @@ def as_numbers(what: Any) -> Numbers:
     >>> as_numbers(lambda: {"lr": 0.1})()
     {'lr': 0.1}
     """
-    if hasattr(what, "report"):
+    if hasattr(what, "report") and hasattr(what.report(), "record"):
         return lambda: cast("Mapping[str, Any]", what.report().record())
     if not callable(what):
-        raise UsageError(f"also={what!r}: give an object with report(), or a function that returns a dict")
+        raise UsageError(
+            f"also={what!r}: give an object whose report() has a record(), or a function that returns a dict"
+        )
     return cast(Numbers, what)
 
 
@@ -108,6 +110,21 @@ def write(sinks: Sequence[Sink], record: Mapping[str, Any]) -> list[Sink]:
             left.append(sink)
         except Exception as error:
             warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
+    return left
+
+
+def add_to(record: dict[str, Any], also: Sequence[Numbers]) -> list[Numbers]:
+    """Put what each of ``also`` has to say into ``record``; those that did not fail. As for a sink, none raises."""
+    left = []
+    for numbers in also:
+        try:
+            more = numbers()
+            if taken := sorted(record.keys() & more.keys()):
+                raise UsageError(f"{taken} are logged already")
+            record.update(more)
+            left.append(numbers)
+        except Exception as error:
+            warnings.warn(f"{numbers!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=4)
     return left
 
 

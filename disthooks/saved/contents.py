@@ -142,19 +142,24 @@ class InStore(Packed):
 
 
 def to_widen(
-    pending: Iterable[weakref.ref[Packed]], part: torch.Tensor, owner: torch.Tensor, region: Region, typed: bool
+    pending: Iterable[weakref.ref[Packed]],
+    part: torch.Tensor,
+    owner: torch.Tensor,
+    region: Region,
+    typed: bool,
+    volatile: bool,
 ) -> InStore | None:
     """The first of ``pending`` that may as well hold all of the storage of ``part``, whose ``region`` is saved now.
 
     That is when those of the same contents and ``region`` together are half of it or more. ``typed`` contents have to
-    be of one dtype, for codecs.
+    be of one dtype, for codecs; ``volatile`` ones are for themselves.
     """
     storage, found, covered = part.untyped_storage(), None, region.nbytes
     for reference in pending:
         packed = reference()
         if type(packed) is not InStore or packed.region is None or packed.taken or packed.owner() is not owner:
             continue
-        if (packed.source.address, packed.version) != (storage._cdata, part._version):
+        if (packed.source.address, packed.version, packed.volatile) != (storage._cdata, part._version, volatile):
             continue
         if not typed or packed.first.dtype is part.dtype:
             found = found or packed

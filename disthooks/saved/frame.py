@@ -184,7 +184,7 @@ class Frame:
         """
         packed = self._ledger.index.find(key)
         if packed is None and threading.get_ident() == self._thread:
-            packed = to_widen(tuple(self._pending), part, owner, region, typed=bool(self._codecs))
+            packed = to_widen(tuple(self._pending), part, owner, region, bool(self._codecs), volatile=key[3] > 0)
             if packed is not None:
                 packed.region = None
                 self._ledger.index.add(key, packed)

@@ -75,6 +75,30 @@ def test_who_computes_nothing_has_much_read_ahead(tmp_path: pathlib.Path) -> Non
     assert tier.ahead > 0
 
 
+def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
+    """Longer than the second after which threads that have nothing to do end."""
+    store = dh.OnDisk(tmp_path)
+    _step(store, 2.5, count=2)
+    before = store.report()[0].ahead
+    _step(store, 2.5, count=2)
+    assert store.report()[0].ahead == before + (1 << 20)
+
+
+def test_one_is_read_ahead_where_there_is_room_for_one(tmp_path: pathlib.Path) -> None:
+    """The one that is taken now makes room for the next."""
+    store = dh.OnDisk(tmp_path, in_flight="1 MiB")
+    _step(store, 0.05)
+    assert store.report()[0].ahead >= 4 << 20
+
+
+def test_who_does_not_wait_has_no_memory_kept_to_read_into(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    for _ in range(2):
+        _step(store, 0.05)
+    pool = store._mover._transfer.buffers
+    assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
+
+
 def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
     _step(store, 1.0, count=3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import pathlib
+import threading
 
 import pytest
 import torch
@@ -152,6 +154,25 @@ def test_parts_go_through_a_codec_as_one(tmp_path: pathlib.Path) -> None:
     for one, view in zip(node.saved_tensors, views, strict=True):
         assert torch.equal(one, view.bfloat16().float())
         assert one.stride() == view.stride()
+
+
+def test_a_part_that_may_be_written_uncounted_is_for_itself(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leaf that is a view of what is none is written by attacks, while the rest of its storage waits for the disk."""
+    go_on, write = threading.Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    x = torch.ones(64, 96)
+    leaf = x[:, 40:80].requires_grad_()
+    store = dh.OnDisk(tmp_path)
+    with dh.saving(dh.AtLeast(0), store):
+        node = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf).grad_fn
+    leaf.data.mul_(2)
+    go_on.set()
+    store.wait()
+    first, second = node.saved_tensors
+    assert torch.equal(second, torch.ones(64, 40))
+    assert torch.equal(first, torch.ones(64, 40))
 
 
 def test_a_part_that_changes_after_another_was_saved_is_another_content(tmp_path: pathlib.Path) -> None:

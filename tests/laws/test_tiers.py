@@ -176,6 +176,27 @@ def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
     assert [store.account.held for store in tiers.stores] == [0, 0, 0]
 
 
+def test_what_is_dropped_while_another_thread_is_at_it_is_let_go_of() -> None:
+    class Slow(dh.OnCpu):
+        def get(self, ticket: object) -> torch.Tensor:
+            began.set()
+            go_on.wait(10)
+            return super().get(ticket)
+
+    began, go_on = threading.Event(), threading.Event()
+    store = Slow()
+    tiers = dh.Tiered(store, dh.OnDevice("1 MiB"))
+    ticket = tiers.put(torch.ones(100))
+    thread = threading.Thread(target=tiers.get, args=(ticket,))
+    thread.start()
+    assert began.wait(10)
+    tiers.drop(ticket)
+    assert store.account.held == 400
+    go_on.set()
+    thread.join(10)
+    assert store.account.held == 0
+
+
 def test_a_share_of_the_node(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for store in (dh.OnDisk(tmp_path, "1 MiB per node"), dh.OnCpu("1 MiB per node"), dh.OnDevice("1 MiB per node")):

@@ -65,5 +65,33 @@ def test_a_plan_logs_what_it_saves(tmp_path: pathlib.Path) -> None:
 
 def test_what_has_nothing_to_log_is_refused() -> None:
     model, optimizer, _ = _model()
-    with pytest.raises(UsageError, match=r"also='loss': give an object with report\(\), or a function"):
+    with pytest.raises(
+        UsageError, match=r"also='loss': give an object whose report\(\) has a record\(\), or a function"
+    ):
         dh.gradients(model, optimizer, stats=[dh.stats.Norm()], also=["loss"])
+    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()]) as watch, pytest.raises(UsageError, match="record"):
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], also=[watch])  # its report has no record()
+
+
+def test_what_fails_is_left_out_and_no_rank_waits_for_it() -> None:
+    model, optimizer, x = _model()
+
+    def fails() -> dict[str, float]:
+        calls.append(1)
+        raise OSError("gone")
+
+    calls: list[int] = []
+    also = [fails, lambda: {"grad_norm": -1.0}, lambda: {"lr": 0.1}]
+    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], every=1, also=also) as watch:
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            if watch.steps == 1:
+                with pytest.warns(RuntimeWarning, match="left out") as said:
+                    watch.flush()
+        watch.flush()
+    assert len(calls) == 1
+    assert len(said) == 2
+    assert "grad_norm" in str(said[1].message)
+    assert watch.latest["grad_norm"] > 0
+    assert watch.latest["lr"] == 0.1

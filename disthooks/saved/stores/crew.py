@@ -13,7 +13,7 @@ from disthooks._forks import care_for
 
 Job = TypeVar("Job")
 
-IDLE = 1.0  # seconds after which a thread without work ends
+_IDLE = 1.0  # seconds after which a thread without work ends
 _LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
 
 
@@ -40,9 +40,9 @@ class Crew(ABC, Generic[Job]):
     def _next(self) -> Job | None:
         """The next thing to do."""
 
-    def _pause(self) -> float:
-        """Seconds after which to ask again, when there is nothing to do now."""
-        return IDLE
+    def _pause(self) -> float | None:
+        """Seconds after which there is something to do, when there is nothing now; None when nobody knows of any."""
+        return None
 
     @abstractmethod
     def _do(self, job: Job) -> None:
@@ -124,7 +124,7 @@ class Crew(ABC, Generic[Job]):
                 job = self._next() if me in self._jobs and not self._closed else None
                 if job is None and me in self._jobs and not self._closed:
                     pause = self._pause()
-                    if self._work.wait(pause) or pause < IDLE:
+                    if self._work.wait(_IDLE if pause is None else pause) or pause is not None:
                         continue
                 if job is None:
                     job = self._next() if me in self._jobs and not self._closed else None  # in the last moment
@@ -145,7 +145,7 @@ _crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(IDLE)
+            thread.join(_IDLE)
 
 
 @atexit.register

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import math
 import os
 import threading
 import time
@@ -17,7 +16,7 @@ import torch
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
-from disthooks.saved.stores.crew import IDLE, Crew
+from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer, padded
 
@@ -271,7 +270,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._call_for_work()
 
     def _next(self) -> Slab | list[Ticket] | None:
-        if self._pause() <= 0:
+        if self._pause() == 0:
             slab = min(self._reads, key=lambda slab: slab.start)
             self._reads.remove(slab)
             return slab
@@ -290,9 +289,9 @@ class Mover(Crew[Slab | list[Ticket]]):
         self._uncalled = 0
         return found or None
 
-    def _pause(self) -> float:
-        start = min((slab.start for slab in self._reads), default=math.inf)
-        return max(0.0, min(IDLE, start - time.perf_counter()))
+    def _pause(self) -> float | None:
+        start = min((slab.start for slab in self._reads), default=None)
+        return None if start is None else max(0.0, start - time.perf_counter())
 
     def _was_written(self, tickets: list[Ticket], error: BaseException | None) -> None:
         self._is_over(tickets)
