@@ -61,6 +61,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "saved.wrap": (1, "saved", 6),
     "saved.inplace": (1, "saved", 7),
     "engines.shard": (1, "engines", 0),
+    "engines.skip": (1, "engines", 0),
     "engines.base": (1, "engines", 1),
     "watch": (1, "watch", 0),
     "grads.measures": (2, "grads", 0),

@@ -11,10 +11,12 @@ from torch import nn
 
 from disthooks._match import canonical
 from disthooks._torch import steps_under_way
-from disthooks.engines.shard import Layout, Shard
+from disthooks.engines.shard import Part, Shard
+from disthooks.engines.skip import over, skip_if
 from disthooks.errors import AttachError
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
+BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
 
 class Removable(Protocol):
@@ -22,6 +24,21 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Take the hook off."""
+
+
+class Several:
+    """Handles of several hooks as one.
+
+    >>> Several([]).remove()
+    """
+
+    def __init__(self, handles: Sequence[Removable]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        """Take all of them off."""
+        for handle in self.handles:
+            handle.remove()
 
 
 def is_a(module: nn.Module, *names: str) -> bool:
@@ -56,9 +73,9 @@ class Engine:
         """Whether ``model`` is this engine's to handle."""
         return True
 
-    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
-        """Whether this rank owns its part of a parameter, and how that is laid out over the ranks."""
-        return True, "whole"
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
+        """What this rank has of a parameter."""
+        return Shard(name, parameter, True, "whole", Part.whole(parameter.shape), self.ranks)
 
     def check(self) -> None:
         """Compare identities: the model must still have the parameters that were attached to.
@@ -76,14 +93,39 @@ class Engine:
                     "engine has taken the model, and make the optimizer after it too"
                 )
 
-    def before_step(self, optimizer: Any, run: Callable[..., None]) -> Removable:
-        """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update."""
+    def held(self, optimizer: Any) -> list[nn.Parameter]:
+        """The parameters that ``optimizer`` updates, as they are in ``shards``."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:
+        """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update.
+
+        It may return a bool tensor without dimensions on the device: where that is true, the optimizer does not
+        move in this step (see :mod:`disthooks.engines.skip`).
+        """
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if _outermost(optimizer):
+                over(optimizer)  # of a step that raised
+                decision = run(optimizer, args, kwargs)
+                if decision is not None:
+                    skip_if(decision, optimizer)
+
+        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if _outermost(optimizer):
+                over(optimizer)
+
+        inner = stepping(optimizer)
+        return Several([inner.register_step_pre_hook(before), inner.register_step_post_hook(after)])
+
+    def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
+        """Have ``run()`` called when the update has been made, once a step."""
 
         def once(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if sum(under_way is optimizer for under_way in steps_under_way()) < 2:  # not its super().step() again
-                run(optimizer, args, kwargs)
+            if _outermost(optimizer):
+                run()
 
-        handle: Removable = stepping(optimizer).register_step_pre_hook(once)
+        handle: Removable = stepping(optimizer).register_step_post_hook(once)
         return handle
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
@@ -103,11 +145,8 @@ class Engine:
         return True
 
     def _shards(self) -> list[Shard]:
-        found = []
-        for i, (name, parameter) in enumerate(self.model.named_parameters()):
-            owned, layout = self.place(i, canonical(name), parameter)
-            found.append(Shard(canonical(name), parameter, owned, layout))
-        return found
+        named = enumerate(self.model.named_parameters())
+        return [self.shard(i, canonical(name), parameter) for i, (name, parameter) in named]
 
     def _modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
         return [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items() if part]
@@ -130,6 +169,11 @@ class Engine:
                 if parameter is not None and self.fixed(parameter):
                     places.append((module._parameters, key, parameter, canonical(f"{path}.{key}".lstrip("."))))
         return places
+
+
+def _outermost(optimizer: Any) -> bool:
+    """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
+    return sum(under_way is optimizer for under_way in steps_under_way()) < 2
 
 
 def stepping(optimizer: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from disthooks._match import canonical, inside
 from disthooks.engines.base import Engine, is_a
-from disthooks.engines.shard import Layout
+from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 
 
@@ -30,7 +30,7 @@ class Ddp(Engine):
         """A ``DistributedDataParallel``."""
         return is_a(model, "DistributedDataParallel")
 
-    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         """Whole on every rank; the ranks own them in turn."""
         if name in self._ignored:
             raise AttachError(
@@ -42,7 +42,8 @@ class Ddp(Engine):
                 f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
                 "fully_shard with a two-dimensional mesh in place of DDP"
             )
-        return index % len(self.ranks) == self.position, "replica"
+        mine = index % len(self.ranks) == self.position
+        return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
     def check(self) -> None:
         """Also raise AttachError under ``join()``: a rank that has no inputs left takes no step, and is waited for."""

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks.engines.base import Engine, LocalHook, Removable, is_a
-from disthooks.engines.shard import Layout
+from disthooks.engines.meshes import ranks_of, shard_of
+from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 
 
@@ -25,7 +26,7 @@ class Fsdp2(Engine):
         for module in model.modules():
             if is_a(module, "FSDPModule"):
                 module.reshard()  # type: ignore[operator]  # after a forward without backward the root is whole
-        ranks = _ranks(model)
+        ranks = ranks_of(model)
         rank = dist.get_rank()
         if rank not in ranks:
             raise AttachError(f"rank {rank} is not in the device mesh of this model, which has ranks {list(ranks)}")
@@ -38,15 +39,11 @@ class Fsdp2(Engine):
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         )
 
-    def place(self, index: int, name: str, parameter: nn.Parameter) -> tuple[bool, Layout]:
-        """Along mesh dimensions that hold replicas, the first of them owns."""
-        mesh: Any = getattr(parameter, "device_mesh", None)
-        if mesh is None:
-            return self.position == 0, "apart"
-        kinds = [placement.is_replicate() for placement in parameter.placements]  # type: ignore[attr-defined]
-        at = mesh.get_coordinate()
-        owned = all(place == 0 for place, replicated in zip(at, kinds, strict=True) if replicated)
-        return owned, "replica" if all(kinds) else "sharded"
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
+        """Of a DTensor its local part; a plain parameter beside them belongs to the first rank."""
+        if hasattr(parameter, "device_mesh"):
+            return shard_of(name, parameter, self.ranks, self.ranks[self.position])
+        return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
 
     def fixed(self, parameter: nn.Parameter) -> bool:
         """A sharded parameter gives its place to the whole one while its module runs."""
@@ -126,20 +123,3 @@ def _under(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Modul
     yield unit, module
     for child in module.children():
         yield from _under(child, unit)
-
-
-def _ranks(model: nn.Module) -> tuple[int, ...]:
-    meshes: dict[tuple[int, ...], str] = {}
-    for name, parameter in model.named_parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)
-        if mesh is not None:
-            meshes.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), name)
-    if not meshes:
-        raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
-    if len(meshes) > 1:
-        shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in meshes.items())
-        raise AttachError(
-            f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
-            "told; put them all on one device mesh, replicated along the dimensions that do not shard them"
-        )
-    return next(iter(meshes))

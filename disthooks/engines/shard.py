@@ -1,7 +1,8 @@
-"""One parameter as this rank sees it: its name, and which part of its gradient is here."""
+"""One parameter as this rank sees it: its name, and which part of it and of its gradient is here."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +15,59 @@ from disthooks.errors import UsageError
 Layout = Literal["whole", "replica", "sharded", "apart"]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a whole parameter are on this rank: a box of it, or a range of it when flattened.
+
+    Attributes:
+        shape: of the whole parameter.
+        box: for each dimension where the part starts and how long it is; None when it is a range.
+        span: first and one past the last element of the flattened parameter; None when it is a box.
+
+    >>> Part.whole(torch.Size([2, 3])).indices(torch.device("cpu"))
+    tensor([[0, 1, 2],
+            [3, 4, 5]])
+    >>> Part(torch.Size([2, 3]), box=((1, 1), (0, 2))).indices(torch.device("cpu"))
+    tensor([[3, 4]])
+    >>> Part(torch.Size([2, 3]), span=(2, 5)).indices(torch.device("cpu"))
+    tensor([2, 3, 4])
+    """
+
+    shape: torch.Size
+    box: tuple[tuple[int, int], ...] | None = None
+    span: tuple[int, int] | None = None
+
+    @staticmethod
+    def whole(shape: torch.Size) -> Part:
+        """All of it."""
+        return Part(shape, box=tuple((0, size) for size in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the tensors that hold this part: of one dimension when it is a range."""
+        if self.box is not None:
+            return tuple(size for _, size in self.box)
+        assert self.span is not None
+        return (self.span[1] - self.span[0],)
+
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """For each element here, its place in the flattened whole parameter; int64, of the local shape."""
+        if self.box is None:
+            assert self.span is not None
+            return torch.arange(*self.span, device=device)
+        found = torch.zeros((), dtype=torch.int64, device=device)
+        for dim, (start, size) in enumerate(self.box):
+            stride = math.prod(self.shape[dim + 1 :])
+            along = torch.arange(start, start + size, device=device) * stride
+            found = found.unsqueeze(-1) + along
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The part of one parameter that is on this rank.
+
+    Engines whose gradients are not in ``parameter.grad`` override :meth:`gradient` and :meth:`values`.
 
     Attributes:
         name: the parameter's name in the user's own model, without what engines put into it.
@@ -24,20 +75,25 @@ class Shard:
         owned: whether this rank counts its elements; over all ranks every element is counted once.
         layout: "whole" when no other rank has any of it, "replica" when every rank has all of it, "sharded"
             when this rank has a part, "apart" when every rank has all of it and nothing reduces its gradient.
+        part: which elements are here; None where that cannot be told.
+        twins: the global ranks that have the same elements, in order, this one among them.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> Shard("weight", layer.weight, owned=True, layout="whole").gradient()
-    tensor([[1., 1.]])
+    >>> shard = Shard("weight", layer.weight, owned=True, layout="whole", part=Part.whole(layer.weight.shape))
+    >>> shard.gradient(), shard.values() is layer.weight
+    (tensor([[1., 1.]]), True)
     """
 
     name: str
     parameter: nn.Parameter
     owned: bool
     layout: Layout
+    part: Part | None
+    twins: tuple[int, ...] = (0,)
 
     def gradient(self) -> torch.Tensor | None:
-        """The local part of ``parameter.grad``, sharing its memory; None while there is none.
+        """The local part of the gradient, sharing its memory; None while there is none.
 
         Raises:
             UsageError: when it is sparse, or does not lie as its parameter does.
@@ -58,3 +114,7 @@ class Shard:
                 "the layer with sparse=False, or give this parameter an optimizer that is not watched"
             )
         return local
+
+    def values(self) -> torch.Tensor:
+        """The local part of the parameter itself, which lies as :meth:`gradient` does and shares its memory."""
+        return local_part(self.parameter)

@@ -15,7 +15,7 @@ from disthooks.engines.base import Engine, stepping
 from disthooks.engines.find import find
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collect
-from disthooks.grads.held import check_step, held_by, wanted_of
+from disthooks.grads.held import check_step, wanted_of
 from disthooks.grads.measures import Local, Measure
 from disthooks.grads.plan import Bound, Round, check_stat, labels_of, pick, rounds_of
 from disthooks.grads.rules import Rule, as_rule
@@ -76,7 +76,7 @@ class Gradients(Attachment):
         self.latest: dict[str, Any] = {}
         self.steps = 0
         self._engine, self._every, self._stats, self._also = engine, every, stats, also
-        self._held = held_by(optimizer)
+        self._held = engine.held(optimizer)
         self._wanted = wanted_of(engine, self._held)
         self._shards = [engine.shards[i] for i in self._wanted]
         self._rounds = rounds_of(rules, stats, [(shard.name, shard.parameter) for shard in self._shards])
@@ -160,7 +160,9 @@ class Gradients(Attachment):
             self._flags[index] = bad if before is None else bad | before
 
     @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
         check_step(optimizer, args, kwargs)
         self._check_same(optimizer)
         self.flush()
@@ -172,9 +174,10 @@ class Gradients(Attachment):
         self.steps += 1
         self._flags.clear()
         self._looking = self.steps % self._every == 0
+        return None
 
     def _check_same(self, optimizer: torch.optim.Optimizer) -> None:
-        held = held_by(optimizer)
+        held = self._engine.held(optimizer)
         if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
             raise AttachError(
                 f"the optimizer holds other parameters ({len(held)}) than when gradients() was attached "

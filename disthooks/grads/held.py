@@ -13,14 +13,9 @@ from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of all groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of the parameters of all groups."""
-    return {id(parameter) for parameter in held_by(optimizer)}
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def wanted_of(engine: Engine, held: Sequence[nn.Parameter]) -> list[int]:

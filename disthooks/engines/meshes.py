@@ -1,0 +1,94 @@
+"""Which ranks have which part of a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from disthooks.engines.shard import Part, Shard
+from disthooks.errors import AttachError
+
+
+def shard_of(name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
+    """What this rank has of a DTensor parameter; the first of those that have the same elements owns them."""
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
+    for placement in placements:
+        if placement.is_partial():
+            raise AttachError(f"{name!r} is a DTensor with placement {placement}: its value is not on any rank yet")
+    replicated = [placement.is_replicate() for placement in placements]
+    twins = _twins(mesh, replicated, ranks, rank, name)
+    sizes, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    part = Part(torch.Size(parameter.shape), box=tuple(zip(starts, sizes, strict=True)))
+    return Shard(name, parameter, rank == twins[0], "replica" if all(replicated) else "sharded", part, twins)
+
+
+def ranks_of(model: nn.Module) -> tuple[int, ...]:
+    """The ranks over which the DTensor parameters of ``model`` lie.
+
+    Parameters may be on different meshes, if those are parts of one: under tensor parallelism with ``fully_shard``
+    a linear layer lies on all of a two-dimensional mesh, a norm on one dimension of it.
+
+    Raises:
+        AttachError: when no parameter is a DTensor, or the meshes have no mesh in common.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for name, parameter in model.named_parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            found.setdefault(_ranks(_root(mesh)), name)
+    if not found:
+        raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
+    most = max(found, key=len)
+    strange = {ranks: name for ranks, name in found.items() if not set(ranks) <= set(most)}
+    if strange:
+        shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in found.items())
+        raise AttachError(
+            f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
+            "told; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
+        )
+    return most
+
+
+def _ranks(mesh: Any) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def _root(mesh: Any) -> Any:
+    """The mesh that ``mesh`` is a part of; itself if it is none's."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
+def _twins(mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str) -> tuple[int, ...]:
+    """All ranks that have what ``rank`` has: they differ from it only along dimensions that do not shard."""
+    root = _root(mesh)
+    if root is mesh or root.mesh_dim_names is None:
+        grid, sharding = mesh.mesh, [i for i, same in enumerate(replicated) if not same]
+    else:
+        grid, outer = root.mesh, list(root.mesh_dim_names)
+        names = mesh.mesh_dim_names or ()
+        if not set(names) <= set(outer):
+            raise AttachError(
+                f"{name!r} lies on a mesh with dimensions {list(names)}, which are none of its root's {outer} "
+                "(flattened?), and how often each element is there cannot be told"
+            )
+        sharding = [outer.index(dim) for dim, same in zip(names, replicated, strict=True) if not same]
+    at = (grid == rank).nonzero()[0].tolist()
+    index = tuple(at[i] if i in sharding else slice(None) for i in range(grid.ndim))
+    same = {int(r) for r in torch.as_tensor(grid[index]).flatten().tolist()}
+    if len(ranks) % grid.numel() or not same <= set(ranks):
+        raise AttachError(f"{name!r} lies on ranks {sorted(grid.flatten().tolist())}, the model on {list(ranks)}")
+    if grid.numel() < len(ranks):
+        raise AttachError(
+            f"{name!r} lies on a mesh of its own, of ranks {sorted(grid.flatten().tolist())}, and other parameters on "
+            f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that replicas can be told"
+        )
+    return tuple(sorted(same))

@@ -1,0 +1,75 @@
+"""Having an optimizer leave all, or some, of its parameters as they are for one step, its own state included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+# What is to be put back when the step is over, by optimizer.
+_after: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+
+
+def skip_if(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Where ``decision`` is true, have the step that begins now change nothing.
+
+    A fused optimizer takes the decision as a tensor, as it does from a ``GradScaler``, and nothing waits for the
+    device. Any other one is asked what a ``GradScaler`` asks, which waits for it, and is shown no gradients.
+
+    Args:
+        decision: a bool tensor without dimensions.
+        optimizer: the one that steps, called from its pre-hook.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        _tell(decision, optimizer)
+    elif bool(decision):
+        withhold(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def withhold(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Take the gradients of ``parameters`` away for the step that begins now; they are back when it is over.
+
+    Every optimizer of torch leaves a parameter without gradient as it is: no momentum, no weight decay.
+    """
+    taken = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in taken:
+        parameter.grad = None
+
+    def back() -> None:
+        for parameter, grad in taken:
+            if parameter.grad is None:
+                parameter.grad = grad
+
+    _when_over(optimizer, back)
+
+
+def _tell(decision: torch.Tensor, optimizer: Any) -> None:
+    theirs: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    ours = decision.to(torch.float32)
+    if theirs is not None:  # a GradScaler's, which takes it away itself
+        optimizer.found_inf = theirs + ours.to(theirs.device, non_blocking=True)
+        return
+    optimizer.found_inf = ours
+    _when_over(optimizer, lambda: optimizer.__dict__.pop("found_inf", None))
+
+
+def _when_over(optimizer: Any, undo: Callable[[], object]) -> None:
+    """Have ``undo`` called when this step is over; before the next one, if this one raises."""
+    before = _after.pop(optimizer, None)
+
+    def both() -> None:
+        undo()
+        if before is not None:
+            before()
+
+    _after[optimizer] = both
+
+
+def over(optimizer: Any) -> None:
+    """Put back what was taken from ``optimizer`` for a step."""
+    undo = _after.pop(optimizer, None)
+    if undo is not None:
+        undo()
