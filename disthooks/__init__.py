@@ -7,7 +7,8 @@ from disthooks._handles import Attachment
 from disthooks._version import __version__
 from disthooks.config import Plan, from_config
 from disthooks.grads import sinks, stats
-from disthooks.grads.attach import Gradients, gradients
+from disthooks.grads.attach import gradients
+from disthooks.grads.attached import Gradients
 from disthooks.grads.rules import ClipNorm, ClipValue, only
 from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast, Compact, Compress, Quantize

@@ -155,3 +155,16 @@ def steps_under_way() -> list[Any]:
             found.append(frame.f_locals["args"][0])
         frame = frame.f_back
     return found
+
+
+_SCALED_STEP = torch.amp.GradScaler.step.__code__
+
+
+def scaler_under_way() -> Any:
+    """The ``GradScaler`` whose ``step`` runs the optimizer's step from which this is called, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SCALED_STEP:
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None

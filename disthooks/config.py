@@ -36,7 +36,8 @@ from disthooks._handles import Attachment
 from disthooks._match import Pattern
 from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import rules, sinks, stats
-from disthooks.grads.attach import Gradients, gradients
+from disthooks.grads.attach import gradients
+from disthooks.grads.attached import Gradients
 from disthooks.saved import codecs
 from disthooks.saved.inplace import save_activations
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline

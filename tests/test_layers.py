@@ -64,12 +64,20 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "engines.skip": (1, "engines", 0),
     "engines.base": (1, "engines", 1),
     "watch": (1, "watch", 0),
-    "grads.measures": (2, "grads", 0),
-    "grads.stats": (2, "grads", 1),
-    "grads.rules": (2, "grads", 1),
-    "grads.collect": (2, "grads", 1),
-    "grads.sinks": (2, "grads", 1),
-    "grads.attach": (2, "grads", 3),
+    "grads.order": (2, "grads", 0),
+    "grads.measures": (2, "grads", 1),
+    "grads.collect": (2, "grads", 2),
+    "grads.rules": (2, "grads", 2),
+    "grads.stats": (2, "grads", 2),
+    "grads.sinks": (2, "grads", 2),
+    "grads.held": (2, "grads", 2),
+    "grads.plan": (2, "grads", 3),
+    "grads.looking": (2, "grads", 3),
+    "grads.record": (2, "grads", 4),
+    "grads.alarm": (2, "grads", 5),
+    "grads.rounds": (2, "grads", 6),
+    "grads.attached": (2, "grads", 7),
+    "grads.attach": (2, "grads", 8),
     "config": (3, "", 0),
     "cli": (5, "", 0),
 }
@@ -102,9 +110,11 @@ def _imports(file: pathlib.Path) -> list[tuple[str, bool]]:
 
 
 def _place(name: str) -> tuple[int, str, int]:
-    if name in PARTS:
-        return PARTS[name]
     part = name.split(".")[0]
+    while name:  # of a package all files have its place, unless they have their own
+        if name in PARTS:
+            return PARTS[name]
+        name = name.rpartition(".")[0]
     floor = {"saved": 1, "engines": 1, "watch": 1, "grads": 2}.get(part)
     assert floor is not None, f"{name} has no floor: add it to PARTS"
     return floor, part, 2

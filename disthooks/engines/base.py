@@ -13,7 +13,7 @@ from disthooks._match import canonical
 from disthooks._torch import steps_under_way
 from disthooks.engines.shard import Part, Shard
 from disthooks.engines.skip import over, skip_if
-from disthooks.errors import AttachError
+from disthooks.errors import AttachError, UsageError
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
@@ -93,6 +93,20 @@ class Engine:
                     "engine has taken the model, and make the optimizer after it too"
                 )
 
+    def stepping(self, optimizer: Any) -> Any:
+        """The optimizer whose ``step`` makes the update.
+
+        Raises:
+            UsageError: when there is none, or none that hooks could be put on.
+        """
+        if optimizer is None:
+            raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
+        return stepping(optimizer)
+
+    def scale(self) -> float | torch.Tensor | None:
+        """What final gradients are still multiplied by when rules see them, known without waiting; None for 1."""
+        return None
+
     def held(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters that ``optimizer`` updates, as they are in ``shards``."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -139,6 +153,10 @@ class Engine:
             for i in wanted
             if self.shards[i].parameter.requires_grad
         ]
+
+    def begins(self, index: int) -> bool:
+        """Whether the gradient that a local hook is called with is known to be the first since the last step."""
+        return self.shards[index].parameter.grad is None
 
     def fixed(self, parameter: nn.Parameter) -> bool:
         """Whether the model holds ``parameter`` itself at all times, so that :meth:`check` may look for it."""

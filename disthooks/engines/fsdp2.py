@@ -45,6 +45,10 @@ class Fsdp2(Engine):
             return shard_of(name, parameter, self.ranks, self.ranks[self.position])
         return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
 
+    def begins(self, index: int) -> bool:
+        """Never known: gradients that are not reduced yet are accumulated out of sight."""
+        return False
+
     def fixed(self, parameter: nn.Parameter) -> bool:
         """A sharded parameter gives its place to the whole one while its module runs."""
         return not hasattr(parameter, "device_mesh")

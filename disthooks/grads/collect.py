@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disthooks.grads.measures import Local, Measure
+from disthooks.engines.shard import Shard
+from disthooks.grads.measures.base import Local, Measure
 
 # A group is kept for as long as the default group it was made under: making one anew can meet the keys that its
 # namesake left in the store, and with NCCL each holds device memory.
@@ -59,52 +60,62 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
     return bool(any_flag), most == -least
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Which measures a round takes of which parameters, and where their numbers lie in its two vectors.
+    """Which measures are taken in a round, of which parameters, and where their numbers lie in its two vectors.
 
-    A MAX may lose a NaN, so for each of its numbers a second one says whether that was one.
+    The vectors are a float64 one for the SUM and an int64 one for the MAX; as long on every rank.
 
-    >>> from disthooks.grads.measures import Power
-    >>> layout = Layout({Power(2.0): (0, 1)})
-    >>> local = Local([torch.ones(4), None], [None, None], 0, 1, torch.device("cpu"))
-    >>> layout.unpack(layout.pack(local))
-    {Power(p=2.0): tensor([4., 0.], dtype=torch.float64)}
+    Attributes:
+        uses: for each measure the parameters it is taken of, as indices into ``shards``.
+        shards: all parameters.
+        scopes: for each scope its parameters, as indices into ``shards``.
     """
 
     uses: Mapping[Measure, tuple[int, ...]]
+    shards: Sequence[Shard]
+    scopes: Sequence[Sequence[int]] = ()
+
+    def sizes(self, measure: Measure) -> list[int]:
+        """How many numbers a measure has for each of its parameters, or for each scope."""
+        if measure.per == "scope":
+            return [measure.width(None)] * len(self.scopes)
+        return [measure.width(self.shards[i]) for i in self.uses[measure]]
 
     def pack(self, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's numbers: what to SUM, and what to MAX; both float64, the same length on every rank."""
-        sums, peaks = [local_zeros(local, 0)], [local_zeros(local, 0)]
+        """This rank's numbers: what to SUM, and what to MAX."""
+        vectors: dict[str, list[torch.Tensor]] = {
+            "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
+            "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],
+        }
         for measure, indices in self.uses.items():
-            part = local._replace(
-                grads=[local.grads[i] for i in indices],
-                flags=[local.flags[i] for i in indices],
-                apart=[local.apart[i] for i in indices] if local.apart else (),
-            )
-            values = measure.local(part)
-            if measure.merge == "sum":
-                sums.append(values)
-            else:
-                peaks += [values.nan_to_num(0.0, torch.inf), values.isnan().double()]
-        return torch.cat(sums), torch.cat(peaks)
+            vectors[measure.merge].append(measure.local(local.of(indices)))
+        return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
 
     def unpack(self, merged: tuple[torch.Tensor, torch.Tensor]) -> dict[Measure, torch.Tensor]:
-        """The numbers of each measure, one for each of its parameters."""
+        """The numbers of each measure in one row."""
         found, at = {}, {"sum": 0, "max": 0}
-        for measure, indices in self.uses.items():
-            vector, start, n = merged[measure.merge == "max"], at[measure.merge], len(indices)
-            values = vector[start : start + n]
-            if measure.merge == "max":
-                values = values.masked_fill(vector[start + n : start + 2 * n] > 0, torch.nan)
-            at[measure.merge] += n if measure.merge == "sum" else 2 * n
-            found[measure] = values
+        for measure in self.uses:
+            start, length = at[measure.merge], sum(self.sizes(measure))
+            found[measure] = merged[measure.merge == "max"][start : start + length]
+            at[measure.merge] = start + length
         return found
+
+    def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
+        """The numbers for the parameters ``wants``, by slices alone, so that the host never waits."""
+        has = self.uses[measure]
+        if has == tuple(wants):
+            return values[measure]
+        parts = dict(zip(has, torch.split(values[measure], self.sizes(measure)), strict=True))
+        return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
 
     def collectives(self) -> int:
         """How many all-reduces it takes: none, one or two."""
         return len({measure.merge for measure in self.uses})
+
+    def bytes(self) -> int:
+        """How much each rank gives to them."""
+        return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
 
 
 def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +125,3 @@ def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch
             if vector.numel():
                 dist.all_reduce(vector, op, group=group)
     return packed
-
-
-def local_zeros(local: Local, count: int) -> torch.Tensor:
-    """A float64 vector of zeros on the device of ``local``."""
-    return torch.zeros(count, dtype=torch.float64, device=local.device)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
+from disthooks._match import Pattern, match
+from disthooks.engines.shard import Shard
 from disthooks.errors import MatchError, UsageError
 from disthooks.grads.collect import Layout
-from disthooks.grads.measures import Measure
-from disthooks.grads.rules import Rule
-from disthooks.grads.stats import Stat
+from disthooks.grads.measures.base import Measure
+from disthooks.grads.rules.base import Rule
+from disthooks.grads.stats.base import Stat
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +22,13 @@ class Bound:
         rule: the rule.
         indices: of the parameters.
         fresh: whether no rule before it rewrites any of them, so that what it measures is the gradient as it came.
+        label: what is appended to its names in the log.
     """
 
     rule: Rule
     indices: tuple[int, ...]
     fresh: bool
+    label: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,84 +50,126 @@ class Round:
         return self.logged if logged else self.always
 
 
-def rounds_of(
-    rules: Sequence[Rule], stats: Sequence[Stat], parameters: Sequence[tuple[str, nn.Parameter]]
-) -> tuple[Round, ...]:
+class Steps:
+    """What every step does.
+
+    Attributes:
+        rounds: before the update.
+        after: what is measured once a logged step's update is made.
+        shards: the parameters.
+        groups: for each named group its parameters.
+        scopes: all parameters, then those of each group.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        stats: Sequence[Stat],
+        shards: Sequence[Shard],
+        groups: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.shards, self.groups = shards, groups or {}
+        everything = tuple(range(len(shards)))
+        self.scopes = [everything, *self.groups.values()]
+        wanted = [(measure, everything) for stat in stats for measure in stat.measures()]
+        before = [use for use in wanted if not use[0].after]
+        bound = _bound(rules, shards)
+        self.rounds = tuple(self._round(part, before if i == 0 else []) for i, part in enumerate(bound))
+        self.after = self._layout([use for use in wanted if use[0].after])
+
+    @property
+    def rules(self) -> list[Bound]:
+        """All rules in their order."""
+        return [bound for part in self.rounds for bound in part.rules]
+
+    def _round(self, rules: Sequence[Bound], wanted: Iterable[tuple[Measure, tuple[int, ...]]]) -> Round:
+        always = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()]
+        return Round(tuple(rules), self._layout(always), self._layout([*always, *wanted]))
+
+    def _layout(self, uses: Iterable[tuple[Measure, tuple[int, ...]]]) -> Layout:
+        """Each measure once, of all the parameters that anyone wants it of."""
+        union: dict[Measure, set[int]] = {}
+        for measure, indices in uses:
+            union.setdefault(measure, set()).update(indices)
+        return Layout({m: tuple(sorted(indices)) for m, indices in union.items()}, self.shards, self.scopes)
+
+
+def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[Bound]]:
     """Split the rules into rounds: a rule that measures what an earlier one rewrites starts a new one.
 
-    Statistics are measured in the first round, before anything is rewritten. Rules for different parameters
-    share a round.
+    Rules for different parameters share a round.
 
+    >>> from torch import nn
+    >>> from disthooks.engines.base import Engine
     >>> from disthooks.grads.rules import ClipNorm, ClipValue, only
-    >>> named = [("w", nn.Parameter(torch.ones(2))), ("b", nn.Parameter(torch.ones(1)))]
-    >>> len(rounds_of([ClipNorm(1.0), ClipValue(0.1)], [], named))
+    >>> shards = Engine(nn.Linear(2, 1)).shards
+    >>> len(_bound([ClipNorm(1.0), ClipValue(0.1)], shards))
     1
-    >>> len(rounds_of([ClipValue(0.1), ClipNorm(1.0)], [], named))
+    >>> len(_bound([ClipValue(0.1), ClipNorm(1.0)], shards))
     2
-    >>> len(rounds_of([only("w", ClipNorm(1.0)), only("b", ClipNorm(1.0))], [], named))
+    >>> len(_bound([only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0))], shards))
     1
     """
     split: list[list[Bound]] = [[]]
     touched: set[int] = set()  # in this round
     rewritten: set[int] = set()  # in any
-    for rule in rules:
-        indices = tuple(rule.scope(parameters))
-        if not indices:
-            raise MatchError(f"{rule!r} is for none of the {len(parameters)} parameters of the optimizer")
-        rule.check([parameters[i] for i in indices])
-        if rule.measure() is not None and touched & set(indices):
+    labels = labels_of(rules)
+    for rule, label in zip(rules, labels, strict=True):
+        indices = scope_of(rule, shards)
+        if rule.measures() and touched & set(indices):
             split.append([])
             touched = set()
-        split[-1].append(Bound(rule, indices, not rewritten & set(indices)))
-        touched |= set(indices)
-        rewritten |= set(indices)
-    everything = tuple(range(len(parameters)))
-    wanted = [(measure, everything) for stat in stats for measure in stat.measures()]
-    return tuple(_round(bound, wanted if i == 0 else []) for i, bound in enumerate(split))
+        split[-1].append(Bound(rule, indices, not rewritten & set(indices), label))
+        if rule.rewrites:
+            touched |= set(indices)
+            rewritten |= set(indices)
+    return split
 
 
-def _round(rules: Sequence[Bound], wanted: Iterable[tuple[Measure, tuple[int, ...]]]) -> Round:
-    always = [(measure, bound.indices) for bound in rules if (measure := bound.rule.measure()) is not None]
-    return Round(tuple(rules), _layout(always), _layout([*always, *wanted]))
+def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
+    """The parameters that a rule is for, checked."""
+    indices = tuple(rule.scope(shards))
+    if not indices:
+        raise MatchError(f"{rule!r} is for none of the {len(shards)} parameters of the optimizer")
+    rule.check([shards[i] for i in indices])
+    return indices
 
 
-def _layout(uses: Iterable[tuple[Measure, tuple[int, ...]]]) -> Layout:
-    """Each measure once, of all the parameters that anyone wants it of."""
-    union: dict[Measure, set[int]] = {}
-    for measure, indices in uses:
-        union.setdefault(measure, set()).update(indices)
-    return Layout({measure: tuple(sorted(indices)) for measure, indices in union.items()})
-
-
-def pick(values: torch.Tensor, has: tuple[int, ...], wants: tuple[int, ...]) -> torch.Tensor:
-    """The numbers for the parameters ``wants`` out of those for ``has``, by slices alone: the host never waits."""
-    if has == wants:
-        return values
-    place = {index: i for i, index in enumerate(has)}
-    return torch.stack([values[place[i]] for i in wants]) if wants else values[:0]
-
-
-def labels_of(rules: Sequence[Bound]) -> list[str]:
+def labels_of(rules: Sequence[Rule]) -> list[str]:
     """For each rule what is appended to its names in the log, so that no two rules write the same name.
 
     >>> from disthooks.grads.rules import ClipNorm, ClipValue, only
-    >>> rules = [ClipValue(1.0), ClipNorm(1.0), only("*.bias", ClipNorm(1.0)), ClipNorm(2.0)]
-    >>> labels_of([Bound(rule, (), True) for rule in rules])
+    >>> labels_of([ClipValue(1.0), ClipNorm(1.0), only("*.bias", ClipNorm(1.0)), ClipNorm(2.0)])
     ['', '', '/*.bias', '/3']
     """
     labels: list[str] = []
     taken: set[str] = set()
-    for i, bound in enumerate(rules):
-        label = f"/{bound.rule.label()}" if bound.rule.label() else ""
-        label = f"{label}/{i}" if label in taken else label
+    for i, rule in enumerate(rules):
+        label = f"/{rule.label()}" if rule.label() else ""
+        names = {name + label for name in rule.logs()}
+        label = f"{label}/{i}" if names & taken else label
         labels.append(label)
-        if bound.rule.measure() is not None:  # others write nothing
-            taken.add(label)
+        taken |= {name + label for name in rule.logs()}
     return labels
+
+
+def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequence[Shard]) -> dict[str, list[int]]:
+    """For each named group the parameters that its patterns match.
+
+    Raises:
+        MatchError: when a pattern matches none.
+    """
+    named = [(shard.name, shard.parameter) for shard in shards]
+    found: dict[str, list[int]] = {}
+    for group, pattern in groups.items():
+        one = isinstance(pattern, (str, type)) or callable(pattern)
+        names = {name for name, _ in match(named, [pattern] if one else list(pattern), "parameter")}  # type: ignore[list-item,arg-type]
+        found[group] = [i for i, shard in enumerate(shards) if shard.name in names]
+    return found
 
 
 def check_stat(stat: object) -> Stat:
     """``stat`` itself, if it is one."""
-    if isinstance(stat, type) or not (hasattr(stat, "measures") and hasattr(stat, "finish")):
+    if not isinstance(stat, Stat):
         raise UsageError(f"{stat!r} is no statistic: give stats.Norm(), stats.MaxAbs() or stats.NonFinite()")
-    return stat  # type: ignore[return-value]
+    return stat

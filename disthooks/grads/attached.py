@@ -1,0 +1,264 @@
+"""What :func:`disthooks.gradients` gives back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disthooks._handles import Attachment
+from disthooks._match import Pattern
+from disthooks._torch import scaler_under_way
+from disthooks.engines.base import Engine
+from disthooks.engines.skip import withhold
+from disthooks.errors import AttachError, UsageError
+from disthooks.grads import collect
+from disthooks.grads.alarm import Alarms
+from disthooks.grads.held import check_step, wanted_of
+from disthooks.grads.looking import Looking
+from disthooks.grads.plan import Steps, groups_of, scope_of
+from disthooks.grads.record import Pending
+from disthooks.grads.rounds import Grads, Outcome, Runner, in_users_units, put_back, rounds_in
+from disthooks.grads.rules.base import Rule
+from disthooks.grads.rules.only import Only
+from disthooks.grads.sinks import Numbers, Sink, add_to, write
+from disthooks.grads.stats.base import Stat
+
+
+@dataclass(frozen=True)
+class GradientsReport:
+    """What an attachment does in every step.
+
+    Attributes:
+        engine: which engine was found.
+        ranks: the global ranks whose gradients belong together.
+        parameters: how many the optimizer holds.
+        rounds: how many measurements a logged step takes; each rule that measures what another one rewrote adds one,
+            and so do statistics of the update.
+        collectives: all-reduces in a step that is not logged, and in one that is; at most two a round.
+        bytes: what each rank gives to them, in a step that is not logged, and in one that is.
+        steps: how many steps there have been.
+    """
+
+    engine: str
+    ranks: tuple[int, ...]
+    parameters: int
+    rounds: int
+    collectives: tuple[int, int]
+    bytes: tuple[int, int]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for; see :func:`disthooks.gradients`."""
+
+    rules: Sequence[Rule] = ()
+    stats: Sequence[Stat] = ()
+    sinks: Sequence[Sink] = ()
+    every: int = 50
+    groups: Mapping[str, Pattern | Iterable[Pattern]] = field(default_factory=dict)
+    also: Sequence[Numbers] = ()
+    scaler: Any = None
+
+
+class Gradients(Attachment):
+    """What :func:`gradients` attached.
+
+    Attributes:
+        latest: what was logged last, on every rank; one step behind until :meth:`flush`.
+        steps: how many steps of the optimizer there have been.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Any, wishes: Wishes) -> None:
+        super().__init__()
+        self.latest: dict[str, Any] = {}
+        self.steps = 0
+        self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
+        self._also = wishes.also
+        self._held = engine.held(optimizer)
+        wanted = wanted_of(engine, self._held)
+        self._shards = [engine.shards[i] for i in wanted]
+        final = [rule for rule in wishes.rules if not _at_local(rule)]
+        self._plan = Steps(final, wishes.stats, self._shards, groups_of(wishes.groups, self._shards))
+        self._looking = self._look_at(wanted)
+        self._group = collect.group_of(engine.ranks)
+        self._device = collect.device_for(self._group, self._shards[0].parameter.device)
+        self._runner = Runner(engine, self._plan, self._group, self._device)
+        self._alarms = Alarms()
+        self._open: tuple[Outcome, Grads] | None = None
+        self._pending: Pending | None = None
+        self._sinks = self._opened(wishes.sinks)
+        self._attach(optimizer)
+
+    def report(self) -> GradientsReport:
+        """The engine found, and what a step costs."""
+        always = [part.always for part in self._plan.rounds]
+        logged = [*(part.logged for part in self._plan.rounds), self._plan.after]
+        one = len(self._engine.ranks) == 1
+        calls, sizes = (
+            [0 if one else sum(getattr(layout, cost)() for layout in layouts) for layouts in (always, logged)]
+            for cost in ("collectives", "bytes")
+        )
+        return GradientsReport(
+            engine=self._engine.label,
+            ranks=self._engine.ranks,
+            parameters=len(self._shards),
+            rounds=rounds_in(self._plan),
+            collectives=(calls[0], calls[1]),
+            bytes=(sizes[0], sizes[1]),
+            steps=self.steps,
+        )
+
+    def flush(self) -> None:
+        """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        record = pending.record(self._plan, self._wishes.stats, self._engine.ranks)
+        self._also = add_to(record, self._also)
+        self.latest = record
+        self._sinks = write(self._sinks, self.latest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What adaptive rules have learned, and the number of steps; the same on every rank.
+
+        Returns:
+            A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's.
+        """
+        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._plan.rules]
+        states = [{name: value.cpu().clone() for name, value in state.items()} for state in self._runner.states]
+        return {"steps": self.steps, "rules": [list(pair) for pair in zip(kinds, states, strict=True)]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; call it on every rank.
+
+        Raises:
+            UsageError: when the rules are of other kinds, or for other numbers of parameters; nothing is changed then.
+        """
+        mine = self.state_dict()
+        kinds, theirs = [kind for kind, _ in mine["rules"]], [kind for kind, _ in state["rules"]]
+        if kinds != theirs:
+            raise UsageError(f"the state is of the rules {theirs}, and these are attached: {kinds}")
+        for (kind, own), (_, found) in zip(mine["rules"], state["rules"], strict=True):
+            shapes, given = ({name: tuple(value.shape) for name, value in part.items()} for part in (own, found))
+            if shapes != given:
+                raise UsageError(f"the state of {kind} has the shapes {given}, and {shapes} are needed")
+        self.steps = int(state["steps"])
+        for target, (_, found) in zip(self._runner.states, state["rules"], strict=True):
+            for name, value in found.items():
+                target[name].copy_(value)
+
+    def _attach(self, optimizer: Any) -> None:
+        for handle in self._looking.attach():
+            self.on_remove(handle.remove)
+        self.on_remove(self._engine.before_step(optimizer, self._before_step).remove)
+        if self._plan.after.uses:
+            self.on_remove(self._engine.after_step(optimizer, self._after_step).remove)
+        self.on_remove(self.flush)
+        self.at_exit(self.flush)
+
+    def _look_at(self, wanted: Sequence[int]) -> Looking:
+        measures = [measure for stat in self._wishes.stats for measure in stat.measures()]
+        rules = [
+            (rule, frozenset(wanted[i] for i in scope_of(rule, self._shards)))
+            for rule in self._wishes.rules
+            if _at_local(rule)
+        ]
+        kept = {wanted[i] for measure in measures for i in measure.keeps(self._shards)}
+        looks = frozenset(look for measure in measures for look in measure.looks)
+        return Looking(self._engine, wanted, looks, frozenset(kept), rules, self._wishes.scaler)
+
+    def _opened(self, sinks: Sequence[Sink]) -> Sequence[Sink]:
+        """The sinks on the first rank, none on the others; when it cannot open them every rank raises."""
+        mine = sinks if self._engine.position == 0 else ()
+        failure: Exception | None = None
+        try:
+            for sink in mine:
+                getattr(sink, "open", lambda: None)()
+        except Exception as error:
+            failure = error
+        failed, alike = collect.agree(self._group, self._device, failure is not None, self._described())
+        if failure is not None:
+            raise failure
+        if not alike:
+            raise AttachError(
+                f"the ranks {list(self._engine.ranks)} do not attach the same: they must give the same rules, stats, "
+                f"groups and every, for the same parameters; this one has {self._described()}"
+            )
+        if failed:
+            raise AttachError(f"rank {self._engine.ranks[0]} could not open its sinks; its error says why")
+        return mine
+
+    def _described(self) -> str:
+        """What all ranks must have alike, or they would add up different things, or wait for each other."""
+        wishes, names = self._wishes, [shard.name for shard in self._shards]
+        asked = f"every={wishes.every}, rules={wishes.rules}, stats={wishes.stats}, groups={self._plan.groups}"
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{asked}, parameters {names}")
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        check_step(optimizer, args, kwargs)
+        self._check_same()
+        self.flush()
+        self._alarms.check()
+        logged = self.steps % self._wishes.every == 0
+        outcome = self._run([shard.gradient() for shard in self._shards], logged)
+        if outcome.withheld:
+            withhold(optimizer, [shard.parameter for shard in outcome.withheld])
+        self._alarms.set(outcome.alarms)
+        if logged and self._plan.after.uses:
+            self._open = outcome, [s.values().clone() if s.owned else None for s in self._shards]
+        elif logged and (self._wishes.stats or outcome.log):
+            self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
+        self.steps += 1
+        self._looking.on = self.steps % self._wishes.every == 0
+        return outcome.skip()
+
+    def _run(self, grads: Grads, logged: bool) -> Outcome:
+        scale, factor = self._loss_scale(), self._engine.scale()
+        copies = grads if factor is None else in_users_units(grads, factor)
+        outcome = self._runner.run(copies, self._looking.take(), scale, self.steps, logged)
+        if factor is not None:
+            put_back(copies, grads, factor)
+        return outcome
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        if self._open is not None:
+            (outcome, before), self._open = self._open, None
+            merged = [*outcome.merged, self._runner.after(before)]
+            self._pending = Pending.of(self.steps - 1, merged, outcome.log)
+
+    def _loss_scale(self) -> torch.Tensor | None:
+        """What gradients were multiplied by when they were looked at before their reduction."""
+        found = self._engine.scale()
+        scaler = self._wishes.scaler or (scaler_under_way() if self._looking.used else None)
+        if found is None and scaler is not None and scaler.is_enabled():
+            if self._looking.ruled and self._wishes.scaler is None:
+                raise UsageError(
+                    "rules at 'local' see gradients multiplied by the scale of a GradScaler: give it to "
+                    "gradients(scaler=...), and they work in your units"
+                )
+            found = scaler._scale
+        return None if found is None else torch.as_tensor(found, device=self._device)
+
+    def _check_same(self) -> None:
+        held = self._engine.held(self._optimizer)
+        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
+            raise AttachError(
+                f"the optimizer holds other parameters ({len(held)}) than when gradients() was attached "
+                f"({len(self._held)}): remove() the attachment and attach again after changing parameter groups"
+            )
+        self._engine.check()
+
+
+def _at_local(rule: Rule) -> bool:
+    return isinstance(rule, Only) and rule.at == "local"
+
+
+def _kind(rule: Rule) -> str:
+    return f"only:{_kind(rule.rule)}" if isinstance(rule, Only) else type(rule).__name__

@@ -1,0 +1,96 @@
+"""What happens to this rank's own gradients in backward: a look for the statistics, then the rules at "local"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disthooks._tensors import local_part
+from disthooks.engines.base import Engine, Removable
+from disthooks.errors import UsageError
+from disthooks.grads.measures.base import Look, Seen
+from disthooks.grads.measures.power import norms
+from disthooks.grads.rules.base import Rule
+
+
+class Looking:
+    """Hooks on this rank's own gradients; they communicate with nobody and wait for nothing.
+
+    Attributes:
+        on: whether the step that is being made will be logged, so that statistics look.
+        used: whether anything looks at gradients before their reduction.
+        ruled: whether anything changes them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wanted: Sequence[int],
+        looks: frozenset[Look],
+        kept: frozenset[int],
+        rules: Sequence[tuple[Rule, frozenset[int]]],
+        scaler: Any,
+    ) -> None:
+        self.on, self.used, self.ruled = True, bool(looks or rules), bool(rules)
+        self._engine, self._wanted, self._looks, self._kept = engine, wanted, looks, kept
+        self._rules, self._scaler = rules, scaler
+        self._seen: dict[int, Seen] = {}
+
+    def attach(self) -> list[Removable]:
+        """Put the hooks on, if anything needs them."""
+        ruled = {index for _, indices in self._rules for index in indices}
+        indices = [i for i in self._wanted if i in ruled or self._looks]
+        return self._engine.on_local(indices, self._hook) if indices else []
+
+    def take(self) -> list[Seen]:
+        """What was seen of each parameter since the last time."""
+        seen, self._seen = self._seen, {}
+        return [seen.get(index, Seen()) for index in self._wanted]
+
+    def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        if grad.layout is not torch.strided:
+            self._refuse(index, grad)
+            return None
+        if self.on and self._looks:
+            self._look(index, local_part(grad.detach()))
+        return self._rewritten(index, grad)
+
+    @torch.no_grad()
+    def _look(self, index: int, grad: torch.Tensor) -> None:
+        seen = self._seen.get(index, Seen())
+        if self._engine.begins(index):  # what was seen before belongs to a step that was never made
+            seen = Seen()
+        if "norms" in self._looks:
+            seen = seen._replace(norms=(*seen.norms, *norms([grad], 2.0)))
+        elif "finite" in self._looks:
+            seen = seen._replace(flags=(*seen.flags, ~torch.isfinite(grad).all()))
+        if index in self._kept:
+            seen = seen._replace(kept=grad.clone() if seen.kept is None else seen.kept + grad)
+        self._seen[index] = seen
+
+    @torch.no_grad()
+    def _rewritten(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        chosen = [rule for rule, indices in self._rules if index in indices]
+        if not chosen:
+            return None
+        shard, scale = self._engine.shards[index], self._scale(grad)
+        result = grad.detach() if scale is None else grad.detach() / scale
+        for rule in chosen:
+            result = rule.rewrite_local(shard, result)
+        return result if scale is None else result * scale
+
+    def _scale(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """What a GradScaler has multiplied the loss by, in a dtype that does not widen the gradient."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        scale: torch.Tensor = self._scaler._scale
+        return scale.to(grad.device, non_blocking=True)
+
+    def _refuse(self, index: int, grad: torch.Tensor) -> None:
+        if any(index in indices for _, indices in self._rules):
+            raise UsageError(
+                f"the gradient of {self._engine.shards[index].name!r} is {grad.layout}: rules need dense gradients; "
+                "build the layer with sparse=False"
+            )

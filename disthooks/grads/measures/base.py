@@ -1,0 +1,127 @@
+"""What a measure is, and what it may look at.
+
+A measure is frozen and hashable, so rules and statistics that need the same one share it. It looks at local parts
+only and gives some numbers for each parameter, or for each scope (all parameters, a group of them). Merging them
+needs nothing but a SUM or a MAX over the ranks, so what travels does not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+
+from disthooks.engines.shard import Shard
+
+Merge = Literal["sum", "max"]
+Per = Literal["parameter", "scope"]
+Look = Literal["norms", "finite", "kept"]
+
+
+class Seen(NamedTuple):
+    """What hooks saw on this rank of one parameter's gradients before any reduction, since the last step.
+
+    Attributes:
+        norms: the 2-norm of each micro-batch's gradient, without dimensions; empty if nobody asked, or none came.
+        flags: whether each of them was not finite, bools without dimensions; empty if nobody asked or ``norms`` tell.
+        kept: the sum of them, of the whole parameter; None if nobody asked.
+    """
+
+    norms: tuple[torch.Tensor, ...] = ()
+    flags: tuple[torch.Tensor, ...] = ()
+    kept: torch.Tensor | None = None
+
+
+class Local(NamedTuple):
+    """What this rank may look at. The sequences have one entry for each parameter.
+
+    Attributes:
+        shards: the parameters.
+        grads: the local part of the final gradient; None where there is none or another rank owns it.
+        seen: what was seen of gradients before their reduction.
+        scopes: for each scope the parameters in it, as places in these sequences.
+        position: this rank's place among the ranks.
+        world: how many ranks there are.
+        device: where the result is wanted.
+        apart: gradients that no engine reduces and this rank does not own; a NaN in them is on this rank alone.
+        before: the local part of the parameter as it was before the update; None where another rank owns it. Empty
+            before the update.
+        scale: what gradients before their reduction are multiplied by, a number without dimensions; None for 1.
+    """
+
+    shards: Sequence[Shard]
+    grads: Sequence[torch.Tensor | None]
+    seen: Sequence[Seen]
+    scopes: Sequence[Sequence[int]]
+    position: int
+    world: int
+    device: torch.device
+    apart: Sequence[torch.Tensor | None] = ()
+    before: Sequence[torch.Tensor | None] = ()
+    scale: torch.Tensor | None = None
+
+    def of(self, indices: Sequence[int]) -> Local:
+        """The same, of some of the parameters."""
+        picked: dict[str, Any] = {
+            name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
+            for name in ("shards", "grads", "seen", "apart", "before")
+        }
+        return self._replace(**picked)
+
+
+class Measure:
+    """Some numbers for each parameter or each scope.
+
+    Attributes:
+        merge: how the numbers of several ranks become one: "sum" of float64, "max" of int64 (see
+            :mod:`disthooks.grads.order` for how numbers become such integers).
+        per: whether there are numbers for each parameter or for each scope.
+        looks: what of the gradients before their reduction it needs.
+        after: whether it is measured once the update is made.
+    """
+
+    merge: ClassVar[Merge]
+    per: ClassVar[Per] = "parameter"
+    looks: ClassVar[frozenset[Look]] = frozenset()
+    after: ClassVar[bool] = False
+
+    def width(self, shard: Shard | None) -> int:
+        """How many numbers there are for one parameter; for one scope when ``shard`` is None."""
+        return 1
+
+    def keeps(self, shards: Sequence[Shard]) -> Sequence[int]:
+        """The parameters whose whole gradients before the reduction it needs, as places in ``shards``."""
+        return ()
+
+    def local(self, local: Local) -> torch.Tensor:
+        """The numbers of this rank in one row, on ``local.device``: float64 to be added, or int64 for the largest."""
+        raise NotImplementedError
+
+
+def stack(
+    slots: Sequence[torch.Tensor | None],
+    measure: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    device: torch.device,
+) -> torch.Tensor:
+    """``measure`` of those that are there and have elements, in float64; 0 elsewhere.
+
+    Built by stacking: an index made from a list would be copied to the device, and the host would wait.
+    """
+    there = [slot is not None and slot.numel() > 0 for slot in slots]
+    found = measure([slot for slot, is_there in zip(slots, there, strict=True) if slot is not None and is_there])
+    if not found:
+        return torch.zeros(len(slots), dtype=torch.float64, device=device)
+    values = iter([value.to(device, non_blocking=True) for value in found])
+    zero = torch.zeros((), dtype=found[0].dtype, device=device)
+    return torch.stack([next(values) if is_there else zero for is_there in there]).double()
+
+
+def real(grad: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of complex elements; any other gradient itself."""
+    return grad.abs() if grad.is_complex() else grad
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over gradients of ``dtype`` are taken in."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -1,0 +1,149 @@
+"""Running the rounds of a step: measure over all ranks, then rewrite, on this rank's part of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disthooks.engines.base import Engine
+from disthooks.engines.shard import Shard
+from disthooks.grads import collect
+from disthooks.grads.alarm import Alarm
+from disthooks.grads.measures.base import Local, Measure, Seen
+from disthooks.grads.plan import Bound, Round, Steps
+from disthooks.grads.record import Merged
+from disthooks.grads.rules.base import State, Work
+
+Grads = list[torch.Tensor | None]
+
+
+@dataclass
+class Outcome:
+    """What came of a step's rounds.
+
+    Attributes:
+        merged: the vectors of each round, merged over the ranks.
+        log: the numbers that rules wrote, by name.
+        skips: decisions that the optimizer is to leave everything as it is.
+        withheld: parameters that it is not to move.
+        alarms: numbers that may make the next step raise.
+    """
+
+    merged: list[Merged] = field(default_factory=list)
+    log: dict[str, torch.Tensor] = field(default_factory=dict)
+    skips: list[torch.Tensor] = field(default_factory=list)
+    withheld: list[Shard] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
+
+    def skip(self) -> torch.Tensor | None:
+        """The decision; None when no rule ever decides."""
+        return torch.stack(self.skips).any() if self.skips else None
+
+
+class Runner:
+    """Runs what :class:`~disthooks.grads.plan.Steps` has planned.
+
+    Attributes:
+        states: what each rule keeps from step to step, in their order.
+    """
+
+    def __init__(self, engine: Engine, steps: Steps, group: Any, device: torch.device) -> None:
+        self._engine, self._steps, self._group, self._device = engine, steps, group, device
+        self.states: list[State] = [
+            bound.rule.start([steps.shards[i] for i in bound.indices], device) for bound in steps.rules
+        ]
+
+    def run(self, grads: Grads, seen: Sequence[Seen], scale: torch.Tensor | None, step: int, logged: bool) -> Outcome:
+        """Measure and rewrite, round after round.
+
+        Args:
+            grads: for each parameter the local part of its gradient, rewritten in place.
+            seen: what was seen of the gradients before their reduction.
+            scale: what those are multiplied by; None for 1.
+            step: how many steps there were before.
+            logged: whether this step will be logged.
+        """
+        outcome, states = Outcome(), iter(self.states)
+        for part in self._steps.rounds:
+            layout = part.layout(logged)
+            merged = self._merged(layout, self.local(grads)._replace(seen=seen, scale=scale))
+            values = layout.unpack(merged)
+            outcome.merged.append(merged)
+            for bound in part.rules:
+                self._rewrite(bound, layout, values, grads, next(states), step, outcome)
+        return outcome
+
+    def after(self, before: Grads) -> Merged:
+        """Measure once the update is made; ``before`` are the parameters as they were, where this rank owns them."""
+        nothing: Grads = [None] * len(self._steps.shards)
+        return self._merged(self._steps.after, self.local(nothing)._replace(before=before))
+
+    def local(self, grads: Grads) -> Local:
+        """What this rank may look at."""
+        pairs = list(zip(grads, self._steps.shards, strict=True))
+        return Local(
+            shards=self._steps.shards,
+            grads=[grad if shard.owned else None for grad, shard in pairs],
+            seen=[Seen()] * len(pairs),
+            scopes=self._steps.scopes,
+            position=self._engine.position,
+            world=len(self._engine.ranks),
+            device=self._device,
+            apart=[grad if shard.layout == "apart" and not shard.owned else None for grad, shard in pairs],
+        )
+
+    def _merged(self, layout: collect.Layout, local: Local) -> Merged:
+        return collect.reduce(self._group, layout.pack(local))
+
+    def _rewrite(
+        self,
+        bound: Bound,
+        layout: collect.Layout,
+        values: dict[Measure, torch.Tensor],
+        grads: Grads,
+        state: State,
+        step: int,
+        outcome: Outcome,
+    ) -> None:
+        shards = self._steps.shards
+        work = Work(
+            shards=[shards[i] for i in bound.indices],
+            grads=[grads[i] for i in bound.indices],
+            values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
+            state=state,
+            step=step,
+            fresh=bound.fresh,
+        )
+        bound.rule.rewrite(work)
+        outcome.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
+        outcome.skips += work.skips
+        outcome.withheld += work.withheld
+        outcome.alarms += work.alarms
+        if work.withheld:  # what follows finds no gradient there
+            gone = {id(shard) for shard in work.withheld}
+            grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
+
+
+def in_users_units(grads: Grads, scale: float | torch.Tensor) -> Grads:
+    """Wide copies of gradients that are still multiplied by a loss scale, divided by it.
+
+    Rules rewrite the copies, and :func:`put_back` multiplies what they made of them.
+    """
+    wide = [None if grad is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return [None if grad is None else grad / scale for grad in wide]
+
+
+def put_back(copies: Grads, grads: Grads, scale: float | torch.Tensor) -> None:
+    """Write the copies' values into the gradients, multiplied again."""
+    for copy, grad in zip(copies, grads, strict=True):
+        if copy is not None and grad is not None:
+            grad.copy_(copy * scale)
+
+
+def rounds_in(steps: Steps) -> int:
+    """How many measurements a logged step takes."""
+    parts: list[Round] = [part for part in steps.rounds if part.logged.uses]
+    return len(parts) + bool(steps.after.uses)

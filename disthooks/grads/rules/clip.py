@@ -1,0 +1,170 @@
+"""Clipping by value and by norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from disthooks.engines.shard import Shard
+from disthooks.errors import UsageError
+from disthooks.grads.measures.base import Measure, wide
+from disthooks.grads.measures.power import Power, norm_label, norms
+from disthooks.grads.rules.base import Rule, Work, number
+
+
+@dataclass(frozen=True)
+class ClipValue(Rule):
+    """Clamp every element to between ``low`` and ``high``; one number stands for minus and plus that number.
+
+    Equal to ``torch.nn.utils.clip_grad_value_``. It measures nothing and costs no collective. NaN stays NaN.
+
+    Raises:
+        UsageError: when the bounds are not finite numbers, ``low`` is above ``high``, a single bound is not
+            positive, or a gradient is complex.
+
+    >>> from disthooks import gradients
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with gradients(model, optimizer, rules=[ClipValue(0.1)]):
+    ...     model(torch.tensor([[-3.0, 0.05]])).sum().backward()
+    ...     optimizer.step()
+    >>> model.weight.grad
+    tensor([[-0.1000,  0.0500]])
+    """
+
+    low: float
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (number(self.low) and (self.high is None or number(self.high))):
+            raise UsageError(f"ClipValue({self.low!r}, {self.high!r}): bounds are finite numbers")
+        low, high = self.bounds()
+        if low > high:
+            hint = "a single bound is positive" if self.high is None else "the lower bound comes first"
+            raise UsageError(f"ClipValue: low={low} is above high={high}; {hint}")
+
+    def bounds(self) -> tuple[float, float]:
+        """Both bounds."""
+        return (self.low, self.high) if self.high is not None else (-self.low, self.low)
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        """Complex numbers have no order to clamp by."""
+        for shard in shards:
+            if shard.parameter.is_complex():
+                raise UsageError(
+                    f"ClipValue: {shard.name!r} is complex, and complex numbers are not ordered; use ClipNorm"
+                )
+
+    def rewrite(self, work: Work) -> None:
+        """Clamp in place, a whole device's gradients at a time."""
+        low, high = self.bounds()
+        for group in work.together():
+            torch._foreach_clamp_min_(group, low)
+            torch._foreach_clamp_max_(group, high)
+
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+        """Clamped."""
+        low, high = self.bounds()
+        return grad.clamp(low, high)
+
+    def local_error(self) -> str:
+        """None: it takes one gradient at a time."""
+        return ""
+
+
+@dataclass(frozen=True)
+class ClipNorm(Rule):
+    """Scale gradients down, so that their norm over all ranks is at most ``max_norm``.
+
+    By the formula of ``torch.nn.utils.clip_grad_norm_``: every gradient is multiplied by
+    ``min(1, max_norm / (norm + 1e-6))``, on the device, with nothing waiting for it. A norm that is not a number
+    makes all gradients so. Logged are ``grad_norm`` (before), ``grad_norm_clipped`` (after this rule) and
+    ``clip_ratio`` (the factor; with ``by="parameter"`` the smallest). For groups of parameters give one
+    :func:`~disthooks.only` for each: they share a round.
+
+    Args:
+        max_norm: positive and finite.
+        norm_type: any number above 0, or ``math.inf``.
+        by: "all": one norm of all gradients together; "parameter": each parameter has its own.
+
+    Raises:
+        UsageError: when an argument is none of what it may be.
+
+    >>> from disthooks import gradients
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with gradients(model, optimizer, rules=[ClipNorm(1.0)]):
+    ...     model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    ...     optimizer.step()
+    >>> model.weight.grad
+    tensor([[0.6000, 0.8000]])
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    by: Literal["all", "parameter"] = "all"
+
+    def __post_init__(self) -> None:
+        if not number(self.max_norm) or self.max_norm <= 0:
+            raise UsageError(f"ClipNorm(max_norm={self.max_norm!r}): a positive, finite number is needed")
+        if self.by not in ("all", "parameter"):
+            raise UsageError(f"ClipNorm(by={self.by!r}): 'all' for one norm, or 'parameter' for one each")
+        Power(self.norm_type)
+
+    def measures(self) -> tuple[Measure, ...]:
+        """The sum of powers of every parameter."""
+        return (self._power(),)
+
+    def logs(self) -> frozenset[str]:
+        """The norm before and after, and the factor."""
+        name = norm_label(self.norm_type)
+        return frozenset({name, f"{name}_clipped", "clip_ratio"})
+
+    def rewrite(self, work: Work) -> None:
+        """Multiply in place; always, since asking whether to would wait for the device."""
+        power, (values,) = self._power(), work.values
+        whole = power.norm(values, dim=0)
+        if self.by == "all":
+            factor = self._factor(whole)
+            scale(work, factor)
+            after, ratio = whole * factor, factor
+        else:
+            each = power.norm(values[:, None], dim=1)
+            factors = self._factor(each)
+            scale_each(work, factors)
+            after, ratio = torch.linalg.vector_norm(each * factors, self.norm_type), factors.amin()
+        name = norm_label(self.norm_type)
+        before = {name: whole} if work.fresh else {}
+        work.log.update(before | {f"{name}_clipped": after, "clip_ratio": ratio})
+
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+        """Scaled by its own norm."""
+        (norm,) = norms([grad], self.norm_type)
+        return grad * self._factor(norm.to(wide(grad.dtype)))
+
+    def local_error(self) -> str:
+        """With one norm for all it needs all gradients."""
+        return "" if self.by == "parameter" else super().local_error()
+
+    def _power(self) -> Power:
+        return Power(float(self.norm_type))
+
+    def _factor(self, norm: torch.Tensor) -> torch.Tensor:
+        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale(work: Work, factor: torch.Tensor) -> None:
+    """Multiply all gradients in place by one number, a tensor without dimensions."""
+    for group in work.together():
+        # Wide: in float16 a small factor would be 0. A tensor without dimensions does not widen the gradients.
+        torch._foreach_mul_(group, factor.to(group[0].device, wide(group[0].dtype), non_blocking=True))
+
+
+def scale_each(work: Work, factors: torch.Tensor) -> None:
+    """Multiply each gradient in place by its own number: ``factors`` has one for each parameter."""
+    for grad, factor in zip(work.grads, factors.unbind(), strict=True):
+        if grad is not None and grad.numel():
+            grad.mul_(factor.to(grad.device, wide(grad.dtype), non_blocking=True))

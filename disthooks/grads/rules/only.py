@@ -1,0 +1,109 @@
+"""A rule for some parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from disthooks._match import Pattern, match
+from disthooks.engines.shard import Shard
+from disthooks.errors import UsageError
+from disthooks.grads.measures.base import Measure
+from disthooks.grads.rules.base import Rule, State, Work, as_rule
+
+
+@dataclass(frozen=True)
+class Only(Rule):
+    """A rule for some parameters, or at another moment; made by :func:`only`."""
+
+    patterns: tuple[Pattern, ...]
+    rule: Rule
+    at: Literal["final", "local"] = "final"
+
+    @property
+    def rewrites(self) -> bool:  # type: ignore[override]
+        """That of the rule inside."""
+        return self.rule.rewrites
+
+    @property
+    def withholds(self) -> bool:  # type: ignore[override]
+        """That of the rule inside."""
+        return self.rule.withholds
+
+    def measures(self) -> tuple[Measure, ...]:
+        """Those of the rule inside."""
+        return self.rule.measures()
+
+    def scope(self, shards: Sequence[Shard]) -> list[int]:
+        """Those that match, among those that the rule inside is for."""
+        inner = self.rule.scope(shards)
+        wanted = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
+        return [i for i in inner if shards[i].name in wanted]
+
+    def label(self) -> str:
+        """The patterns."""
+        shown = ",".join(p if isinstance(p, str) else getattr(p, "__name__", repr(p)) for p in self.patterns)
+        return "&".join(part for part in (shown, self.rule.label()) if part)
+
+    def logs(self) -> frozenset[str]:
+        """Those of the rule inside."""
+        return self.rule.logs()
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        """That of the rule inside."""
+        self.rule.check(shards)
+
+    def start(self, shards: Sequence[Shard], device: torch.device) -> State:
+        """That of the rule inside."""
+        return self.rule.start(shards, device)
+
+    def rewrite(self, work: Work) -> None:
+        """That of the rule inside."""
+        self.rule.rewrite(work)
+
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+        """That of the rule inside."""
+        return self.rule.rewrite_local(shard, grad)
+
+    def local_error(self) -> str:
+        """That of the rule inside."""
+        return self.rule.local_error()
+
+
+def only(
+    pattern: Pattern | Iterable[Pattern],
+    rule: Rule | Callable[[str, torch.Tensor], torch.Tensor],
+    at: Literal["final", "local"] = "final",
+) -> Rule:
+    """``rule`` for the parameters that match, which it then measures alone.
+
+    Args:
+        pattern: one or several of: a glob over the parameter's name (``*`` crosses dots), a type, a predicate of
+            name and parameter.
+        rule: any rule, or a function of name and gradient.
+        at: "final", or "local": on this rank's own gradient of every micro-batch, before it is accumulated or
+            reduced. Rules at "local" come before all others, and take one gradient at a time.
+
+    Raises:
+        UsageError: when ``rule`` is neither, or cannot be applied at "local".
+        MatchError: from :func:`~disthooks.gradients`, when a pattern matches no parameter.
+
+    >>> from disthooks import ClipValue
+    >>> only("*.bias", ClipValue(0.1)).label()
+    '*.bias'
+    """
+    one = isinstance(pattern, (str, type)) or callable(pattern)
+    patterns: Any = (pattern,) if one else tuple(pattern)  # type: ignore[arg-type]
+    if not patterns:
+        raise UsageError("only() needs at least one pattern")
+    if at not in ("final", "local"):
+        raise UsageError(f"only(at={at!r}): 'final' (what the optimizer uses) or 'local' (before the reduction)")
+    made = as_rule(rule)
+    if at == "local" and made.local_error():
+        raise UsageError(f"only(at='local'): {made.local_error()}")
+    if isinstance(made, Only) and made.at != at:
+        raise UsageError(f"only(at={at!r}) around only(at={made.at!r}): give both the same moment")
+    return Only(patterns, made, at)
