@@ -43,8 +43,8 @@ def held(values: torch.Tensor, position: int) -> torch.Tensor:
     >>> holder(keys.amax()).item()
     7
     """
-    rounded: torch.Tensor = (ordered(values) + (1 << (_LOW - 1))) >> _LOW
-    return (rounded << _LOW) + (_PLACES - position)
+    rounded: torch.Tensor = (ordered(values) + (1 << (_LOW - 1))) >> _LOW << _LOW
+    return rounded + (_PLACES - position)
 
 
 def holder(keys: torch.Tensor) -> torch.Tensor:
