@@ -44,7 +44,8 @@ def held(values: torch.Tensor, position: int) -> torch.Tensor:
     7
     """
     rounded: torch.Tensor = (ordered(values) + (1 << (_LOW - 1))) >> _LOW << _LOW
-    return rounded + (_PLACES - position)
+    rounded += _PLACES - position
+    return rounded
 
 
 def holder(keys: torch.Tensor) -> torch.Tensor:
