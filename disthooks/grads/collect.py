@@ -6,6 +6,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,16 +24,24 @@ _groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 def group_of(ranks: Sequence[int]) -> Any:
     """The process group of disthooks for ``ranks``, made at the first call; None for one rank alone.
 
-    A group of its own, so that no collective of the training can be mistaken for one of ours. Every one of
-    ``ranks`` must call it, the others need not.
+    A group of its own, so that no collective of the training can be mistaken for one of ours; it gives up waiting
+    for a rank when the default group does. Every one of ``ranks`` must call it, the others need not.
     """
     if len(ranks) == 1:
         return None
     default, group = (ref() for ref in _groups.get(tuple(ranks), (_nothing, _nothing)))
     if group is None or default is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
         _groups[tuple(ranks)] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
     return group
+
+
+def _timeout() -> timedelta | None:
+    """That of the default group, which ``new_group`` would not take over."""
+    world: Any = dist.group.WORLD
+    backends = [world._get_backend(device) for device in world._device_types]
+    found: list[timedelta] = [b.options._timeout for b in backends if hasattr(getattr(b, "options", None), "_timeout")]
+    return found[0] if found else None
 
 
 def _nothing() -> None:

@@ -1,0 +1,132 @@
+"""Law 12's other half: ranks that differ, and a rank that fails, never leave the others waiting for ever."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from trained import close
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = pytest.mark.dist
+STEPS = 500
+BRANCHES = 6
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(3, 3)
+        self.parts = nn.ModuleList(nn.Linear(3, 3) for _ in range(BRANCHES))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        return sum((self.parts[i](x) for i in chosen), self.stem(x))
+
+
+def chosen(rank: int, step: int) -> list[int]:
+    """Any of the branches, none of them included."""
+    return [i for i in range(BRANCHES) if random.Random(f"{rank} {step} {i}").random() < 0.4]
+
+
+def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2 * step + rank))
+    return (model(x, chosen(rank, step)) - 1).square().mean()
+
+
+def _rules() -> dict[str, Any]:
+    rules = [dh.ClipNorm(0.5), dh.only("parts.*", dh.ClipValue(0.1))]
+    return {"rules": rules, "stats": [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.NonFinite()], "every": 7}
+
+
+def _random(rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = nn.parallel.DistributedDataParallel(Branches().double(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    with dh.gradients(model, optimizer, **_rules(), sinks=[]) as watch:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+            norms.append(watch.latest.get("grad_norm", 0.0))
+    return norms, dict(model.module.state_dict())
+
+
+def test_random_parameters_unused_on_random_ranks_for_500_steps(ranks: Ranks) -> None:
+    model = Branches().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    with dh.gradients(model, optimizer, **_rules()) as watch:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            ((loss(model, 0, step) + loss(model, 1, step)) / 2).backward()
+            optimizer.step()
+            norms.append(watch.latest.get("grad_norm", 0.0))
+    for found, state in ranks(_random):
+        assert close(found, norms, 1e-9)
+        assert close(state, dict(model.state_dict()), 1e-9)
+
+
+# --- a rank that fails
+
+FAILS = """
+import datetime, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+import disthooks as dh
+rank, path, how, engine = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+store = dist.FileStore(path, 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=8))
+model = torch.nn.Linear(4, 4)
+if engine == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+else:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), 0
+
+def broken(name, grad):
+    if rank == 1 and step == 3:
+        raise ArithmeticError("only here")
+    return grad
+
+watch = dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0), broken, dh.ClipNorm(0.5)])
+try:
+    for step in range(6):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+except ArithmeticError:
+    if how == "stays":  # as in a notebook: the process lives on
+        time.sleep(60)
+    raise
+"""
+
+
+@pytest.mark.parametrize(("how", "engine"), [("dies", "ddp"), ("dies", "fsdp2"), ("stays", "ddp")])
+def test_a_rule_that_raises_on_one_rank_ends_the_others(how: str, engine: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", FAILS]
+        start = time.monotonic()
+        processes = [
+            subprocess.Popen([*command, str(rank), f"{folder}/store", how, engine], stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        _, told = processes[0].communicate(timeout=45)
+        waited = time.monotonic() - start
+        processes[1].kill() if how == "stays" else None
+        _, raised = processes[1].communicate(timeout=45)
+    assert processes[0].returncode not in (0, None)
+    assert "Error" in told
+    assert waited < 40
+    assert how == "stays" or "ArithmeticError: only here" in raised

@@ -1,0 +1,74 @@
+"""Law 11 in the situations that training meets: every engine gives what a single process gives in float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from trained import close
+from truth import SITUATIONS, run
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = pytest.mark.dist
+
+STATS = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(per_parameter=True), stats.NonFinite()]
+PLANS: list[tuple[str, list[Any], list[Any]]] = [
+    ("statistics", [], STATS),
+    ("norm", [dh.ClipNorm(1.0)], []),
+    ("norm of each", [dh.ClipNorm(0.5, by="parameter")], []),
+    ("value", [dh.ClipValue(0.05)], [stats.Norm()]),
+    ("value then norm", [dh.ClipValue(0.5), dh.ClipNorm(1.0)], []),
+    ("some", [dh.only("mid.*", dh.ClipNorm(0.5)), dh.only("head.*", dh.ClipValue(0.01))], [stats.Norm()]),
+]
+TWO = [(engine, situation) for engine in ("ddp", "fsdp2", "tp") for situation in SITUATIONS] + [("ddp", "unused")]
+TWO.remove(("tp", "tied"))  # parallelize_module gives the two names a parameter each
+FOUR = [("hsdp", situation) for situation in ("step", "no_sync", "tied")]
+FOUR += [("tp+fsdp2", situation) for situation in ("step", "no_sync", "groups")]
+
+
+@functools.cache
+def truth(situation: str, world: int) -> dict[str, Any]:
+    return run(0, world, "plain", situation, PLANS)
+
+
+def equal_to_one_process(found: dict[str, Any], situation: str, world: int) -> None:
+    expected = truth(situation, world)
+    for name, _, _ in PLANS:
+        (record, grads), (their_record, their_grads) = found[name], expected[name]
+        assert close(record, their_record, 1e-11), (name, record, their_record)
+        assert grads.keys() == their_grads.keys(), name
+        assert close(grads, their_grads, 1e-11), name
+
+
+@pytest.mark.parametrize(("engine", "situation"), TWO)
+def test_two_ranks(ranks: Ranks, engine: str, situation: str) -> None:
+    for found in ranks(run, 2, engine, situation, PLANS):
+        equal_to_one_process(found, situation, 2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    pool = Ranks(world=4)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize(("engine", "situation"), FOUR)
+def test_four_ranks(four: Ranks, engine: str, situation: str) -> None:
+    for found in four(run, 4, engine, situation, PLANS):
+        equal_to_one_process(found, situation, 4)
+
+
+def test_the_rules_do_something() -> None:
+    """Or all of the above would pass without any."""
+    found = truth("step", 2)
+    untouched = found["statistics"][1]
+    for name, rules, _ in PLANS:
+        assert not rules or not close(found[name][1], untouched, 1e-3), name
+    assert torch.stack([grad.abs().max() for grad in untouched.values()]).max() > 1
