@@ -42,7 +42,7 @@ class Fsdp2(Engine):
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         """Of a DTensor its local part; a plain parameter beside them belongs to the first rank."""
         if hasattr(parameter, "device_mesh"):
-            return shard_of(name, parameter, self.ranks, self.ranks[self.position])
+            return shard_of(index, name, parameter, self.ranks, self.ranks[self.position])
         return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
 
     def begins(self, index: int) -> bool:

@@ -13,8 +13,8 @@ from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 
 
-def shard_of(name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
-    """What this rank has of a DTensor parameter; the first of those that have the same elements owns them."""
+def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
+    """What this rank has of a DTensor parameter; ranks that have the same elements take turns at owning parameters."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
     for placement in placements:
@@ -24,7 +24,8 @@ def shard_of(name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int
     twins = _twins(mesh, replicated, ranks, rank, name)
     sizes, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     part = Part(torch.Size(parameter.shape), box=tuple(zip(starts, sizes, strict=True)))
-    return Shard(name, parameter, rank == twins[0], "replica" if all(replicated) else "sharded", part, twins)
+    mine = rank == twins[index % len(twins)]
+    return Shard(name, parameter, mine, "replica" if all(replicated) else "sharded", part, twins)
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:

@@ -92,7 +92,11 @@ class Gradients(Attachment):
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
         self._sinks = self._opened(wishes.sinks)
-        self._attach(optimizer)
+        try:
+            self._attach(optimizer)
+        except BaseException:
+            self.remove()
+            raise
 
     def report(self) -> GradientsReport:
         """The engine found, and what a step costs."""
@@ -100,7 +104,7 @@ class Gradients(Attachment):
         logged = [*(part.logged for part in self._plan.rounds), self._plan.after]
         one = len(self._engine.ranks) == 1
         calls, sizes = (
-            [0 if one else sum(getattr(layout, cost)() for layout in layouts) for layouts in (always, logged)]
+            [sum(getattr(layout, cost)() for layout in layouts) * (not one) for layouts in (always, logged)]
             for cost in ("collectives", "bytes")
         )
         return GradientsReport(
@@ -148,6 +152,7 @@ class Gradients(Attachment):
             if shapes != given:
                 raise UsageError(f"the state of {kind} has the shapes {given}, and {shapes} are needed")
         self.steps = int(state["steps"])
+        self._looking.on = self._logged()
         for target, (_, found) in zip(self._runner.states, state["rules"], strict=True):
             for name, value in found.items():
                 target[name].copy_(value)
@@ -205,7 +210,7 @@ class Gradients(Attachment):
         self._check_same()
         self.flush()
         self._alarms.check()
-        logged = self.steps % self._wishes.every == 0
+        self._open, logged = None, self._logged()
         outcome = self._run([shard.gradient() for shard in self._shards], logged)
         if outcome.withheld:
             withhold(optimizer, [shard.parameter for shard in outcome.withheld])
@@ -215,8 +220,12 @@ class Gradients(Attachment):
         elif logged and (self._wishes.stats or outcome.log):
             self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
         self.steps += 1
-        self._looking.on = self.steps % self._wishes.every == 0
+        self._looking.on = self._logged()
         return outcome.skip()
+
+    def _logged(self) -> bool:
+        """Whether the step that is made next is to be logged."""
+        return self.steps % self._wishes.every == 0
 
     def _run(self, grads: Grads, logged: bool) -> Outcome:
         scale, factor = self._loss_scale(), self._engine.scale()
