@@ -207,7 +207,9 @@ class Turns:
             "training_step_seconds": round(step, 4),
             "added_milliseconds": {name: round(1e3 * taken, 3) for name, taken in over.items()},
             "not_run": {name: way for name, way in self.ways.items() if isinstance(way, str)},
-            "targets": {k: {"figure": round(v, 4), "at_most": most, "met": v <= most} for k, (v, most) in targets.items()},
+            "targets": {
+                k: {"figure": round(v, 4), "at_most": most, "met": v <= most} for k, (v, most) in targets.items()
+            },
         }
 
 
