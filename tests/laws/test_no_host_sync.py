@@ -52,9 +52,9 @@ class _Copies(TorchDispatchMode):
 def valueless() -> Iterator[None]:
     with (
         _Copies(),
-        mock.patch.object(record.Copy, "__init__", lambda self, tensors: None),  # what is read one step late
-        mock.patch.object(record.Copy, "tensors", lambda self: [torch.zeros(())]),
-        mock.patch.object(Gradients, "flush", lambda self: None),
+        mock.patch.object(record.Copy, "__init__", return_value=None),  # what is read one step late
+        mock.patch.object(record.Copy, "tensors", return_value=[torch.zeros(())]),
+        mock.patch.object(Gradients, "flush"),
     ):
         yield
 
