@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -91,6 +91,10 @@ class Shard:
     layout: Layout
     part: Part | None
     twins: tuple[int, ...] = (0,)
+    _plain: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_plain", not hasattr(self.parameter, "placements"))  # asked in every step
 
     def gradient(self) -> torch.Tensor | None:
         """The local part of the gradient, sharing its memory; None while there is none.
@@ -99,8 +103,8 @@ class Shard:
             UsageError: when it is sparse, or does not lie as its parameter does.
         """
         grad = self.parameter.grad
-        if grad is None:
-            return None
+        if grad is None or (type(grad) is torch.Tensor and grad.layout is torch.strided and self._plain):
+            return grad
         mine, theirs = getattr(grad, "placements", None), getattr(self.parameter, "placements", None)
         if mine is not theirs and mine != theirs:
             raise UsageError(

@@ -15,6 +15,9 @@ from disthooks.grads.measures.power import norms
 from disthooks.grads.rules.base import Rule
 
 
+_NOTHING = Seen()
+
+
 class Looking:
     """Hooks on this rank's own gradients; they communicate with nobody and wait for nothing.
 
@@ -37,6 +40,7 @@ class Looking:
         self._engine, self._wanted, self._looks, self._kept = engine, wanted, looks, kept
         self._rules, self._scaler = rules, scaler
         self._seen: dict[int, Seen] = {}
+        self._nothing = [_NOTHING] * len(wanted)
 
     def attach(self) -> list[Removable]:
         """Put the hooks on, if anything needs them."""
@@ -46,8 +50,10 @@ class Looking:
 
     def take(self) -> list[Seen]:
         """What was seen of each parameter since the last time."""
+        if not self._seen:
+            return self._nothing
         seen, self._seen = self._seen, {}
-        return [seen.get(index, Seen()) for index in self._wanted]
+        return [seen.get(index, _NOTHING) for index in self._wanted]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if grad.layout is not torch.strided:

@@ -62,7 +62,9 @@ class Local(NamedTuple):
     scale: torch.Tensor | None = None
 
     def of(self, indices: Sequence[int]) -> Local:
-        """The same, of some of the parameters."""
+        """The same, of some of the parameters, which are given in order."""
+        if len(indices) == len(self.shards):
+            return self
         picked: dict[str, Any] = {
             name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
             for name in ("shards", "grads", "seen", "apart", "before")
