@@ -14,7 +14,6 @@ from disthooks.grads.measures.base import Look, Seen
 from disthooks.grads.measures.power import norms
 from disthooks.grads.rules.base import Rule
 
-
 _NOTHING = Seen()
 
 
