@@ -11,7 +11,7 @@
       every: 50
       rules: [{kind: ClipNorm, max_norm: 1.0}]
       stats: [{kind: Norm}, {kind: MaxAbs}, {kind: NonFinite}]
-      sinks: [{kind: Jsonl, path: runs/gradients.jsonl}]
+      sinks: [{kind: Jsonl, path: runs/gradients.jsonl}]       # TensorBoard, WandB, MLflow: the active run
 
 ``kind`` is the name of a class of disthooks, or ``package.module:Class`` for one of your own; the other keys are
 its arguments. pydantic and PyYAML (``pip install disthooks[config]``) are imported when a file is read.
@@ -50,6 +50,11 @@ def _tiered(stores: Sequence[Store]) -> tiers.Tiered:
     return tiers.Tiered(*stores)
 
 
+def _wandb(prefix: str = "gradients/") -> sinks.WandB:
+    """A file cannot hold a run: it is the active one."""
+    return sinks.WandB(prefix=prefix)
+
+
 _KINDS: dict[str, dict[str, Callable[..., Any]]] = {
     "store": {"OnCpu": cpu.OnCpu, "OnDevice": tiers.OnDevice, "OnDisk": disk.OnDisk, "Tiered": _tiered},
     "codec": {
@@ -60,7 +65,13 @@ _KINDS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "rule": {"ClipNorm": rules.ClipNorm, "ClipValue": rules.ClipValue, "only": rules.only},
     "stat": {"MaxAbs": stats.MaxAbs, "NonFinite": stats.NonFinite, "Norm": stats.Norm},
-    "sink": {"Console": sinks.Console, "Jsonl": sinks.Jsonl},
+    "sink": {
+        "Console": sinks.Console,
+        "Jsonl": sinks.Jsonl,
+        "MLflow": sinks.MLflow,
+        "TensorBoard": sinks.TensorBoard,
+        "WandB": _wandb,
+    },
 }
 
 

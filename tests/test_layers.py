@@ -69,6 +69,13 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.collect": (2, "grads", 2),
     "grads.rules": (2, "grads", 2),
     "grads.stats": (2, "grads", 2),
+    "grads.sinks.base": (2, "grads", 0),
+    "grads.sinks.records": (2, "grads", 0),
+    "grads.sinks.plain": (2, "grads", 1),
+    "grads.sinks.tensorboard": (2, "grads", 1),
+    "grads.sinks.wandb": (2, "grads", 1),
+    "grads.sinks.mlflow": (2, "grads", 1),
+    "grads.sinks.trackers": (2, "grads", 1),
     "grads.sinks": (2, "grads", 2),
     "grads.held": (2, "grads", 2),
     "grads.plan": (2, "grads", 3),
@@ -175,7 +182,7 @@ print(sorted(m for m in set(sys.modules) - before if m.startswith(("torch.distri
 
 def test_import_needs_torch_alone() -> None:
     forbidden = ["numpy", "pydantic", "yaml", "rich", "typer", "deepspeed", "accelerate", "transformers", "lightning"]
-    forbidden += ["zstandard", "lz4"]
+    forbidden += ["zstandard", "lz4", "tensorboard", "wandb", "mlflow"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ALONE.format(forbidden=forbidden)],
         capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from disthooks.grads.record import Pending
 from disthooks.grads.rounds import Grads, Outcome, Runner, in_users_units, put_back, rounds_in
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.rules.only import Only
-from disthooks.grads.sinks import Numbers, Sink, add_to, write
+from disthooks.grads.sinks import Numbers, Sink, add_to, close_all, open_all, write
 from disthooks.grads.stats.base import Stat
 
 
@@ -164,7 +165,7 @@ class Gradients(Attachment):
         if self._plan.after.uses:
             self.on_remove(self._engine.after_step(optimizer, self._after_step).remove)
         self.on_remove(self.flush)
-        self.at_exit(self.flush)
+        self.at_exit(self.remove)  # which flushes, then closes the sinks
 
     def _look_at(self, wanted: Sequence[int]) -> Looking:
         measures = [measure for stat in self._wishes.stats for measure in stat.measures()]
@@ -179,14 +180,16 @@ class Gradients(Attachment):
 
     def _opened(self, sinks: Sequence[Sink]) -> Sequence[Sink]:
         """The sinks on the first rank, none on the others; when it cannot open them every rank raises."""
-        mine = sinks if self._engine.position == 0 else ()
+        opened: list[Sink] = []
         failure: Exception | None = None
         try:
-            for sink in mine:
-                getattr(sink, "open", lambda: None)()
+            opened = open_all(sinks if self._engine.position == 0 else ())
         except Exception as error:
             failure = error
+        self.on_remove(functools.partial(close_all, opened))  # given first, so called last: after the last flush
         failed, alike = collect.agree(self._group, self._device, failure is not None, self._described())
+        if failed or not alike:
+            self.remove()
         if failure is not None:
             raise failure
         if not alike:
@@ -196,7 +199,7 @@ class Gradients(Attachment):
             )
         if failed:
             raise AttachError(f"rank {self._engine.ranks[0]} could not open its sinks; its error says why")
-        return mine
+        return opened
 
     def _described(self) -> str:
         """What all ranks must have alike, or they would add up different things, or wait for each other."""

@@ -123,3 +123,16 @@ def test_the_command_line_tells_about_the_machine() -> None:
     done = subprocess.run([sys.executable, "-c", call, "env"], capture_output=True, text=True, check=True)
     assert f"disthooks            {dh.__version__}" in done.stdout
     assert "can hold saved tensors" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sink", "says"),
+    [
+        ("{kind: WandB, run: mine}", r"watch\.sinks\.0\.run is no argument of WandB; .*prefix"),
+        ("{kind: Tensorboard}", r"'Tensorboard' is no sink; did you mean 'TensorBoard'\?"),
+        ("{kind: MLflow, prefx: a}", r"prefx is no argument of MLflow; did you mean 'prefix'\?"),
+    ],
+)
+def test_what_a_sink_cannot_be(sink: str, says: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        dh.from_config(_write(tmp_path, f"watch: {{sinks: [{sink}]}}"))
