@@ -9,6 +9,7 @@ from disthooks.config import Plan, from_config
 from disthooks.grads import sinks, stats
 from disthooks.grads.attach import gradients
 from disthooks.grads.attached import Gradients
+from disthooks.grads.replicas import ReplicaReport, check_replicas
 from disthooks.grads.rules import ClipNorm, ClipValue, only
 from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
@@ -22,6 +23,7 @@ from disthooks.saved.stores.disk import OnDisk
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 from disthooks.saved.stores.traffic import StoreReport
 from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
+from disthooks.watch.blame import blame
 from disthooks.watch.features import features
 from disthooks.watch.trace import trace
 
@@ -40,6 +42,7 @@ __all__ = [
     "OnDisk",
     "Plan",
     "Quantize",
+    "ReplicaReport",
     "SaveToCpu",
     "SaveToDisk",
     "SaveWith",
@@ -48,6 +51,8 @@ __all__ = [
     "StoreReport",
     "Tiered",
     "__version__",
+    "blame",
+    "check_replicas",
     "errors",
     "features",
     "from_config",

@@ -9,6 +9,7 @@
     │   └── ConfigError                  a configuration file that says something unknown
     ├── StoreError (also RuntimeError)   a saved tensor could not be written or read back
     ├── MutationError (also RuntimeError)  a saved tensor was changed in place before backward
+    ├── NonFiniteError (also FloatingPointError)  a module's output is infinite or NaN
     └── NotSeenError (also KeyError)     the output of a module that has not run, or is not watched
 
 Catching :class:`DisthooksError` catches them all; each also is the built-in error that code written
@@ -23,6 +24,7 @@ __all__ = [
     "DisthooksError",
     "MatchError",
     "MutationError",
+    "NonFiniteError",
     "NotSeenError",
     "StoreError",
     "UsageError",
@@ -74,6 +76,10 @@ class MutationError(DisthooksError, RuntimeError):
     torch raises a ``RuntimeError`` for this when no saved-tensor hooks are active and checks nothing when
     they are; disthooks checks, and adds the name of the module that saved the tensor.
     """
+
+
+class NonFiniteError(DisthooksError, FloatingPointError):
+    """The output of a module is infinite or NaN, and ``blame(raise_error=True)`` was asked to stop there."""
 
 
 class NotSeenError(DisthooksError, KeyError):

@@ -85,10 +85,11 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.rounds": (2, "grads", 6),
     "grads.attached": (2, "grads", 7),
     "grads.attach": (2, "grads", 8),
+    "watch.blame": (3, "watch", 0),
     "config": (3, "", 0),
     "cli": (5, "", 0),
 }
-DISTRIBUTED = ("engines", "grads.collect", "saved.budget", "cli")
+DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "cli")
 
 
 def _name(file: pathlib.Path) -> str:

@@ -1,0 +1,258 @@
+"""The first module whose output was not finite, and on which rank."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._handles import Attachment, Hook
+from disthooks._match import inside
+from disthooks._torch import being_traced, in_backward, in_transform
+from disthooks.engines.base import is_a
+from disthooks.engines.find import find
+from disthooks.errors import AttachError, NonFiniteError
+from disthooks.grads import collect, gather
+from disthooks.watch._blamed import Blamed, BlameReport, nobody
+from disthooks.watch._finite import Call, FirstCalls, Looked, floats_of
+from disthooks.watch._modules import choose
+
+__all__ = ["Blame", "blame"]
+
+_LOW = (1 << 32) - 1
+
+
+class _Frame:
+    """One forward under way in one thread."""
+
+    __slots__ = ("call", "inputs", "module", "weights")
+
+    def __init__(self, module: nn.Module, call: int) -> None:
+        self.module, self.call = module, call
+        self.inputs: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
+
+
+class _Threads(threading.local):
+    """The forwards under way in this thread, outermost first, and what was looked at since the first began.
+
+    Not longer: not everything that writes into weights or into a batch is counted as a change of them.
+    """
+
+    def __init__(self, only_nan: bool, unknown: set[str]) -> None:
+        self._args = (only_nan, unknown)
+        self.frames: list[_Frame] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.looked = Looked(*self._args)
+        self.weights: dict[int, torch.Tensor | None] = {}
+
+
+class Blame(Attachment):
+    """What :func:`blame` attached.
+
+    Attributes:
+        forwards: forwards of the model since attaching.
+        calls: module calls that were looked at.
+    """
+
+    def __init__(self, model: nn.Module, chosen: dict[str, nn.Module], raise_error: bool, only_nan: bool) -> None:
+        super().__init__()
+        self.forwards = self.calls = 0
+        self._model, self._raise = model, raise_error
+        self._names = [(name, _class_of(module)) for name, module in chosen.items()]
+        self._unknown: set[str] = set()
+        self._threads = _Threads(only_nan, self._unknown)
+        self._books: dict[torch.device, FirstCalls] = {}
+        self._lock = threading.Lock()
+        self._order = 0  # of calls that returned in this forward
+        self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
+        self._passed = 0
+        self._attach(chosen)
+
+    def report(self, all_ranks: bool = False) -> BlameReport:
+        """The first module call whose output was not finite; waits for the device.
+
+        If the first non-finite output comes from inside a module that was given finite inputs, code of that one made
+        it, and it is named; else the one with that first output.
+
+        Args:
+            all_ranks: gather what each rank has found, in one all-gather of 432 bytes from each. Every rank must call
+                it: those of DDP or ``fully_shard``; all of the default process group for any other model.
+
+        Returns:
+            A report whose ``found`` has one entry for each rank that has found something.
+        """
+        mine = self._found()
+        everyone = self._ranks() if all_ranks else (0,)
+        found: list[Blamed | None] = [mine]
+        if len(everyone) > 1:
+            group = collect.group_of(everyone)
+            device = collect.device_for(group, self._device())
+            numbers = torch.tensor(nobody() if mine is None else mine.numbers(), device=device)
+            found = [Blamed.of(row) for row in gather.gather(group, numbers)]
+        return BlameReport(tuple(f for f in found if f is not None), self.forwards, self.calls, self._notes())
+
+    # -- hooks
+
+    def _attach(self, chosen: dict[str, nn.Module]) -> None:
+        # Replicas of DataParallel call the hooks of the model inside: its own forward is what there is one of.
+        root = self._model if is_a(self._model, "DataParallel") else inside(self._model)
+        self.on_remove(root.register_forward_pre_hook(Hook(self._begin_forward), prepend=True).remove)
+        for index, module in enumerate(chosen.values()):
+            before, after = (Hook(functools.partial(hook, index)) for hook in (self._begin, self._finish))
+            self.on_remove(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self.on_remove(module.register_forward_hook(after, always_call=True).remove)
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if not getattr(module, "_is_replica", False) and not in_backward():
+            self.forwards += 1
+            self._order = 0
+            self._calls.clear()
+
+    def _begin(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():  # a checkpoint that computes again what was looked at
+            return
+        if in_transform() or being_traced():
+            self._passed += 1
+            return
+        with self._lock:
+            frame = _Frame(module, self._calls[id(module)])
+            self._calls[id(module)] += 1
+        if not self._threads.frames:
+            self._threads.begin()
+        frame.inputs = self._threads.looked(floats_of((args, kwargs) if kwargs else args))
+        frame.weights = self._weights_finite(module)
+        self._threads.frames.append(frame)
+
+    def _finish(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        frame = None if in_backward() else self._pop(module)
+        outputs = self._threads.looked(floats_of(output)) if frame is not None else None
+        if frame is None or outputs is None:
+            return
+        with self._lock:
+            self.calls += 1
+            when = (max(self.forwards - 1, 0) << 32) + self._order
+            self._order += 1
+            book = self._books.setdefault(outputs.device, FirstCalls(outputs.device))
+        book.add(Call(outputs, frame.inputs, frame.weights, when, (index << 32) + frame.call))
+        if self._raise and bool(outputs.isnan()):
+            raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {gather.rank()})")
+
+    def _pop(self, module: nn.Module) -> _Frame | None:
+        """Take the frame of a call that ends; and those inside it that never ended."""
+        frames = self._threads.frames
+        index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
+        if index is None:
+            return None
+        frame = frames[index]
+        del frames[index:]
+        return frame
+
+    def _weights_finite(self, module: nn.Module) -> torch.Tensor | None:
+        """Of a module's own parameters and buffers; once in a forward."""
+        flags = self._threads.weights
+        if id(module) not in flags:
+            copies = getattr(module, "_former_parameters", {})  # of a replica
+            own = [*module._parameters.values(), *module._buffers.values(), *copies.values()]
+            flags[id(module)] = self._threads.looked(floats_of(own), known=False)
+        return flags[id(module)]
+
+    # -- reading
+
+    def _found(self) -> Blamed | None:
+        with self._lock:
+            books = list(self._books.values())
+        read = [book.read() for book in books]
+        first, made = ([rows[i] for rows in read if rows[i][0] >= 0] for i in (0, 1))
+        if not first:
+            return None
+        seen = min(first)
+        around = [row for row in made if row[0] >> 32 == seen[0] >> 32 and self._is_in(seen, row)]
+        return self._blamed(min(around) if around else seen, seen)
+
+    def _is_in(self, row: list[int], outer: list[int]) -> bool:
+        """Whether the module of ``row`` is that of ``outer``, or inside it."""
+        name, other = self._names[row[1] >> 32][0], self._names[outer[1] >> 32][0]
+        return not other or f"{name}.".startswith(f"{other}.")
+
+    def _blamed(self, row: list[int], seen: list[int]) -> Blamed:
+        when, where, inputs, weights = row
+        name, kind = self._names[where >> 32]
+        return Blamed(
+            rank=gather.rank(),
+            forward=when >> 32,
+            module=name,
+            kind=kind,
+            call=where & _LOW,
+            inputs_finite=bool(inputs),
+            weights_finite=bool(weights),
+            seen=self._names[seen[1] >> 32][0],
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"tensors of kind {kind}" for kind in sorted(self._unknown)]
+        if self._passed:
+            notes.append(f"{self._passed} module calls inside torch.func or a tracer")
+        if not self.calls:
+            notes.append(
+                "anything: no module returned a floating-point tensor since attaching, or torch.compile ran the model "
+                "without Python (run it uncompiled)"
+            )
+        return tuple(notes)
+
+    def _ranks(self) -> tuple[int, ...]:
+        try:
+            ranks = find(self._model).ranks
+        except AttachError:  # FSDP1, DeepSpeed: the hooks of modules work there, and no rank is left out
+            return gather.world()
+        return ranks if len(ranks) > 1 else gather.world()
+
+    def _device(self) -> torch.device:
+        return next((tensor.device for tensor in self._model.parameters()), torch.device("cpu"))
+
+
+def _class_of(module: nn.Module) -> str:
+    """The name of the user's class, of which ``fully_shard`` made another one."""
+    kind = type(module)
+    return kind.__bases__[-1].__name__ if "FSDPModule" in (base.__name__ for base in kind.__bases__) else kind.__name__
+
+
+def blame(model: nn.Module, *, raise_error: bool = False, only_nan: bool = False) -> Blame:
+    """Watch every module's output, and say afterwards which was the first to be infinite or NaN.
+
+    It tells the module that made it from those that passed it on: the first with finite inputs and a non-finite
+    output. Nothing waits for the device before ``report()``; outputs, gradients and memory stay as they are. What is
+    not attached costs nothing; while it is, each output is read once more, and each weight once in a forward.
+
+    It may be attached before or after DDP, FSDP (1 or 2), DeepSpeed or checkpointing take the model; a checkpoint's
+    second forward is not looked at. Of ``nn.DataParallel`` pass the wrapper, so that forwards are counted. Gradients
+    are not looked at: ``gradients(stats=[stats.NonFinite()])`` does that.
+
+    Args:
+        model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
+        raise_error: raise in the forward itself, at the first non-finite output. This waits for the device at
+            every module call, and stops this rank alone: others wait for it in their next collective. For debugging.
+        only_nan: let infinities pass, for a model whose modules return them on purpose, such as masks of ``-inf``.
+
+    Returns:
+        A handle with ``report()``, ``remove()`` and ``with``. What was found can be read after it is removed.
+
+    Raises:
+        AttachError: when a part of the model is compiled or scripted, so that it calls no hooks.
+        NonFiniteError: from the model's forward, if ``raise_error``.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Softplus(), nn.Linear(2, 1))
+    >>> _ = nn.init.constant_(model[2].weight, torch.inf)
+    >>> with blame(model) as found:
+    ...     y = model(torch.ones(3, 2))
+    >>> print(found.report())
+    first non-finite output:
+      rank 0, forward 0: 2 (Linear), call 0: its inputs were finite, its weights were not
+    """
+    return Blame(model, choose(model, ["*"]), raise_error, only_nan)
