@@ -24,3 +24,11 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def four() -> Ranks:
+    """Four of them, which start when they are first called and then stay up too."""
+    from proof import FOUR
+
+    return FOUR

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import runpy
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -187,13 +186,6 @@ def test_the_example_on_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
 
 
 # --- four ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    pool = Ranks(world=4)
-    yield pool
-    pool.stop()
 
 
 def _four(rank: int) -> list[Any]:

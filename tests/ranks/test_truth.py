@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,13 +49,6 @@ def equal_to_one_process(found: dict[str, Any], situation: str, world: int) -> N
 def test_two_ranks(ranks: Ranks, engine: str, situation: str) -> None:
     for found in ranks(run, 2, engine, situation, PLANS):
         equal_to_one_process(found, situation, 2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    pool = Ranks(world=4)
-    yield pool
-    pool.stop()
 
 
 @pytest.mark.parametrize(("engine", "situation"), FOUR)
