@@ -42,6 +42,10 @@ def in_backward() -> bool:
     return running != -1
 
 
+#: Number of the backward that this thread is inside of; one that another one runs has a number of its own.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_transform() -> bool:
     """Whether this thread is inside a transform of ``torch.func``, to which every new tensor belongs."""
     return torch._C._functorch.maybe_current_level() is not None

@@ -86,7 +86,8 @@ class Engine:
         if any(parts.get(key) is not module for parts, key, module in self._parts):
             self._refresh()
         for parameters, key, parameter, name in self._places:
-            if parameters.get(key) is not parameter:
+            # FSDP1 keeps the parameters that it takes and puts another meaning into them; torch marks them.
+            if parameters.get(key) is not parameter or hasattr(parameter, "_fsdp_flattened"):
                 raise AttachError(
                     f"{name!r} is no longer the parameter that was attached to: fully_shard, another engine or "
                     f"to() replaced it, and hooks on the old one never fire ({self.label}); attach after the "
@@ -175,8 +176,9 @@ class Engine:
         gone = [name for _, _, parameter, name in self._places if id(parameter) not in now]
         if gone:
             raise AttachError(
-                f"{gone[0]!r} is no longer in the model: the module that held it was replaced since hooks were "
-                f"attached ({self.label}); attach after changing the model, and make the optimizer after it too"
+                f"{gone[0]!r} is no longer in the model: since hooks were attached an engine took it, or the module "
+                f"that held it was replaced ({self.label}); attach after the engine has taken the model and after "
+                "changing it, and make the optimizer after it too"
             )
         self._places, self._parts = tuple(self._registered()), self._modules()
 

@@ -52,7 +52,37 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
             f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
             "told; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
         )
+    _must_be_averaged(model)
     return most
+
+
+def _must_be_averaged(model: nn.Module) -> None:
+    """Raise where a DTensor's mesh lacks a dimension along which ``fully_shard`` averages other gradients."""
+    averaged: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for mesh in _meshes_of(module):
+            averaged |= {dim: path for dim in mesh.mesh_dim_names or () if dim not in averaged}
+    for name, parameter in model.named_parameters():
+        own: Any = getattr(parameter, "device_mesh", None)
+        names = (own.mesh_dim_names or ()) if own is not None else tuple(averaged)
+        for dim in averaged.keys() - set(names):
+            raise AttachError(
+                f"the gradient of {name!r}, on a mesh with dimensions {list(names)}, is not averaged along {dim!r}, as "
+                f"those of {averaged[dim] or 'the model'!r} are: put them all on one device mesh, with fully_shard for "
+                "every parameter"
+            )
+
+
+def _meshes_of(module: nn.Module) -> list[Any]:
+    """Those along which ``fully_shard`` averages the gradients of a module; one for each of its groups of parameters."""
+    ask: Any = getattr(module, "_get_fsdp_state", None)
+    if ask is None:
+        return []
+    state: Any = ask()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.12
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return [group.mesh_info.mesh for group in groups]
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:

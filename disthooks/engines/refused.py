@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from disthooks.engines.base import is_a
+from disthooks.engines.base import Engine, is_a
 from disthooks.errors import AttachError
 
 _REMEDIES = {
-    "FullyShardedDataParallel": "FSDP1 ({name}) hides parameters in flat shards, on which no gradient hook fires: use "
-    "torch.distributed.fsdp.fully_shard (FSDP2), which is supported, or FSDP1's own model.clip_grad_norm_()",
     "DeepSpeedEngine": "DeepSpeed ({name}) steps on flat partitions without names: use DDP or fully_shard, which are "
     "supported, or DeepSpeed's own 'gradient_clipping' and engine.get_global_grad_norm()",
 }
@@ -31,3 +29,15 @@ def refuse_nested(model: nn.Module) -> None:
                 f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
                 f"that module with an optimizer of its own, or wrap the whole model"
             )
+
+
+def refuse_mixed(engine: Engine) -> None:
+    """Raise AttachError when a part of the model is FSDP1's, and another engine has the whole, or another part."""
+    kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
+    for name, module in engine.model.named_modules():
+        for label, kind in kinds.items():
+            if is_a(module, kind) and label != engine.label:
+                raise AttachError(
+                    f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
+                    "gradient there cannot be told; use one of them for the whole model"
+                )

@@ -67,7 +67,7 @@ class Part:
 class Shard:
     """The part of one parameter that is on this rank.
 
-    Engines whose gradients are not in ``parameter.grad`` override :meth:`gradient` and :meth:`values`.
+    Engines whose gradients are not in ``parameter.grad`` override :meth:`gradient`, :meth:`values` and :meth:`final`.
 
     Attributes:
         name: the parameter's name in the user's own model, without what engines put into it.
@@ -122,3 +122,7 @@ class Shard:
     def values(self) -> torch.Tensor:
         """The local part of the parameter itself, which lies as :meth:`gradient` does and shares its memory."""
         return local_part(self.parameter)
+
+    def final(self) -> torch.Tensor | None:
+        """The gradient as the engine has it for the optimizer: the whole one, or what stands for it (a DTensor)."""
+        return self.parameter.grad

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from disthooks.engines.shard import Shard
+from disthooks.errors import AttachError
 from disthooks.grads.measures.base import Local, Measure
 
 # A group is kept for as long as the default group it was made under: making one anew can meet the keys that its
 # namesake left in the store, and with NCCL each holds device memory.
 # Weakly: once torch.distributed has destroyed them, they must not live on here with their threads.
 _groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+_asked: dict[tuple[int, ...], int] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
@@ -31,9 +33,40 @@ def group_of(ranks: Sequence[int]) -> Any:
         return None
     default, group = (ref() for ref in _groups.get(tuple(ranks), (_nothing, _nothing)))
     if group is None or default is not dist.group.WORLD:
-        group = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
+        group = _made(list(ranks))
         _groups[tuple(ranks)] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
     return group
+
+
+def _made(ranks: list[int]) -> Any:
+    """A new group; of all ranks by the way that needs nothing but that all make it.
+
+    A group of some ranks is named after how many groups each of them is in, and waits for ever where they are in
+    different numbers of them. So they compare first, by the store that they met in.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(timeout=_timeout())
+    world: Any = dist.distributed_c10d._world
+    count = str(len(world.pg_names))
+    store = dist.distributed_c10d.PrefixStore(
+        f"disthooks {ranks} {_made_before(ranks)}", dist.distributed_c10d._get_default_store()
+    )
+    if store.compare_set("count", "", count).decode() != count:
+        store.set("differ", "yes")
+    if store.add("there", 1) == len(ranks):
+        store.set("all", "yes" if store.check(["differ"]) else "no")
+    if store.get("all") == b"yes":
+        raise AttachError(
+            f"the ranks {ranks} are in different numbers of process groups (this one in {count}), and torch cannot "
+            "make them a new one: make groups with torch.distributed.new_group or init_device_mesh alike on all ranks"
+        )
+    return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+
+
+def _made_before(ranks: list[int]) -> int:
+    """How often this was asked for ``ranks``, alike on all of them."""
+    _asked[tuple(ranks)] = _asked.get(tuple(ranks), 0) + 1
+    return _asked[tuple(ranks)]
 
 
 def _timeout() -> timedelta | None:

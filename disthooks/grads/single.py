@@ -73,8 +73,8 @@ class OnGradient(Attachment):
         for outer in steps_under_way()[1:]:
             held -= ids_of(outer)  # the outer step has had them already
         for shard in self._shards.values():
-            grad = shard.parameter.grad
-            if grad is not None and id(shard.parameter) in held:
+            grad = shard.final() if id(shard.parameter) in held else None
+            if grad is not None:
                 result = self._call(shard, grad)
                 if result is not None and result is not grad:
                     _write(shard.parameter, grad, result)
@@ -102,7 +102,8 @@ def on_gradient(
     """Call ``fn(grad)`` on the gradients of matching parameters; what it returns takes their place.
 
     At ``"final"`` it is called just before any optimizer that holds the parameter steps, with the gradient as the
-    engine has it: under ``fully_shard`` a DTensor, on which torch's own functions mean the whole gradient. At
+    engine has it: under ``fully_shard`` a DTensor, on which torch's own functions mean the whole gradient; under
+    ``FullyShardedDataParallel`` the flat part that this rank has, on ranks that have any. At
     ``"local"`` it is called in every backward, with this rank's own whole gradient of that micro-batch, before it
     is accumulated or reduced; there it must not communicate.
 

@@ -209,7 +209,7 @@ class Blame(Attachment):
     def _ranks(self) -> tuple[int, ...]:
         try:
             ranks = find(self._model).ranks
-        except AttachError:  # FSDP1, DeepSpeed: the hooks of modules work there, and no rank is left out
+        except AttachError:  # DeepSpeed: the hooks of modules work there, and no rank is left out
             return gather.world()
         return ranks if len(ranks) > 1 else gather.world()
 

@@ -165,7 +165,7 @@ def test_a_rule_that_returns_something_else() -> None:
 def _refusals(rank: int) -> dict[str, str]:
     """What is said in each case where another library would do nothing."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     said: dict[str, str] = {}
 
@@ -193,9 +193,6 @@ def _refusals(rank: int) -> dict[str, str]:
         sharded(model)
         with saying("rules before fully_shard"):
             optimizer.step()
-    flat = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    with saying("FSDP1"):
-        dh.on_gradient(flat, "*", print)
     with saying("a part in DDP"):
         dh.on_gradient(nn.Sequential(nn.parallel.DistributedDataParallel(Net()), nn.Linear(3, 1)), "*", print)
     ignoring = Net()
@@ -229,7 +226,6 @@ def test_what_would_do_nothing_on_an_engine(ranks: Ranks) -> None:
             "local hook before fully_shard": "attach after the engine",
             "final hook before fully_shard": "attach after the engine",
             "rules before fully_shard": "attach after the engine",
-            "FSDP1": "use torch.distributed.fsdp.fully_shard",
             "a part in DDP": "wrap the whole model",
             "ignored by DDP": "'scale'",
             "another method than forward": "call the FSDP module itself",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from trained import ENGINES, close, grads_of, loss_of, make, sharded, train, whole
+from trained import ENGINES, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 
 import disthooks as dh
 
@@ -58,7 +58,10 @@ def _all(rank: int, engine: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("engine", ["hsdp12", "ignored"])
+@pytest.mark.parametrize(
+    "engine",
+    ["hsdp12", "ignored", *(f"{mode}{name}" for mode in ("fsdp1", "fsdp1flat") for name in STRATEGIES if name)],
+)
 def test_meshes_and_parameters_beside_them(ranks: Ranks, engine: str) -> None:
     truth = train(0, "plain", RULES["norm"])
     for found in ranks(_beside if engine == "ignored" else _norm, engine):

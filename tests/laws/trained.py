@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 import disthooks as dh
 
 BATCH = 8
-ENGINES = ["ddp", "fsdp2", "hsdp"]
+ENGINES = ["ddp", "fsdp2", "hsdp", "fsdp1", "fsdp1flat"]
 BOTH = [0, 1]
 
 
@@ -47,7 +49,7 @@ def make(engine: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     if engine == "dp":
         return nn.DataParallel(model)
-    return sharded(model, engine)
+    return flat(model, engine) if engine.startswith("fsdp1") else sharded(model, engine)
 
 
 def sharded(model: Net, engine: str = "fsdp2", **options: Any) -> nn.Module:
@@ -60,6 +62,31 @@ def sharded(model: Net, engine: str = "fsdp2", **options: Any) -> nn.Module:
     fully_shard(model.mid, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+STRATEGIES = {
+    "": "FULL_SHARD",
+    "op": "SHARD_GRAD_OP",
+    "none": "NO_SHARD",
+    "hybrid": "HYBRID_SHARD",
+    "hybrid2": "_HYBRID_SHARD_ZERO2",
+}
+
+
+def flat(model: nn.Module, engine: str = "fsdp1", parts: Sequence[str] = ("mid",), **options: Any) -> nn.Module:
+    """FSDP1 with ``parts`` in units of their own: "fsdp1", or "fsdp1flat", and a strategy."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy")
+    strategy = STRATEGIES[engine.removeprefix("fsdp1").removeprefix("flat")]
+    if "HYBRID" in strategy and "device_mesh" not in options:
+        options["device_mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    chosen = {"use_orig_params": "flat" not in engine, "sharding_strategy": ShardingStrategy[strategy]} | options
+    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **chosen)
+    for part in parts:
+        model.set_submodule(part, wrap(model.get_submodule(part)))
+    return wrap(model)
 
 
 def loss_of(model: nn.Module, step: int, engine: str, rank: int = 0, scale: float = 100.0) -> torch.Tensor:
@@ -76,8 +103,43 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    if is_fsdp1(model):
+        return gathered(model)
     named = model.module.named_parameters() if hasattr(model, "module") else model.named_parameters()
     return {name: whole(p.grad) for name, p in named if p.grad is not None}
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    return any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All of the gradients of a model that FSDP1 has: a collective for each of its units, of torch's alone."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        handle = vars(module).get("_handle")
+        if handle is None or handle.flat_param.grad is None:
+            continue
+        flat = handle.flat_param
+        whole = flat.grad
+        if handle.uses_sharded_strategy:
+            whole = torch.empty(flat.grad.numel() * handle.world_size, dtype=flat.grad.dtype)
+            dist.all_gather_into_tensor(whole, flat.grad.contiguous(), group=handle.process_group)
+        whole = whole[: flat._unpadded_unsharded_size.numel()]
+        for name, grad in zip(flat._fqns, handle._get_unflat_views(whole), strict=True):
+            found[f"{prefix}.{name}".replace("_fsdp_wrapped_module.", "").lstrip(".")] = grad.detach().clone()
+    apart = [(n, p) for n, p in model.named_parameters() if not hasattr(p, "_fsdp_flattened") and p.grad is not None]
+    return found | {n.replace("_fsdp_wrapped_module.", ""): p.grad.clone() for n, p in apart}
+
+
+def first_of(model: nn.Module, name: str) -> torch.Tensor | None:
+    """Under FSDP1 a view of the gradient whose first element is the parameter's first, on the ranks that have that."""
+    for prefix, module in model.named_modules():
+        flat = getattr(vars(module).get("_handle"), "flat_param", None)
+        for fqn, here in zip(flat._fqns, flat._shard_param_infos, strict=True) if flat is not None else ():
+            if f"{prefix}.{fqn}".replace("_fsdp_wrapped_module.", "").lstrip(".") == name:
+                return flat.grad[here.offset_in_shard :] if here.in_shard and not here.intra_param_start_idx else None
+    raise AssertionError(name)
 
 
 def train(
@@ -124,7 +186,8 @@ def all_reduces(count: list[tuple[str, int]]) -> Callable[..., Any]:
 
     def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
         if not any(
-            frame.filename.endswith(("_fsdp_collectives.py", "_fsdp_param_group.py")) for frame in inspect.stack()
+            frame.filename.endswith(("_fsdp_collectives.py", "_fsdp_param_group.py", "fsdp/_runtime_utils.py"))
+            for frame in inspect.stack()
         ):
             count.append((str(op).split(".")[-1], tensor.numel()))
         return true(tensor, op, *args, **kwargs)

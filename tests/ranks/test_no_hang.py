@@ -130,3 +130,42 @@ def test_a_rule_that_raises_on_one_rank_ends_the_others(how: str, engine: str) -
     assert "Error" in told
     assert waited < 40
     assert how == "stays" or "ArithmeticError: only here" in raised
+
+
+# --- ranks that are in different numbers of process groups
+
+GROUPS = """
+import sys, torch, torch.distributed as dist
+import disthooks as dh
+from disthooks.errors import AttachError
+from disthooks.grads.collect import group_of
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(path, 3), rank=rank, world_size=3)
+dist.new_group([0])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+dh.gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), rules=[dh.ClipNorm(1.0)])
+print("all")
+if rank < 2:
+    try:
+        group_of([0, 1])
+    except AttachError as error:
+        print("told" if "different numbers of process groups" in str(error) else error)
+if rank > 0:
+    group_of([1, 2])
+    print("alike")
+"""
+
+
+def test_ranks_in_different_numbers_of_groups_do_not_wait_for_each_other() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", "-c", GROUPS]
+        processes = [
+            subprocess.Popen([*command, str(rank), f"{folder}/store"], stdout=subprocess.PIPE, text=True)
+            for rank in range(3)
+        ]
+        try:
+            said = [process.communicate(timeout=60)[0].split() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    assert said == [["all", "told"], ["all", "told", "alike"], ["all", "alike"]]

@@ -27,7 +27,11 @@ PLANS: list[tuple[str, list[Any], list[Any]]] = [
 ]
 TWO = [(engine, situation) for engine in ("ddp", "fsdp2", "tp") for situation in SITUATIONS] + [("ddp", "unused")]
 TWO.remove(("tp", "tied"))  # parallelize_module gives the two names a parameter each
+TWO += [("fsdp1", situation) for situation in SITUATIONS] + [("fsdp1none", "no_sync"), ("fsdp1flatnone", "frozen")]
+# an optimizer cannot hold a part of a flat parameter
+TWO += [("fsdp1flat", situation) for situation in SITUATIONS if situation not in ("groups", "subset")]
 FOUR = [("hsdp", situation) for situation in ("step", "no_sync", "tied")]
+FOUR += [("fsdp1hybrid", "no_sync"), ("fsdp1hybrid", "groups"), ("fsdp1flathybrid", "accumulated")]
 FOUR += [("tp+fsdp2", situation) for situation in ("step", "no_sync", "groups")]
 
 

@@ -7,12 +7,14 @@ truth: the same losses, of all shares, in one process without any engine.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from trained import whole
+from trained import flat, is_fsdp1, whole
+from trained import gathered as gathered_flat
 
 import disthooks as dh
 
@@ -87,6 +89,19 @@ def _hsdp(model: nn.Module, situation: str, world: int) -> nn.Module:
     return _fsdp2(model, situation, world, (2, world // 2))
 
 
+def _fsdp1(model: nn.Module, situation: str, world: int, engine: str) -> nn.Module:
+    """A module that is frozen in a unit of its own: a flat parameter needs a gradient as a whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    options: dict[str, Any] = {}
+    if "hybrid" in engine:
+        options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return flat(model, engine, ("mid", "embed"), **options)
+
+
+FLAT = ["fsdp1", "fsdp1none", "fsdp1hybrid", "fsdp1flat", "fsdp1flatnone", "fsdp1flathybrid"]
+
+
 def _tp(model: Any, situation: str, world: int) -> nn.Module:
     """Linear layers cut over all ranks, the rest plain tensors that every rank has."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -121,6 +136,7 @@ ENGINES: dict[str, Any] = {
     "hsdp": _hsdp,
     "tp": _tp,
     "tp+fsdp2": _both,
+    **{engine: functools.partial(_fsdp1, engine=engine) for engine in FLAT},
 }
 
 
@@ -193,5 +209,7 @@ def run(
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """All of every gradient, by the names of the user's own model."""
+    if is_fsdp1(model):
+        return gathered_flat(model)
     inner = getattr(model, "module", model)
     return {name: whole(p.grad) for name, p in inner.named_parameters() if p.grad is not None}

@@ -1,0 +1,226 @@
+"""``FullyShardedDataParallel`` (FSDP1): each rank has a range of flat parameters, each made of several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from disthooks._match import canonical
+from disthooks._torch import backward_id
+from disthooks.engines.base import Engine, LocalHook, Removable
+from disthooks.engines.flat import Piece, Unit, is_fsdp1, units_of
+from disthooks.engines.shard import Part, Shard
+from disthooks.errors import AttachError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard(Shard):
+    """What a rank has of one parameter in a flat one: a range of its elements, under NO_SHARD all of them.
+
+    Attributes:
+        unit: the FSDP module that has it.
+        piece: where it is in the flat parameter.
+    """
+
+    unit: Unit = field(kw_only=True)
+    piece: Piece = field(kw_only=True)
+
+    def gradient(self) -> torch.Tensor | None:
+        """A view of what the optimizer uses; None where no backward came here, or the rank has no element of it.
+
+        Raises:
+            UsageError: when the gradient is not reduced yet.
+        """
+        grad = self.parameter.grad
+        if grad is None or not self.present():
+            return None
+        if not self.unit.reduced():
+            raise UsageError(
+                f"the gradient of {self.name!r} on rank {dist.get_rank()} is not reduced yet (FSDP1): the last "
+                "backward ran inside no_sync(); run the last one before optimizer.step() outside of it"
+            )
+        return grad if self.unit.original else self._of(grad)
+
+    def values(self) -> torch.Tensor:
+        """A view of this rank's shard of the flat parameter."""
+        return self._of(self.unit.values())
+
+    def final(self) -> torch.Tensor | None:
+        """The local part: FSDP1 has no tensor that means the whole gradient."""
+        return self.gradient()
+
+    def present(self) -> bool:
+        """Whether this rank has any element of it."""
+        return not self.unit.sharded or self.piece.local[0] < self.piece.local[1]
+
+    def _of(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.piece.of_shard(flat) if self.unit.sharded else self.piece.of_whole(flat)
+
+
+class Fsdp1(Engine):
+    """A model with FSDP1 modules in it; parameters that are in none of them belong to the first rank."""
+
+    label = "FSDP1"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = units_of(model)
+        ranks = _ranks_of(self._units)
+        super().__init__(model, ranks, ranks.index(dist.get_rank()))
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """A model with a ``FullyShardedDataParallel`` in it, or that is one."""
+        return any(is_fsdp1(module) for module in model.modules())
+
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
+        """A parameter that no FSDP module has: every rank has all of it, and nothing reduces its gradient."""
+        if hasattr(parameter, "device_mesh"):
+            raise AttachError(
+                f"{name!r} is a DTensor beside FSDP1, and how often each of its elements is there cannot be told; use "
+                "torch.distributed.fsdp.fully_shard for the whole model"
+            )
+        return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
+
+    def fixed(self, parameter: nn.Parameter) -> bool:
+        """FSDP exchanges what is registered in the place of its parameters; :meth:`check` asks FSDP about them."""
+        return id(parameter) in self._apart
+
+    def begins(self, index: int) -> bool:
+        """Whether FSDP has put aside no gradient of its flat parameter from an earlier backward."""
+        shard = self.shards[index]
+        return shard.unit.begins() if isinstance(shard, FlatShard) else super().begins(index)
+
+    def check(self) -> None:
+        """Also ask whether FSDP still has the parameters that were attached to."""
+        for unit in self._units:
+            for i, piece in enumerate(unit.pieces):
+                if unit.replaced(i):
+                    raise AttachError(
+                        f"{piece.name!r} is no longer the parameter that was attached to (FSDP1): something replaced "
+                        "it; attach after that, and make the optimizer after it too"
+                    )
+        super().check()
+
+    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+        """Hooks on the user's parameters never fire: one goes on each flat one, whose gradient is cut into theirs.
+
+        The hook sees the whole, unreduced gradient, in the dtype that forward used.
+        """
+        handles: list[Removable] = []
+        for unit in self._units:
+            mine = {i: s for i in wanted if isinstance(s := self.shards[i], FlatShard) and s.unit is unit}
+            if mine:
+                handles.append(_Local(unit, mine, hook))
+        return [*handles, *super().on_local([i for i in wanted if not isinstance(self.shards[i], FlatShard)], hook)]
+
+    def _shards(self) -> list[Shard]:
+        found: list[Shard] = []
+        for unit in self._units:
+            for i, piece in enumerate(unit.pieces):
+                found.append(self._flat(len(found), unit, piece, unit.held(i)))
+        flat = {id(parameter) for unit in self._units for parameter in unit.parameters()}
+        # between forward and backward some strategies leave views, which are no Parameters, in their places
+        named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
+        self._apart = {id(parameter) for _, parameter in named}
+        return [*found, *(self.shard(len(found) + i, canonical(n), p) for i, (n, p) in enumerate(named))]
+
+    def _flat(self, index: int, unit: Unit, piece: Piece, held: nn.Parameter) -> FlatShard:
+        mine = unit.twins[index % len(unit.twins)] == self.ranks[self.position]
+        layout: Any = "sharded" if unit.sharded else "replica"
+        part = piece.part(unit.sharded)
+        return FlatShard(piece.name, held, mine, layout, part, unit.twins, unit=unit, piece=piece)
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        modules = set(self.model.modules())
+        for unit in self._units:
+            for piece in unit.pieces:
+                if piece.module not in modules:
+                    raise AttachError(
+                        f"{piece.name!r} is no longer in the model: the module that held it was replaced since hooks "
+                        "were attached (FSDP1); attach after changing the model, and make the optimizer after it too"
+                    )
+
+
+class _Local:
+    """The hook on one flat parameter, whose gradient arrives once a backward, however often its parameters are used.
+
+    It has zeros for parameters that this backward did not reach, and those are not shown to anyone: which ones it
+    reached is told by hooks on the views that FSDP makes of the flat parameter for each forward.
+    """
+
+    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook) -> None:
+        self.unit, self.shards, self.hook = unit, shards, hook
+        self.reached: dict[int, int] = {}  # index: in which backward
+        self.fired, self.looked = -1, False
+        self.on_flat: Removable | None = None
+        self.before = unit.inside.register_forward_pre_hook(self.look)
+        self.put()
+
+    def put(self) -> None:
+        """FSDP makes a flat parameter need no gradient as long as none in it does, and then no hook can be put on."""
+        if self.on_flat is None and self.unit.flat.requires_grad:
+            self.on_flat = self.unit.flat.register_hook(self.fire)
+
+    def look(self, module: nn.Module, args: Any) -> None:
+        self.looked = True
+        self.put()
+        for i, shard in self.shards.items():
+            view = getattr(shard.piece.module, shard.piece.key)
+            if shard.parameter.requires_grad and view.requires_grad:
+                view.register_hook(functools.partial(self.reach, i))  # it goes when the view does
+
+    def reach(self, i: int, grad: torch.Tensor) -> None:
+        self.reached[i] = backward_id()
+
+    def fire(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self.must_be_whole()
+        grad = grad.contiguous()  # what autograd made of one parameter alone may be expanded
+        edited: torch.Tensor | None = None
+        for i, shard in self.shards.items():
+            result = self.hook(i, shard.piece.of_whole(grad)) if self.reached.get(i) == self.fired else None
+            if result is not None:
+                edited = grad.clone() if edited is None else edited
+                shard.piece.of_whole(edited).copy_(result)
+        return edited
+
+    def must_be_whole(self) -> None:
+        """Raise where a gradient would pass unseen, or come in parts."""
+        shown = next(iter(self.shards.values())).name
+        if not self.looked:
+            raise AttachError(
+                f"the gradient of {shown!r} came from a forward pass before on_gradient or gradients was attached "
+                "(FSDP1): attach before the forward pass"
+            )
+        before, self.fired = self.fired, backward_id()
+        if before == self.fired:
+            raise AttachError(
+                f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
+                "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "
+                "place, or leave out param_dtype"
+            )
+
+    def remove(self) -> None:
+        self.before.remove()
+        if self.on_flat is not None:
+            self.on_flat.remove()
+
+
+def _ranks_of(units: Sequence[Unit]) -> tuple[int, ...]:
+    if not units:
+        raise AttachError("FullyShardedDataParallel has no parameters: is everything in ignored_states?")
+    strange = [unit for unit in units if unit.ranks != units[0].ranks]
+    if strange:
+        one, other = units[0], strange[0]
+        raise AttachError(
+            f"FSDP1 has {one.name or 'the model'!r} on ranks {list(one.ranks)} and {other.name or 'the model'!r} on "
+            f"{list(other.ranks)}, and how often each element is there cannot be told; give them all the same "
+            "process_group or device_mesh"
+        )
+    return units[0].ranks

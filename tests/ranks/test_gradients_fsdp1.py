@@ -1,0 +1,227 @@
+"""Laws 11 and 14 on FSDP1, which hides parameters in flat ones: which elements a rank has, and local gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from trained import Net, close, data, flat, grads_of, loss_of, make
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.engines.find import find
+from disthooks.errors import AttachError
+
+pytestmark = pytest.mark.dist
+MODES = ["fsdp1", "fsdp1flat"]
+EVERY = [*MODES, "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "fsdp1flatnone"]
+OFTEN = ["fsdp1", "fsdp1op", "fsdp1none", "fsdp1flat", "fsdp1flatop", "fsdp1flatnone"]
+
+
+# --- shards
+
+
+def _parts(rank: int, engine: str, dtype: torch.dtype) -> list[tuple[str, list[int], list[float], list[float], bool]]:
+    """Of each parameter: which elements are here, their gradients, their values, whether they count here."""
+    torch.manual_seed(0)
+    model = flat(Net().to(dtype), engine)
+    loss_of(model, 0, engine, rank).backward()
+    found = []
+    for shard in find(model).shards:
+        grad, index = shard.gradient(), shard.part.indices(torch.device("cpu"))
+        assert grad is None or grad.shape == index.shape == shard.values().shape == shard.part.local_shape
+        here = [] if grad is None else grad.flatten().tolist()
+        found.append(
+            (shard.name, index.flatten().tolist(), here, shard.values().detach().flatten().tolist(), shard.owned)
+        )
+    return found
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_every_element_counts_once_and_is_where_its_part_says(ranks: Ranks, engine: str) -> None:
+    model = make("plain")
+    (sum(loss_of(model, 0, "fsdp1", rank) for rank in (0, 1)) / 2).backward()
+    grads = {name: torch.full_like(p, math.nan).flatten() for name, p in model.named_parameters()}
+    counted = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
+    for parts in ranks(_parts, engine, torch.float32):
+        assert sorted(grads) == sorted(name for name, *_ in parts)
+        for name, index, grad, values, owned in parts:
+            assert values == model.get_parameter(name).flatten()[index].tolist()
+            grads[name][index] = torch.tensor(grad)
+            counted[name][index] += owned
+    assert all((count == 1).all() for count in counted.values())
+    assert close(grads, {name: p.grad.flatten() for name, p in model.named_parameters()}, 1e-5)
+
+
+def _channels_last(rank: int, engine: str) -> tuple[bool, bool]:
+    """A convolution whose elements lie in another order than their indices: no part, and the right local gradient."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last)
+    truth = nn.Sequential(nn.Conv2d(2, 3, 3))
+    truth.load_state_dict(plain.state_dict())
+    model, seen = flat(plain, engine, parts=()), []
+    x = torch.randn(2, 2, 5, 5)
+    with dh.on_gradient(model, "0.weight", lambda grad: seen.append(grad.clone()), at="local"):
+        model(x).square().sum().backward()
+    truth(x).square().sum().backward()
+    parts = {shard.name: shard.part for shard in find(model).shards}
+    return close(seen, [truth[0].weight.grad], 1e-5), parts["0.weight"] is None
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1flat", "fsdp1flatnone"])
+def test_a_weight_that_lies_in_another_order(ranks: Ranks, engine: str) -> None:
+    assert ranks(_channels_last, engine) == [(True, True)] * 2
+
+
+# --- "local"
+
+
+class Often(nn.Module):
+    """A unit that is called twice, in which one layer is used three times, one in a checkpoint, and one never."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.end = Inner(reentrant), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self.body(self.body(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.thrice, self.again, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.thrice(self.thrice(self.thrice(x).tanh()).tanh()).tanh()
+        return checkpoint(self.again, x, use_reentrant=self.reentrant)
+
+
+def _often(rank: int, engine: str, around: str) -> list[Any]:
+    """Three steps, the first without reduction; torch itself fails with a reentrant checkpoint inside of a unit."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+    model = flat(Often(), engine, parts=("body",))
+    if around:
+        model.module.body = checkpoint_wrapper(model.module.body, CheckpointImpl[around])
+    seen: dict[str, list[torch.Tensor]] = {}
+    names = [shard.name for shard in find(model).shards]
+    hooks = [
+        dh.on_gradient(model, name, lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()), at="local")
+        for name in names
+    ]
+    for step in range(3):
+        with model.no_sync() if step == 0 else contextlib.nullcontext():
+            model((data(step)[:, :4] + rank).requires_grad_()).square().sum().backward()
+    for hook in hooks:
+        hook.remove()
+    model(data(0)[:, :4]).sum().backward()  # nobody looks any more
+    return [seen, sorted(names)]
+
+
+@pytest.mark.parametrize("around", ["", "NO_REENTRANT"])
+@pytest.mark.parametrize("engine", OFTEN)
+def test_a_layer_used_often_is_seen_once_a_backward(ranks: Ranks, engine: str, around: str) -> None:
+    for rank, (seen, names) in enumerate(ranks(_often, engine, around)):
+        assert names == sorted(name for name, _ in Often().named_parameters())
+        truths: dict[str, list[torch.Tensor]] = {}
+        for step in range(3):
+            model = Often()
+            model(data(step)[:, :4] + rank).square().sum().backward()
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    truths.setdefault(name, []).append(p.grad)
+        assert len(truths) == len(names) - 2  # and the layer that is never used is not seen
+        assert close(seen, truths, 1e-4)
+
+
+def test_a_reentrant_checkpoint_is_a_backward_of_its_own(ranks: Ranks) -> None:
+    for seen, _ in ranks(_often, "fsdp1", "REENTRANT"):
+        assert {name: len(grads) for name, grads in seen.items() if "body" not in name} == {"end.weight": 3}
+        assert {len(grads) for name, grads in seen.items() if "body" in name} == {6}
+
+
+def _edited(rank: int, engine: str) -> dict[str, torch.Tensor]:
+    """Several functions, some of which change what the next one is given; two units."""
+    model = flat(Often(), engine, parts=("body",))
+    with (
+        dh.on_gradient(model, "*weight", lambda grad: grad * (3.0 if rank == 0 else 1.0), at="local"),
+        dh.on_gradient(model, "body.thrice.*", lambda grad: grad + 1, at="local"),
+        dh.on_gradient(model, "*bias", lambda grad: None, at="local"),
+    ):
+        model(data(0)[:, :4] + rank).square().sum().backward()
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_functions_change_their_parameter_alone(ranks: Ranks, engine: str) -> None:
+    truth: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        model = Often()
+        model(data(0)[:, :4] + rank).square().sum().backward()
+        for name, p in model.named_parameters():
+            grad = torch.zeros_like(p) if p.grad is None else p.grad * (3 if rank == 0 and "weight" in name else 1)
+            truth[name] = truth.get(name, 0) + (grad + 1 if "thrice" in name else grad) / 2
+    assert all(close(found, truth, 1e-4) for found in ranks(_edited, engine))
+
+
+def _mixed(rank: int, engine: str) -> list[Any]:
+    from torch.distributed.fsdp import MixedPrecision
+
+    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    model, seen = flat(Net(), engine, **options), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.on_gradient(model, "embed.*", lambda grad: seen.append((str(grad.dtype), grad.shape)), at="local"),
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[stats.NonFinite()], every=1) as watch,
+    ):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, engine, rank).backward()
+            optimizer.step()
+    grads = grads_of(model)
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    said = ""
+    with dh.on_gradient(flat(Often(), engine, ("body",), **options), "*", print, at="local") as hook:
+        try:
+            hook._engine.model(data(0)[:, :4]).sum().backward()
+        except AttachError as error:
+            said = str(error)
+    return [seen, str(grads["embed.bias"].dtype), norm, watch.latest, said]
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_mixed_precision(ranks: Ranks, engine: str) -> None:
+    """A unit called twice gives its gradient in two parts then, which torch adds up later."""
+    for seen, dtype, norm, record, said in ranks(_mixed, engine):
+        assert sorted(seen) == sorted([("torch.bfloat16", (7, 6)), ("torch.bfloat16", (7,))] * 2)
+        assert dtype == "torch.float32"
+        assert record["grad_norm"] > 2.0
+        assert close([norm, record["grad_norm_clipped"]], [1.0, 1.0], 1e-5)
+        assert "several parts in one backward" in said
+
+
+def _first(rank: int, engine: str) -> list[bool]:
+    model, found = make(engine), []
+    optimizer, known = torch.optim.SGD(model.parameters(), lr=0.0), find(model)
+    index = [shard.name for shard in known.shards].index("head.weight")
+    known.on_local([index], lambda i, grad: found.append(known.begins(i)))
+    for sync in (False, True, True):
+        with contextlib.nullcontext() if sync else model.no_sync():
+            loss_of(model, 0, engine, rank).backward()
+    optimizer.zero_grad()
+    loss_of(model, 0, engine, rank).backward()
+    return found
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_the_first_gradient_since_the_last_step_is_known(ranks: Ranks, engine: str) -> None:
+    assert ranks(_first, engine) == [[True, False, False, True]] * 2

@@ -1,0 +1,416 @@
+"""Laws 11 and 15 on FSDP1: some of the parameters, parameters of all kinds, replicas, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from proof import FOUR
+from torch import nn
+from trained import Net, close, data, flat, grads_of, loss_of, make, train
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.engines.find import find
+from disthooks.errors import AttachError, DisthooksError, UsageError
+
+pytestmark = pytest.mark.dist
+MODES = ["fsdp1", "fsdp1flat"]
+EVERY = [*MODES, "fsdp1hybrid", "fsdp1flathybrid", "fsdp1none", "fsdp1flatnone"]
+
+
+# --- some of the parameters
+
+
+def _subset(rank: int, engine: str) -> list[Any]:
+    """FSDP's own clip_grad_norm_ has no way to be given a part of the parameters, and torch's sees local ones."""
+    found = [train(rank, engine, [dh.only("*.bias", dh.ClipNorm(0.5))]), train(rank, engine, [dh.ClipValue(0.02)])]
+    if "flat" not in engine:
+        model = make(engine)
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        optimizer = torch.optim.SGD(biases, lr=0.01)
+        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)]) as watch:
+            loss_of(model, 0, engine, rank).backward()
+            optimizer.step()
+        found += [watch.latest, grads_of(model), watch.report().parameters]
+    return found
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_clipping_a_subset_equals_one_process(ranks: Ranks, engine: str) -> None:
+    truth = _subset(0, "plain")
+    assert truth[2]["clip_ratio"] < 0.5
+    for found in ranks(_subset, engine):
+        assert close(found, truth[: len(found)], 1e-5)
+        assert len(found) == (2 if "flat" in engine else 5)
+
+
+def _frozen(rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    net = Net()
+    net.embed.requires_grad_(False)
+    net.mid[1].weight.requires_grad_(False)
+    model, seen = flat(net, "fsdp1", parts=("mid", "embed")), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)], stats=[stats.NonFinite()]) as watch,
+        dh.on_gradient(model, "*", lambda grad: seen.append(grad.shape), at="local") as hook,
+    ):
+        loss_of(model, 0, "fsdp1", rank).backward()
+        optimizer.step()
+        watch.flush()
+        counts = {name for name, count in hook.report().items() if count}
+        net.mid[1].weight.requires_grad_(True)
+        said = ""
+        try:
+            model(data(0))
+        except AttachError as error:
+            said = str(error)
+    return [watch.latest["grad_norm"], sorted(counts), said]
+
+
+def test_frozen_parameters(ranks: Ranks) -> None:
+    model = make("plain")
+    loss_of(model, 0, "plain").backward()
+    grads = {n: g for n, g in grads_of(model).items() if not n.startswith("embed") and n != "mid.1.weight"}
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    for found, counts, said in ranks(_frozen):
+        assert close(found, norm, 1e-5)
+        assert counts == sorted(grads)
+        assert "'mid.1.weight' was frozen" in said
+
+
+def _thawed(rank: int) -> dict[str, int]:
+    """FSDP notices in the next forward that a flat parameter needs gradients again."""
+    torch.manual_seed(0)
+    model = flat(Net().requires_grad_(False), "fsdp1")
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    with dh.on_gradient(model, "mid.*", lambda grad: None, at="local") as hook:
+        loss_of(model, 0, "fsdp1", rank).backward()
+    return hook.report()
+
+
+def test_parameters_that_were_frozen_before(ranks: Ranks) -> None:
+    names = [f"mid.{name}" for name, _ in Net().mid.named_parameters()]
+    assert ranks(_thawed) == [dict.fromkeys(names, 1)] * 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.mid, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.mid(self.first(x)))
+
+
+def _tied(rank: int, engine: str) -> tuple[dict[str, int], torch.Tensor, float]:
+    model, seen = flat(Tied(), engine), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch,
+        dh.on_gradient(model, "*weight", lambda grad: seen.append(grad.clone()), at="local") as hook,
+    ):
+        model(data(0)).square().sum().backward()
+        optimizer.step()
+    return hook.report(), seen[-1], watch.latest["grad_norm"] if watch.latest else math.nan
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_tied_weights_are_one(ranks: Ranks, engine: str) -> None:
+    model = Tied()
+    model(data(0)).square().sum().backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    for report, seen, found in ranks(_tied, engine):
+        assert report == {"first.weight": 1, "mid.weight": 1}
+        assert close(seen, model.first.weight.grad, 1e-4)
+        assert close(found, norm, 1e-5)
+
+
+def _beside(rank: int, engine: str, how: str) -> Any:
+    """Parameters that no FSDP module has: ignored ones, or those of a plain model around FSDP modules."""
+    torch.manual_seed(0)
+    net = Net()
+    if how == "ignored":
+        model = flat(net, engine, parts=(), ignored_states=[net.scale])
+    else:
+        flat(net, engine, parts=("mid", "embed"))  # the model around it is not used
+        model = net
+    return _trained_beside(model, rank, engine)
+
+
+def _trained_beside(model: nn.Module, rank: int, engine: str) -> Any:
+    apart = [shard.parameter for shard in find(model).shards if shard.layout == "apart"]
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False), []
+    with (
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], every=1) as watch,
+        dh.on_gradient(model, "scale", lambda grad: seen.append(grad.shape), at="local"),
+    ):
+        loss_of(model, 0, engine, rank).backward()
+        for parameter in apart:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+    assert [shard.name for shard in find(model).shards if shard.layout == "apart"]
+    assert seen == [(1, 5)]
+    return [watch.latest], grads_of(model)
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_parameters_beside_flat_ones(ranks: Ranks, engine: str) -> None:
+    truth = train(0, "plain", [dh.ClipNorm(1.0)], steps=1)
+    for found in ranks(_beside, engine, "ignored"):
+        assert close(found, truth)
+
+
+def _plain_root(rank: int, engine: str) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    net = Net()
+    options = {"use_orig_params": engine == "fsdp1", "device_id": torch.device("cpu")}
+    net.embed = FullyShardedDataParallel(net.embed, **options)
+    net.mid = FullyShardedDataParallel(net.mid, **options)
+    return _trained_beside(net, rank, engine)
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_fsdp_modules_in_a_plain_model(ranks: Ranks, engine: str) -> None:
+    truth = train(0, "plain", [dh.ClipNorm(1.0)], steps=1)
+    for found in ranks(_plain_root, engine):
+        assert close(found, truth)
+
+
+# --- "final"
+
+
+def _final(rank: int, engine: str) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, int], str]:
+    """One function on this rank's flat parts, of which it doubles the elements and may see none."""
+    model, seen = make(engine), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shapes: list[tuple[int, ...]] = []
+
+    def double(grad: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(grad.shape))
+        return grad * 2
+
+    with dh.on_gradient(model, "*", double) as hook:
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    has = {s.name: s.part.local_shape for s in find(model).shards if math.prod(s.part.local_shape)}
+    assert sorted(shapes) == sorted(has.values())
+    seen = {name: count for name, count in hook.report().items() if count}
+    said = ""
+    with dh.on_gradient(model, "embed.weight", lambda grad: grad[:-1]):
+        try:
+            optimizer.step()
+        except UsageError as error:
+            said = str(error)
+    return has, grads_of(model), seen, said
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_a_final_function_gets_the_part_that_is_here(ranks: Ranks, engine: str) -> None:
+    model = make("plain")
+    loss_of(model, 0, "plain").backward()
+    names = set()
+    for has, grads, seen, said in ranks(_final, engine):
+        assert close(grads, {name: 2 * grad for name, grad in grads_of(model).items()}, 1e-5)
+        assert seen == dict.fromkeys(has, 1)
+        assert all(len(shape) == 1 for shape in has.values()) or "none" in engine
+        assert said == "" or "'embed.weight'" in said
+        names |= has.keys()
+    assert names == grads_of(model).keys()
+
+
+def _unreduced(rank: int, engine: str) -> list[str]:
+    model, said = make(engine), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for attach in (
+        lambda: dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]),
+        lambda: dh.on_gradient(model, "*", torch.zeros_like),
+    ):
+        with attach():
+            with model.no_sync():
+                loss_of(model, 0, engine, rank).backward()
+            try:
+                optimizer.step()
+            except UsageError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_a_step_on_gradients_that_are_not_reduced(ranks: Ranks, engine: str) -> None:
+    for said in ranks(_unreduced, engine):
+        assert len(said) == 2
+        assert all("inside no_sync()" in line for line in said)
+
+
+def _in_mid_forward(rank: int, engine: str) -> tuple[int, bool]:
+    """Under SHARD_GRAD_OP views stand in the places of parameters until backward."""
+    model, seen = make(engine), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = loss_of(model, 0, engine, rank)
+    names = sorted(shard.name for shard in find(model).shards)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch:
+        find(model).check()
+        watch._engine.check()
+        loss.backward()
+        optimizer.step()
+        with dh.on_gradient(model, "*", lambda grad: seen.append(grad), at="local"):
+            (loss_of(model, 0, engine, rank) + loss_of(model, 1, engine, rank)).backward()
+    return len(seen), names == sorted(name for name, _ in Net().named_parameters())
+
+
+@pytest.mark.parametrize("engine", ["fsdp1op", "fsdp1flatop", "fsdp1none", "fsdp1"])
+def test_attached_and_checked_between_forward_and_backward(ranks: Ranks, engine: str) -> None:
+    assert ranks(_in_mid_forward, engine) == [(len(list(Net().parameters())), True)] * 2
+
+
+# --- four ranks
+
+
+def _four(rank: int, engine: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model, seen = flat(Net(), engine, device_mesh=mesh), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watching = dh.gradients(model, optimizer, rules=[dh.only("*.bias", dh.ClipNorm(0.5))], stats=[stats.Norm()])
+    with watching as watch, dh.on_gradient(model, "head.weight", lambda g: seen.append(g.clone()), at="local"):
+        (model(data(0).chunk(4)[rank]).square().mean() * 100).backward()
+        optimizer.step()
+    owners = {shard.name: (shard.owned, shard.twins) for shard in watch._engine.shards}
+    return watch.latest, grads_of(model), seen, owners, watch.report().ranks
+
+
+def test_replicas_of_shards() -> None:
+    model = make("plain")
+    loss_of(model, 0, "plain").backward()
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads_of(model).values()))
+    biases = torch.nn.utils.clip_grad_norm_([p for n, p in model.named_parameters() if n.endswith("bias")], 0.5)
+    for engine in ("fsdp1hybrid", "fsdp1flathybrid"):
+        found = FOUR(_four, engine)
+        for rank, (record, grads, seen, owners, all_ranks) in enumerate(found):
+            assert all_ranks == (0, 1, 2, 3)
+            assert close([record["grad_norm"], record["grad_norm/*.bias"]], [norm, float(biases)], 1e-5)
+            assert close(grads, grads_of(model), 1e-5)
+            own = make("plain")
+            (own(data(0).chunk(4)[rank]).square().mean() * 100).backward()
+            assert close(seen, [own.head.weight.grad], 1e-5)
+            assert {twins for _, twins in owners.values()} == {(rank % 2, rank % 2 + 2)}
+        assert all(found[0][3][name][0] != found[2][3][name][0] for name in grads)  # one of two replicas counts
+
+
+def _groups(rank: int, engine: str) -> list[Any]:
+    """HYBRID_SHARD by process groups; then by such as leave out a rank."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    own = [dist.new_group([r]) for r in range(2)][rank]
+    options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (dist.group.WORLD, own)}
+    model = flat(Net(), engine, **options)
+    engine_found = find(model)
+    try:
+        find(flat(Net(), engine, **options | {"process_group": (own, own)}))
+    except AttachError as error:
+        return [engine_found.ranks, {shard.twins for shard in engine_found.shards}, str(error)]
+    return []
+
+
+@pytest.mark.parametrize("engine", MODES)
+def test_replicas_by_process_groups(ranks: Ranks, engine: str) -> None:
+    for rank, (all_ranks, twins, said) in enumerate(ranks(_groups, engine)):
+        assert (all_ranks, twins) == ((0, 1), {(rank,)})
+        assert "process groups that make 1 of 2 ranks" in said
+
+
+# --- what is refused
+
+
+def _refused(rank: int) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    said: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def saying(case: str) -> Any:
+        try:
+            yield
+        except DisthooksError as error:
+            said[case] = str(error)
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with saying("replicas that are never averaged"):
+        find(flat(Net(), "fsdp1hybrid", device_mesh=mesh))
+    with saying("channels last without shards"):
+        find(flat(nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last), "fsdp1none", parts=()))
+    with saying("other ranks"):
+        net = Net()
+        net.mid = FullyShardedDataParallel(net.mid, device_mesh=mesh["shard"], device_id=torch.device("cpu"))
+        find(flat(net, "fsdp1", parts=()))
+    with saying("inside DDP"):
+        find(nn.parallel.DistributedDataParallel(flat(Net(), "fsdp1none"), init_sync=False))
+    with saying("beside FSDP2"):
+        net = Net()
+        fully_shard(net.embed, mesh=init_device_mesh("cpu", (2,)))
+        find(flat(net, "fsdp1", parts=(), ignored_states=list(net.embed.parameters())))
+    model = flat(Net(), "fsdp1")
+    loss = loss_of(model, 0, "fsdp1", rank)
+    with saying("after forward"), dh.on_gradient(model, "mid.1.weight", print, at="local"):
+        loss.backward()
+    for engine in MODES:
+        for at in ("local", "final"):
+            net = Net()
+            with dh.on_gradient(net, "*", print, at), saying(f"{at} hook before {engine}"):
+                loss_of(flat(net, engine), 0, engine, rank).backward()
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with dh.gradients(net, optimizer, rules=[dh.ClipNorm(1.0)]), saying(f"rules before {engine}"):
+            loss_of(flat(net, engine), 0, engine, rank).backward()
+            optimizer.step()
+        net = Net()
+        optimizer, model = torch.optim.SGD(net.parameters(), lr=0.0), flat(net, engine)
+        with saying(f"optimizer before {engine}"):
+            dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)])
+    model = flat(Net(), "fsdp1")
+    with dh.on_gradient(model, "mid.1.weight", print, at="local"), saying("a module replaced"):
+        model.module.mid = nn.Linear(7, 5)
+        loss_of(model, 0, "fsdp1", rank)
+    model = flat(Net(), "fsdp1")
+    with dh.gradients(model, torch.optim.SGD(model.parameters()), rules=[dh.ClipNorm(1.0)]) as watch:
+        model.head.weight = nn.Parameter(torch.ones_like(model.head.weight))
+        with saying("a parameter replaced"):
+            watch._engine.check()
+    return said
+
+
+def test_what_cannot_be_right_says_so(ranks: Ranks) -> None:
+    expected = {
+        "channels last without shards": "'0.weight' lies in another order than its indices",
+        "replicas that are never averaged": "never averages gradients over the replicas [0, 1]",
+        "other ranks": "the same process_group or device_mesh",
+        "inside DDP": "is FSDP1's and the model is DDP's",
+        "beside FSDP2": "'embed.weight' is a DTensor beside FSDP1",
+        "after forward": "attach before the forward pass",
+        "a module replaced": "is no longer in the model",
+        "a parameter replaced": "'head.weight' is no longer the parameter",
+        "optimizer before fsdp1flat": "after fully_shard or whatever else",
+    } | {
+        f"{what} before {engine}": "attach after the engine"
+        for what in ("local hook", "final hook", "rules")
+        for engine in MODES
+    }
+    for said in ranks(_refused):
+        assert said.keys() == expected.keys()
+        assert {case: said[case] for case, says in expected.items() if says not in said[case]} == {}
