@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._match import canonical
 from disthooks._torch import steps_under_way
@@ -58,9 +59,13 @@ class Engine:
         ranks: the global ranks whose gradients belong together, in order.
         position: this rank's place among them.
         shards: every parameter of the model, in the same order on every rank.
+        keeps_named_state: whether the optimizer's state is kept by parameter, not by partition.
+        can_withhold: whether single parameters can be left out of a step (:func:`~disthooks.engines.skip.withhold`).
     """
 
     label: ClassVar[str] = "a plain module"
+    can_withhold: bool = True
+    keeps_named_state: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position
@@ -105,12 +110,24 @@ class Engine:
         return stepping(optimizer)
 
     def scale(self) -> float | torch.Tensor | None:
-        """What final gradients are still multiplied by when rules see them, known without waiting; None for 1."""
+        """What gradients in memory are multiplied by, known without waiting; None for 1, unless the engine scales.
+
+        Divided by it they are those of the user's loss: local ones when their hooks are called, final ones when
+        rules see them. A tensor has no dimensions and is on the device.
+        """
         return None
+
+    def copies(self) -> Sequence[Shard]:
+        """The parameters as the model has them in memory, which several ranks may have alike."""
+        return self.shards
 
     def held(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters that ``optimizer`` updates, as they are in ``shards``."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def updates(self, index: int) -> bool:
+        """Whether a shard may be updated at all; False where the engine's own optimizer was not given it."""
+        return True
 
     def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:
         """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update.
@@ -132,6 +149,11 @@ class Engine:
 
         inner = stepping(optimizer)
         return Several([inner.register_step_pre_hook(before), inner.register_step_post_hook(after)])
+
+    def before_any_step(self, run: BeforeStep) -> Removable:
+        """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs."""
+        handle: Removable = register_optimizer_step_pre_hook(run)  # type: ignore[arg-type]
+        return handle
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Have ``run()`` called when the update has been made, once a step."""

@@ -10,7 +10,7 @@ from torch import nn
 from disthooks.engines.base import Engine, is_a
 from disthooks.engines.data_parallel import DataParallel
 from disthooks.engines.plain import Plain
-from disthooks.engines.refused import refuse, refuse_mixed, refuse_nested
+from disthooks.engines.refused import refuse_mixed, refuse_nested, refuse_unwrapped
 from disthooks.errors import AttachError, UsageError
 
 
@@ -30,10 +30,11 @@ def find(model: nn.Module) -> Engine:
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     while is_a(model, "OptimizedModule"):  # what torch.compile returns
         model = cast(nn.Module, model._orig_mod)
-    refuse(model)
     found = next(kind for kind in _kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)
     refuse_mixed(found)
+    if not is_a(model, "DeepSpeedEngine"):
+        refuse_unwrapped(model)
     if not found.shards:
         raise AttachError(f"{type(model).__name__} has no parameters")
     return found
@@ -43,8 +44,9 @@ def _kinds() -> list[type[Engine]]:
     kinds: list[type[Engine]] = [DataParallel]
     if torch.distributed.is_available():
         from disthooks.engines.ddp import Ddp
+        from disthooks.engines.deepspeed import DeepSpeed
         from disthooks.engines.fsdp1 import Fsdp1
         from disthooks.engines.fsdp2 import Fsdp2
 
-        kinds += [Ddp, Fsdp1, Fsdp2]
+        kinds += [Ddp, DeepSpeed, Fsdp1, Fsdp2]
     return [*kinds, Plain]

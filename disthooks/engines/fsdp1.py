@@ -72,6 +72,7 @@ class Fsdp1(Engine):
         self._units = units_of(model)
         ranks = _ranks_of(self._units)
         super().__init__(model, ranks, ranks.index(dist.get_rank()))
+        self.can_withhold = all(unit.original for unit in self._units)  # the optimizer steps flat ones as a whole
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:

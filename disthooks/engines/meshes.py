@@ -74,7 +74,7 @@ def _must_be_averaged(model: nn.Module) -> None:
 
 
 def _meshes_of(module: nn.Module) -> list[Any]:
-    """Those along which ``fully_shard`` averages the gradients of a module; one for each of its groups of parameters."""
+    """Those along which ``fully_shard`` averages a module's gradients, one for each of its groups of parameters."""
     ask: Any = getattr(module, "_get_fsdp_state", None)
     if ask is None:
         return []

@@ -1,4 +1,4 @@
-"""Engines that are known and not supported: an error that says what works, never hooks that do not fire."""
+"""Ways of nesting engines that are not supported: an error that says what works, never hooks that do not fire."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from torch import nn
 from disthooks.engines.base import Engine, is_a
 from disthooks.errors import AttachError
 
-_REMEDIES = {
-    "DeepSpeedEngine": "DeepSpeed ({name}) steps on flat partitions without names: use DDP or fully_shard, which are "
-    "supported, or DeepSpeed's own 'gradient_clipping' and engine.get_global_grad_norm()",
-}
 
-
-def refuse(model: nn.Module) -> None:
-    """Raise AttachError when ``model`` is, or has in it, what no hook of ours would fire on."""
-    for name, module in model.named_modules():
-        for kind, remedy in _REMEDIES.items():
-            if is_a(module, kind):
-                raise AttachError(remedy.format(name=repr(name) if name else "the model"))
+def refuse_unwrapped(model: nn.Module) -> None:
+    """Raise AttachError when DeepSpeed has taken the parameters of ``model`` and this is not its engine."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
+            raise AttachError(
+                f"DeepSpeed has partitioned {name!r}, and no optimizer of torch ever steps it: pass the engine that "
+                "deepspeed.initialize returned, not the model inside it"
+            )
 
 
 def refuse_nested(model: nn.Module) -> None:
     """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
     for name, module in model.named_modules():
-        if name and is_a(module, "DistributedDataParallel", "DataParallel"):
+        if name and is_a(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
             raise AttachError(
                 f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
                 f"that module with an optimizer of its own, or wrap the whole model"

@@ -32,15 +32,15 @@ def gradients(
 ) -> Gradients:
     """Before every step of ``optimizer``, apply ``rules`` to the final gradients; log ``stats`` of some steps.
 
-    The same on a plain module, ``nn.DataParallel``, DDP and ``fully_shard``: every element of every gradient is
-    counted once over all ranks, and every rank does the same. Attach after the engine took the model, and call it
-    on every rank. A round of measuring is at most two all-reduces on a process group of its own; between logged
-    steps nothing waits for the device.
+    The same on a plain module, ``nn.DataParallel``, DDP, ``fully_shard`` and DeepSpeed's ZeRO: every element of
+    every gradient is counted once over all ranks, and every rank does the same. Attach after the engine took the
+    model, and call it on every rank. A round of measuring is at most two all-reduces on a process group of its own;
+    between logged steps nothing waits for the device.
 
     Args:
         model: what the engine returned; for ``fully_shard`` the model itself.
         optimizer: the one whose steps count; accelerate's wrapper will do. Parameters of the model that it does
-            not hold are left alone.
+            not hold are left alone. A DeepSpeed engine has its own, and none need be given.
         rules: applied in this order: :class:`~disthooks.ClipValue`, :class:`~disthooks.ClipNorm`,
             :func:`~disthooks.only`, or a function of a name and the local part of a gradient, which returns
             what takes its place.

@@ -10,7 +10,8 @@ import torch
 
 from disthooks._match import canonical
 from disthooks._tensors import exotic, local_part
-from disthooks.engines.base import Engine, stepping
+from disthooks.engines.base import Engine
+from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.checksum import signed
 from disthooks.grads.held import wanted_of
@@ -45,21 +46,41 @@ class Copies:
 
     def add_parameters(self) -> None:
         """Every parameter."""
-        for shard in self._engine.shards:
-            self._add(shard.name, shard.parameter, self._twins(shard.twins))
+        for shard in self._engine.copies():
+            cut = hasattr(shard.parameter, "device_mesh")
+            shape = tuple(shard.part.shape) if shard.part is not None else ()
+            self._add(shard.name, shard.parameter if cut else shard.values(), self._twins(shard.twins), shape)
 
     def add_buffers(self) -> None:
         """Every buffer, those that ``state_dict`` leaves out as well."""
         for name, buffer in self._engine.model.named_buffers():
-            self._add(canonical(name), buffer, self._everyone)
+            self._add(canonical(name), buffer, self._everyone, tuple(buffer.shape))
 
     def add_state(self, optimizer: Any) -> None:
         """What ``optimizer`` keeps for each parameter: tensors, and Python's numbers; a parameter's ranks are its."""
-        inner = stepping(optimizer)
+        if not self._engine.keeps_named_state:
+            raise UsageError(
+                f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
+                "of which no rank has a copy: leave it out"
+            )
+        inner, seen = self._engine.stepping(optimizer), set[int]()
         for i in wanted_of(self._engine, self._engine.held(inner)):
             shard = self._engine.shards[i]
+            if id(shard.parameter) in seen:  # FSDP1's flat ones are several of the user's
+                continue
+            seen.add(id(shard.parameter))
+            if shard.layout == "sharded" and not hasattr(shard.parameter, "device_mesh"):
+                self._must_be_alone(shard)  # and a rank that has no element of it may have no state
+                continue
             for key, value in _leaves(inner.state.get(shard.parameter, {})):
-                self._add(f"{shard.name}: {key}", value, self._twins(shard.twins))
+                self._add(f"{shard.name}: {key}", value, self._twins(shard.twins), tuple(value.shape))
+
+    def _must_be_alone(self, shard: Shard) -> None:
+        if len(shard.twins) > 1:
+            raise UsageError(
+                f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat parameters "
+                f"({self._engine.label}), and not every rank has the same entries of it: leave the optimizer out"
+            )
 
     def replicated(self) -> list[Copy]:
         """Those that other ranks have as well."""
@@ -77,11 +98,13 @@ class Copies:
     def _twins(self, twins: Ranks) -> Ranks:
         return self._everyone if self._alone else twins
 
-    def _add(self, name: str, tensor: torch.Tensor, twins: Ranks) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, twins: Ranks, shape: tuple[int, ...]) -> None:
+        """With the shape that all ranks know it by: none where each has another part of it."""
         if hasattr(tensor, "device_mesh"):  # its own placements tell, those of a parameter's state too
             twins = self._engine.shard(0, name, tensor).twins  # type: ignore[arg-type]
+            shape = tuple(tensor.shape)
         for key, part in _plain(name, tensor):
-            self._found.append(Copy(name + key, part, tuple(tensor.shape), twins))
+            self._found.append(Copy(name + key, part, shape, twins))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -81,13 +81,18 @@ class Looking:
         if not chosen:
             return None
         shard, scale = self._engine.shards[index], self._scale(grad)
-        result = grad.detach() if scale is None else grad.detach() / scale
+        result = grad.detach()
+        if scale is not None:  # wide, since it is what float16 was multiplied for
+            result = result.to(torch.promote_types(grad.dtype, torch.float32)) / scale
         for rule in chosen:
             result = rule.rewrite_local(shard, result)
-        return result if scale is None else result * scale
+        return result if scale is None else (result * scale).to(grad.dtype)
 
     def _scale(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """What a GradScaler has multiplied the loss by, in a dtype that does not widen the gradient."""
+        """What the engine or a GradScaler has multiplied the loss by."""
+        own = self._engine.scale()
+        if own is not None:
+            return torch.as_tensor(own, device=grad.device)
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         scale: torch.Tensor = self._scaler._scale

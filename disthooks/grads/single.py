@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern, match
@@ -48,7 +47,7 @@ class OnGradient(Attachment):
             for handle in self._engine.on_local(list(self._shards), self._local):
                 self.on_remove(handle.remove)
         else:
-            self.on_remove(register_optimizer_step_pre_hook(self._before_step).remove)
+            self.on_remove(self._engine.before_any_step(self._before_step).remove)
         self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
@@ -66,7 +65,7 @@ class OnGradient(Attachment):
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = ids_of(optimizer)
+        held = {id(parameter) for parameter in self._engine.held(optimizer)}
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return
         check_step(optimizer, args, kwargs)
@@ -80,6 +79,18 @@ class OnGradient(Attachment):
                     _write(shard.parameter, grad, result)
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
+        """Without the engine's loss scale, and wide enough to be so: float16 is what it was multiplied for."""
+        scale = self._engine.scale()
+        if scale is None:
+            return self._apply(shard, grad)
+        seen = grad.to(torch.promote_types(grad.dtype, torch.float32)) / scale
+        version = seen._version
+        result = self._apply(shard, seen)
+        if result is None and seen._version == version:
+            return None
+        return ((seen if result is None else result) * scale).to(grad.dtype)
+
+    def _apply(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         self._calls[shard.name] += 1
         version = grad._version
         result = self._function(grad)
@@ -103,7 +114,8 @@ def on_gradient(
 
     At ``"final"`` it is called just before any optimizer that holds the parameter steps, with the gradient as the
     engine has it: under ``fully_shard`` a DTensor, on which torch's own functions mean the whole gradient; under
-    ``FullyShardedDataParallel`` the flat part that this rank has, on ranks that have any. At
+    ``FullyShardedDataParallel`` and DeepSpeed's ZeRO 1 to 3 the part that this rank has, of one dimension, on ranks
+    that have any. At
     ``"local"`` it is called in every backward, with this rank's own whole gradient of that micro-batch, before it
     is accumulated or reduced; there it must not communicate.
 
@@ -135,12 +147,12 @@ def on_gradient(
     if not callable(fn):
         raise UsageError(f"fn={fn!r} cannot be called")
     engine = find(model)
-    attached = OnGradient(engine, _chosen(engine, pattern), fn, at)
+    attached = OnGradient(engine, _chosen(engine, pattern, at), fn, at)
     attached.attach()
     return attached
 
 
-def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern]) -> list[int]:
+def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> list[int]:
     one = isinstance(pattern, (str, type)) or callable(pattern)
     patterns = [cast(Pattern, pattern)] if one else list(cast("Iterable[Pattern]", pattern))
     named = [(shard.name, shard.parameter) for shard in engine.shards]
@@ -149,6 +161,10 @@ def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern]) -> list[int]:
     if not any(named[i][1].requires_grad for i in indices):
         shown = ", ".join(sorted(names)[:5]) or "none"
         raise AttachError(f"no matching parameter needs a gradient ({shown}): set requires_grad before attaching")
+    if at == "final" and not any(engine.updates(i) for i in indices):
+        raise AttachError(
+            f"the optimizer of {engine.label} updates no matching parameter: give it those, or at='local'"
+        )
     return indices
 
 

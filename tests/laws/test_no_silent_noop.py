@@ -235,11 +235,16 @@ def test_what_would_do_nothing_on_an_engine(ranks: Ranks) -> None:
         assert {case for case, says in expected.items() if says not in said[case]} == set()
 
 
-def test_deepspeed_is_known_and_refused() -> None:
+def test_an_engine_inside_of_a_module_is_refused() -> None:
     class DeepSpeedEngine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = Net()
 
-    with pytest.raises(AttachError, match="DDP or fully_shard"):
-        dh.on_gradient(DeepSpeedEngine(), "*", print)
+    with pytest.raises(AttachError, match="wrapped in DeepSpeedEngine and the rest of the model is not"):
+        dh.on_gradient(nn.Sequential(DeepSpeedEngine()), "*", print)
+
+
+def test_only_deepspeed_has_an_optimizer_of_its_own() -> None:
+    with pytest.raises(UsageError, match="which optimizer"):
+        dh.gradients(Net(), rules=[dh.ClipNorm(1.0)])

@@ -250,3 +250,31 @@ def test_as_many_collectives_and_bytes_on_4096_ranks() -> None:
     assert report.ok
     assert len(report.ranks) == 4096
     assert calls == [("SUM", 2 * 513)]
+
+
+# --- engines whose parts are ranges of flat parameters
+
+
+def _flat(rank: int, engine: str) -> list[Any]:
+    model = make(engine)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, 0, engine, rank).backward()
+    optimizer.step()
+    found = [_found(dh.check_replicas(model, optimizer))]
+    if rank == 1:
+        next(iter(optimizer.state.values()))["exp_avg"].view(-1)[:1] += 1
+    return [*found, _found(dh.check_replicas(model, optimizer))]
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1flat"])
+def test_flat_parameters_have_no_copies(ranks: Ranks, engine: str) -> None:
+    for found in ranks(_flat, engine):
+        assert [(ok, compared) for ok, compared, *_ in found] == [(False, 0)] * 2
+
+
+def test_flat_parameters_that_are_whole_on_every_rank(ranks: Ranks) -> None:
+    for before, after in ranks(_flat, "fsdp1none"):
+        assert before[0] is True
+        assert before[1] > 20
+        assert after[0] is False
+        assert "exp_avg" in str(after[2])

@@ -1,0 +1,309 @@
+"""DeepSpeed beside the stages themselves: other callers of the step, what is put back, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import nn
+from trained import close
+from zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.engines.find import find
+from disthooks.engines.skip import withhold
+from disthooks.errors import DisthooksError
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.dist
+
+
+# --- who calls the step, and when
+
+
+def _boundaries(rank: int, stage: int) -> list[Any]:
+    """The calls that accelerate's ``backward`` makes; DeepSpeed's own clipping is on, and comes after ours."""
+    engine = engine_of(stage, accumulate=2, gradient_clipping=0.5)
+    weights, found = weights_of(engine), []
+    with dh.gradients(engine, engine.optimizer, rules=[dh.ClipValue(0.05)], stats=[stats.Norm()], every=1) as watch:
+        for batch in (0, 1):
+            engine.set_gradient_accumulation_boundary(is_boundary=batch == 1)
+            engine.backward(loss_of(engine, batch, rank).float())
+            if batch == 1:
+                engine.step()
+            found.append(watch.steps)
+    wanted, log = truth(weights, [dh.ClipValue(0.05)], [stats.Norm()])
+    clipped, norms = truth({}, [dh.ClipNorm(0.5)], grads=wanted)
+    moved = {name: (weights[name] - after) / LR for name, after in weights_of(engine).items()}
+    measured = engine.get_global_grad_norm()
+    return [*found, close(watch.latest, log, 1e-5), near(moved, clipped, 2e-5), measured, norms["grad_norm"]]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_rules_act_before_deepspeed_measures_and_clips(ranks: Ranks, stage: int) -> None:
+    for before, after, logged, moved, measured, norm in ranks(_boundaries, stage):
+        assert (before, after, logged, moved) == (0, 1, True, True)
+        assert stage == 0 or close(float(measured), norm, 1e-5)  # stage 0 in float32 keeps no norm
+
+
+def _accelerated(rank: int, stage: int) -> list[Any]:
+    import deepspeed
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+    }
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    try:
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config, "zero_optimization": {"stage": stage}}),
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        )
+        torch.manual_seed(0)
+        model = Shared()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        weights, steps = weights_of(model), []
+        with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], every=1) as watch:
+            for batch in (0, 1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, batch, rank).float())
+                    steps.append(watch.steps)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        AcceleratorState._reset_state(True)
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    wanted, log = truth(weights, [dh.ClipNorm(1.0)])
+    moved = {name: (weights[name] - after) / LR for name, after in weights_of(model).items()}
+    return [steps, watch.steps, close(watch.latest, log, 1e-5), near(moved, wanted, 2e-5)]
+
+
+def test_the_step_inside_of_accelerates_backward(ranks: Ranks) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    assert ranks(_accelerated, 2, timeout=120) == [[[0, 1], 1, True, True]] * 2
+
+
+def _autocast(rank: int, stage: int) -> list[bool]:
+    """With a GradScaler: gradients are those of the loss, and an overflow stays one."""
+    engine = engine_of(stage, "autocast")
+    grads: dict[str, torch.Tensor] = {}
+    weights, handle = weights_of(engine), kept(engine, grads)
+    found = []
+    for worse in (1.0, float("nan")):
+        before = weights_of(engine)
+        with dh.gradients(engine, rules=[lambda name, grad: grad.nan_to_num(0.0) * 3]):
+            for batch in (0, 1):
+                loss = loss_of(engine, batch, rank).float() * 1e-3
+                engine.backward(loss * worse if rank == 1 else loss)
+                engine.step()
+        if worse == 1.0:
+            wanted, _ = truth(weights)
+            found.append(near(grads, {name: 1e-3 * grad for name, grad in wanted.items()}, 3e-2))
+        tripled = {name: (3 if worse == 1.0 else 0) * grad.nan_to_num(0.0) for name, grad in grads.items()}
+        moved = {name: (before[name] - after) / LR for name, after in weights_of(engine).items()}
+        found.append(near(moved, tripled, 1e-3))
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_under_autocast_with_a_grad_scaler(ranks: Ranks, stage: int) -> None:
+    assert ranks(_autocast, stage) == [[True] * 3] * 2
+
+
+class Fork(nn.Module):
+    """Rank 1 does not use ``left``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.right(x) + (self.left(x) if both else 0)
+
+
+def _unused(rank: int, stage: int) -> bool:
+    engine = engine_of(stage, model=Fork(), accumulate=1)
+    weights = weights_of(engine)
+    with dh.gradients(engine, rules=[dh.ClipNorm(0.1)], stats=[stats.NonFinite()], every=1) as watch:
+        engine.backward(engine(torch.ones(2, 3) + rank, rank == 0).sum())
+        engine.step()
+    model = Fork()
+    ((model(torch.ones(2, 3), True).sum() + model(torch.ones(2, 3) + 1, False).sum()) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    moved = {name: (weights[name] - after).float() / LR for name, after in weights_of(engine).items()}
+    right = near(moved, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, 1e-5)
+    return right and close(watch.latest["grad_norm"], float(norm), 1e-5)
+
+
+def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
+    """At stages 1 to 3 DeepSpeed's own reduction aborts: its buckets are of another size on each rank."""
+    assert ranks(_unused, 0) == [True, True]
+
+
+# --- what is where
+
+
+def _parts(rank: int, stage: int) -> tuple[list[str], dict[str, bool]]:
+    """Every element is owned once; gradient and values lie alike; nothing is disturbed while a step is under way."""
+    engine = engine_of(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+    ours, found = find(engine), {"checked": True}
+    weights = weights_of(engine)
+    owned = {shard.name: torch.zeros(_numel(shard)) for shard in ours.shards}
+    lies, parts_of = [], []
+    for shard in (shard for shard in ours.shards if shard.parameter.requires_grad):
+        assert shard.part is not None
+        where = shard.part.indices(torch.device("cpu")).flatten()
+        if shard.owned:
+            owned[shard.name][where] += 1
+        lies.append(torch.equal(shard.values().double().flatten(), weights[shard.name].flatten()[where]))
+        parts_of.append(tuple(shard.values().shape) == shard.part.local_shape)
+        found["twins"] = shard.twins == ((0, 1) if stage == 0 else (rank,)) and found.get("twins", True)
+    for count in owned.values():
+        dist.all_reduce(count)
+    checks: list[str] = []
+    handle = ours.before_any_step(lambda *args: checks.append("step") or ours.check())
+    engine.module.mid.register_forward_hook(lambda *args: checks.append("forward") or ours.check())
+    engine.module.mid[1].weight.register_hook(lambda grad: checks.append("backward") or ours.check())
+    done: list[int] = []
+    after = ours.after_step(None, lambda: done.append(len(checks)))
+    step(engine, rank)
+    for it in (handle, after):
+        it.remove()
+    found["under way"] = checks == ["forward", "backward", "forward", "backward", "step"] and done == [5]
+    found["once"] = all(bool((owned[name] == 1).all()) for name in weights)
+    found["values"], found["shapes"] = all(lies), all(parts_of)
+    empty = [s.name for s in ours.shards if s.parameter.requires_grad and s.part and 0 in s.part.local_shape]
+    return empty, found
+
+
+def _numel(shard: Any) -> int:
+    return int(getattr(shard.parameter, "ds_numel", shard.parameter.numel()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_element_is_owned_once(ranks: Ranks, stage: int) -> None:
+    (first, found), (second, also) = ranks(_parts, stage)
+    assert all(found.values()), found
+    assert all(also.values()), also
+    assert bool(first or second) == (stage > 0)
+    assert not set(first) & set(second)
+    assert stage != 3 or second == ["gain"]
+
+
+# --- what is put back
+
+
+def _removed(rank: int) -> list[Any]:
+    """Two attachments, and somebody else's wrapper between them, taken off in the wrong order."""
+    engine, calls = engine_of(1), []
+    first = dh.gradients(engine, rules=[lambda name, grad: calls.append("first") or grad])
+    mine = engine._take_model_step
+
+    def theirs(*args: Any) -> None:
+        calls.append("theirs")
+        mine(*args)
+
+    engine._take_model_step = theirs
+    second = dh.gradients(engine, rules=[lambda name, grad: calls.append("second") or grad])
+    step(engine, rank)
+    found = [sorted(set(calls))]
+    first.remove()
+    second.remove()
+    del calls[:]
+    step(engine, rank)
+    return [*found, calls, engine.__dict__.pop("_take_model_step") is theirs]
+
+
+def test_removal_leaves_what_others_put_there(ranks: Ranks) -> None:
+    assert ranks(_removed) == [[["first", "second", "theirs"], ["theirs"], True]] * 2
+
+
+def _withheld(rank: int) -> list[bool]:
+    """At stage 0 in float32 torch's optimizer holds the parameters themselves; else they are parts of one tensor."""
+    engine = engine_of(0)
+    ours, weights = find(engine), weights_of(engine)
+    leave = [shard.parameter for shard in ours.shards if shard.name == "head.weight"]
+    handle = ours.before_step(None, lambda optimizer, args, kwargs: withhold(optimizer, leave))
+    moved = step(engine, rank)
+    handle.remove()
+    wanted, _ = truth(weights)
+    wanted["head.weight"].zero_()
+    clean = all(parameter.grad is None for parameter in leave)
+    return [ours.can_withhold, near(moved, wanted, 2e-5), clean, not find(engine_of(2)).can_withhold]
+
+
+def test_single_parameters_can_be_withheld_at_stage_0(ranks: Ranks) -> None:
+    assert ranks(_withheld) == [[True] * 4] * 2
+
+
+# --- what is refused
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    engine, half = engine_of(2), engine_of(0, "fp16")
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    rules: dict[str, Any] = {"rules": [dh.ClipNorm(1.0)]}
+    said = {}
+
+    def case(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call().remove()
+            said[name] = "nothing"
+        except DisthooksError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    case("stage 0 in fp16", lambda: dh.gradients(half, **rules))
+    case("the model inside", lambda: dh.on_gradient(engine.module, "*", print))
+    case("a part", lambda: dh.gradients(nn.Sequential(engine), other, **rules))
+    case("another optimizer", lambda: dh.gradients(engine, other, **rules))
+    case("no optimizer on a plain module", lambda: dh.gradients(nn.Linear(1, 1), **rules))
+    case("engine.optimizer", lambda: dh.gradients(engine, engine.optimizer, **rules))
+    case("basic_optimizer", lambda: dh.gradients(engine, engine.basic_optimizer, **rules))
+    case("a frozen parameter", lambda: dh.on_gradient(engine, "frozen", print))
+    for name, value in {"has_moe_layers": True, "enable_backward_allreduce": False, "mpu": SimpleNamespace()}.items():
+        true = getattr(engine, name)
+        setattr(engine, name, value)
+        case(name, lambda: dh.gradients(engine, **rules))
+        setattr(engine, name, true)
+    engine.optimizer.cpu_offload = True
+    case("offload", lambda: dh.gradients(engine, **rules))
+    engine.optimizer.cpu_offload = False
+    engine.optimizer.__class__ = type("MiCS_Optimizer", (type(engine.optimizer),), {})
+    case("MiCS", lambda: dh.gradients(engine, **rules))
+    return said
+
+
+def test_what_cannot_be_right_is_refused(ranks: Ranks) -> None:
+    expected = {
+        "stage 0 in fp16": "AttachError: DeepSpeed with fp16 at stage 0",
+        "the model inside": "AttachError: DeepSpeed has partitioned '",
+        "a part": "AttachError: '0' is wrapped in DeepSpeedEngine",
+        "another optimizer": "AttachError: the SGD is not what this engine steps",
+        "no optimizer on a plain module": "UsageError: which optimizer?",
+        "engine.optimizer": "nothing",
+        "basic_optimizer": "nothing",
+        "a frozen parameter": "AttachError: no matching parameter needs a gradient",
+        "has_moe_layers": "AttachError: DeepSpeed with experts in parallel",
+        "enable_backward_allreduce": "AttachError: DeepSpeed with an optimizer that reduces gradients itself",
+        "mpu": "AttachError: DeepSpeed with model parallelism",
+        "offload": "AttachError: DeepSpeed with an optimizer offloaded",
+        "MiCS": "AttachError: DeepSpeed with MiCS",
+    }
+    for said in ranks(_refusals):
+        assert said.keys() == expected.keys()
+        assert {name: said[name] for name, start in expected.items() if not said[name].startswith(start)} == {}
