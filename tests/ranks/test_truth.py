@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import Ranks
 from trained import close
-from truth import SITUATIONS, run
+from truth import SITUATIONS, Model, run
 
 import disthooks as dh
 from disthooks import stats
@@ -59,6 +59,22 @@ def test_two_ranks(ranks: Ranks, engine: str, situation: str) -> None:
 def test_four_ranks(four: Ranks, engine: str, situation: str) -> None:
     for found in four(run, 4, engine, situation, PLANS):
         equal_to_one_process(found, situation, 4)
+
+
+@pytest.mark.parametrize("engine", ["ddp in bfloat16", "fsdp2 in bfloat16", "fsdp1 in bfloat16"])
+def test_mixed_precision(ranks: Ranks, engine: str) -> None:
+    """What bfloat16 made of the gradients is not ours to judge; what is measured and made of those is."""
+    for found in ranks(run, 2, engine, "accumulated", PLANS, torch.float32):
+        given = found["statistics"][1]
+        model = Model("accumulated")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for name, rules, watched in PLANS:
+            for path, parameter in model.named_parameters():
+                parameter.grad = given[path].clone()
+            with dh.gradients(model, optimizer, rules=rules, stats=watched, every=1, groups={"mid": "mid.*"}) as watch:
+                optimizer.step()
+            assert close(found[name][0], watch.latest, 1e-5), name
+            assert close(found[name][1], {n: p.grad for n, p in model.named_parameters()}, 1e-5), name
 
 
 def test_the_rules_do_something() -> None:

@@ -85,6 +85,27 @@ def _fsdp2(model: Any, situation: str, world: int, shape: Sequence[int] = ()) ->
     return model
 
 
+def _mixed(model: Any, situation: str, world: int) -> nn.Module:
+    """Forward, backward and reduction in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    fully_shard(model.mid, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def _mixed1(model: nn.Module, situation: str, world: int) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecision
+
+    return flat(model, "fsdp1", ("mid",), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def _autocast(model: nn.Module, situation: str, world: int) -> nn.Module:
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    return nn.parallel.DistributedDataParallel(model)
+
+
 def _hsdp(model: nn.Module, situation: str, world: int) -> nn.Module:
     return _fsdp2(model, situation, world, (2, world // 2))
 
@@ -135,6 +156,9 @@ ENGINES: dict[str, Any] = {
     "fsdp2": _fsdp2,
     "hsdp": _hsdp,
     "tp": _tp,
+    "ddp in bfloat16": _autocast,
+    "fsdp2 in bfloat16": _mixed,
+    "fsdp1 in bfloat16": _mixed1,
     "tp+fsdp2": _both,
     **{engine: functools.partial(_fsdp1, engine=engine) for engine in FLAT},
 }
