@@ -10,7 +10,19 @@ from disthooks.grads import sinks, stats
 from disthooks.grads.attach import gradients
 from disthooks.grads.attached import Gradients
 from disthooks.grads.replicas import ReplicaReport, check_replicas
-from disthooks.grads.rules import ClipNorm, ClipValue, only
+from disthooks.grads.rules import (
+    ClipAdaptive,
+    ClipNorm,
+    ClipPercentile,
+    ClipValue,
+    ClipZScore,
+    Freeze,
+    Noise,
+    Sanitize,
+    Scale,
+    SkipNonFinite,
+    only,
+)
 from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
 from disthooks.saved.inplace import Saving, save_activations
@@ -31,23 +43,31 @@ __all__ = [
     "AtLeast",
     "Attachment",
     "Cast",
+    "ClipAdaptive",
     "ClipNorm",
+    "ClipPercentile",
     "ClipValue",
+    "ClipZScore",
     "Compact",
     "Compress",
+    "Freeze",
     "Functions",
     "Gradients",
+    "Noise",
     "OnCpu",
     "OnDevice",
     "OnDisk",
     "Plan",
     "Quantize",
     "ReplicaReport",
+    "Sanitize",
     "SaveToCpu",
     "SaveToDisk",
     "SaveWith",
     "SavedReport",
     "Saving",
+    "Scale",
+    "SkipNonFinite",
     "StoreReport",
     "Tiered",
     "__version__",

@@ -9,7 +9,7 @@
     │   └── ConfigError                  a configuration file that says something unknown
     ├── StoreError (also RuntimeError)   a saved tensor could not be written or read back
     ├── MutationError (also RuntimeError)  a saved tensor was changed in place before backward
-    ├── NonFiniteError (also FloatingPointError)  a module's output is infinite or NaN
+    ├── NonFiniteError (also FloatingPointError)  an output, or gradients for too many steps, infinite or NaN
     └── NotSeenError (also KeyError)     the output of a module that has not run, or is not watched
 
 Catching :class:`DisthooksError` catches them all; each also is the built-in error that code written
@@ -79,7 +79,11 @@ class MutationError(DisthooksError, RuntimeError):
 
 
 class NonFiniteError(DisthooksError, FloatingPointError):
-    """The output of a module is infinite or NaN, and ``blame(raise_error=True)`` was asked to stop there."""
+    """What is infinite or NaN, where that was asked to be an error.
+
+    The output of a module, with ``blame(raise_error=True)``; or gradients, in more steps in a row than
+    :class:`~disthooks.SkipNonFinite` allows.
+    """
 
 
 class NotSeenError(DisthooksError, KeyError):

@@ -19,11 +19,14 @@ def skip_if(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     A fused optimizer takes the decision as a tensor, as it does from a ``GradScaler``, and nothing waits for the
     device. Any other one is asked what a ``GradScaler`` asks, which waits for it, and is shown no gradients.
 
+    A fused SGD that has no momentum yet is not fused in this: told to leave a step out, it would keep the memory that
+    it took for its buffer as it found it, and go on with what was there (torch 2.13).
+
     Args:
         decision: a bool tensor without dimensions.
         optimizer: the one that steps, called from its pre-hook.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if _takes_tensors(optimizer) and not _lacks_momentum(optimizer):
         _tell(decision, optimizer)
     elif bool(decision):
         withhold(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
@@ -44,6 +47,21 @@ def withhold(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
                 parameter.grad = grad
 
     _when_over(optimizer, back)
+
+
+def _takes_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all of it is fused: one group that is makes torch say so of the optimizer, and the others raise then."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return fused and all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+def _lacks_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        group["momentum"] and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
 
 
 def _tell(decision: torch.Tensor, optimizer: Any) -> None:

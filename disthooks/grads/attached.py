@@ -84,6 +84,7 @@ class Gradients(Attachment):
         wanted = wanted_of(engine, self._held)
         self._shards = [engine.shards[i] for i in wanted]
         final = [rule for rule in wishes.rules if not _at_local(rule)]
+        _check_withholding(final, engine)
         self._plan = Steps(final, wishes.stats, self._shards, groups_of(wishes.groups, self._shards))
         self._looking = self._look_at(wanted)
         self._group = collect.group_of(engine.ranks)
@@ -153,7 +154,7 @@ class Gradients(Attachment):
             if shapes != given:
                 raise UsageError(f"the state of {kind} has the shapes {given}, and {shapes} are needed")
         self.steps = int(state["steps"])
-        self._looking.on = self._logged()
+        self._looking.begin(self.steps, self._logged())
         for target, (_, found) in zip(self._runner.states, state["rules"], strict=True):
             for name, value in found.items():
                 target[name].copy_(value)
@@ -223,7 +224,7 @@ class Gradients(Attachment):
         elif logged and (self._wishes.stats or outcome.log):
             self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
         self.steps += 1
-        self._looking.on = self._logged()
+        self._looking.begin(self.steps, self._logged())
         return outcome.skip()
 
     def _logged(self) -> bool:
@@ -266,6 +267,16 @@ class Gradients(Attachment):
                 f"({len(self._held)}): remove() the attachment and attach again after changing parameter groups"
             )
         self._engine.check()
+
+
+def _check_withholding(rules: Iterable[Rule], engine: Engine) -> None:
+    asked = [rule for rule in rules if rule.withholds]
+    if asked and not engine.can_withhold:
+        raise AttachError(
+            f"{asked[0]!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "
+            "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
+            "before the engine takes the model"
+        )
 
 
 def _at_local(rule: Rule) -> bool:

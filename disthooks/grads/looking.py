@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Look, Seen
 from disthooks.grads.measures.power import norms
-from disthooks.grads.rules.base import Rule
+from disthooks.grads.rules.base import MicroBatch, Rule
 
 _NOTHING = Seen()
 
@@ -40,6 +41,11 @@ class Looking:
         self._rules, self._scaler = rules, scaler
         self._seen: dict[int, Seen] = {}
         self._nothing = [_NOTHING] * len(wanted)
+        self._step, self._batches = 0, Counter[int]()
+
+    def begin(self, step: int, on: bool) -> None:
+        """From now on gradients are those of ``step``."""
+        self._step, self.on = step, on
 
     def attach(self) -> list[Removable]:
         """Put the hooks on, if anything needs them."""
@@ -49,6 +55,7 @@ class Looking:
 
     def take(self) -> list[Seen]:
         """What was seen of each parameter since the last time."""
+        self._batches.clear()
         if not self._seen:
             return self._nothing
         seen, self._seen = self._seen, {}
@@ -84,8 +91,10 @@ class Looking:
         result = grad.detach()
         if scale is not None:  # wide, since it is what float16 was multiplied for
             result = result.to(torch.promote_types(grad.dtype, torch.float32)) / scale
+        batch = MicroBatch(self._step, self._batches[index], self._engine.position)
+        self._batches[index] += 1
         for rule in chosen:
-            result = rule.rewrite_local(shard, result)
+            result = rule.rewrite_local(shard, result, batch)
         return result if scale is None else (result * scale).to(grad.dtype)
 
     def _scale(self, grad: torch.Tensor) -> torch.Tensor | None:

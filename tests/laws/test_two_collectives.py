@@ -66,6 +66,30 @@ def test_a_rule_that_measures_nothing_costs_nothing(ranks: Ranks) -> None:
         assert report.collectives == (0, 1)
 
 
+ROUNDS = [
+    ([dh.SkipNonFinite(), dh.ClipNorm(1.0)], ["SUM"], 1),
+    ([dh.SkipNonFinite(), dh.ClipPercentile(), dh.ClipZScore()], ["SUM", "SUM"], 2),
+    ([dh.SkipNonFinite(), dh.only("*.bias", dh.ClipValue(0.1)), dh.ClipNorm(1.0)], ["SUM", "SUM"], 2),
+    ([dh.SkipNonFinite(), dh.only("*.bias", dh.ClipAdaptive()), dh.only("*.weight", dh.ClipZScore())], ["SUM"], 1),
+    ([dh.only("embed.*", dh.Freeze()), dh.ClipNorm(1.0, by="parameter")], ["SUM"], 1),
+    ([dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1), dh.ClipNorm(1.0)], ["SUM"], 1),
+    ([dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1), dh.only("*", dh.Scale(0.5), at="local")], [], 0),
+]
+
+
+def _rounds(rank: int) -> list[tuple[list[list[str]], int]]:
+    found = []
+    for rules, _, _ in ROUNDS:
+        backward, steps, report = _count(rank, "ddp", rules, [])
+        assert backward == []
+        found.append((steps, report.rounds))
+    return found
+
+
+def test_the_rounds_of_chains(ranks: Ranks) -> None:
+    assert ranks(_rounds) == [[([calls] * 3, rounds) for _, calls, rounds in ROUNDS]] * 2
+
+
 def _many(rank: int, layers: int) -> tuple[int, int, int]:
     """Number of collectives and of float64 numbers in one step, and of parameters."""
     model = nn.parallel.DistributedDataParallel(nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers))))

@@ -35,6 +35,8 @@ RULES: dict[str, list[Any]] = {
     "only": [dh.only("*.bias", dh.ClipNorm(0.5)), dh.only(["embed.*", "gain"], dh.ClipValue(0.01))],
     "value then norm": [dh.ClipValue(0.5), dh.ClipNorm(1.0)],
     "function": [shrink, dh.ClipNorm(1.0)],
+    "units": [dh.SkipNonFinite(), dh.ClipAdaptive(0.5)],
+    "noise": [dh.Noise(0.1, seed=2), dh.Scale(0.5)],
 }
 EVERYTHING = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.NonFinite()]
 
@@ -48,7 +50,8 @@ def _rules(rank: int, stage: int, dtype: str, names: list[str], options: dict[st
     half, wrong = HALVES.get(dtype), []
     rounding = 2e-5 if half is None else 5e-3
     for name in names:
-        exact, _ = truth(weights_of(engine), half=half)
+        weights = weights_of(engine)
+        exact, _ = truth(weights, half=half)
         calls: list[str] = []
         grads: dict[str, torch.Tensor] = {}
         handle = kept(engine, grads)
@@ -60,7 +63,7 @@ def _rules(rank: int, stage: int, dtype: str, names: list[str], options: dict[st
             found = step(engine, rank)
             here = list(calls)
         handle.remove()
-        wanted, log = truth({}, RULES[name], EVERYTHING, grads=grads)
+        wanted, log = truth(weights, RULES[name], EVERYTHING, grads=grads)
         checks = {
             "gradients": near(grads, exact, 2e-5 if half is None else 3e-2),
             "update": near(found, wanted, rounding),

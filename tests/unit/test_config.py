@@ -37,6 +37,34 @@ def _write(folder: pathlib.Path, text: str) -> pathlib.Path:
     return file
 
 
+RULES = """
+watch:
+  rules:
+    - {kind: SkipNonFinite, max_consecutive: 10}
+    - {kind: only, pattern: "*", rule: {kind: Sanitize, posinf: 1e4}, at: local}
+    - {kind: only, pattern: "*.bias", rule: {kind: Scale, factor: 0.5}}
+    - {kind: only, pattern: "norm.*", rule: {kind: Freeze, until: 100}}
+    - {kind: ClipAdaptive, clipping: 0.02}
+    - {kind: ClipPercentile, percentile: 20, window: 50}
+    - {kind: ClipZScore, to: mean}
+    - {kind: Noise, std: 1e-3}
+"""
+
+
+def test_every_rule(tmp_path: pathlib.Path) -> None:
+    made = [make() for make in dh.from_config(_write(tmp_path, RULES)).watches["rules"]]
+    assert made == [
+        dh.SkipNonFinite(10),
+        dh.only("*", dh.Sanitize(posinf=1e4), at="local"),
+        dh.only("*.bias", dh.Scale(0.5)),
+        dh.only("norm.*", dh.Freeze(100)),
+        dh.ClipAdaptive(0.02),
+        dh.ClipPercentile(20, 50),
+        dh.ClipZScore(to="mean"),
+        dh.Noise(1e-3),
+    ]
+
+
 def test_all_of_it(tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)
     model = Tiny()

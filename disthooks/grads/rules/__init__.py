@@ -1,7 +1,30 @@
 """Rules: what may be done to a gradient between backward and the optimizer's step."""
 
-from disthooks.grads.rules.base import Function, Rule, Work, as_rule
+from disthooks.grads.rules.adaptive import ClipAdaptive
+from disthooks.grads.rules.base import Function, MicroBatch, Rule, Work, as_rule
 from disthooks.grads.rules.clip import ClipNorm, ClipValue
+from disthooks.grads.rules.elementwise import Sanitize, Scale
+from disthooks.grads.rules.history import ClipPercentile, ClipZScore
+from disthooks.grads.rules.hold import Freeze, SkipNonFinite
+from disthooks.grads.rules.noise import Noise
 from disthooks.grads.rules.only import Only, only
 
-__all__ = ["ClipNorm", "ClipValue", "Function", "Only", "Rule", "Work", "as_rule", "only"]
+__all__ = [
+    "ClipAdaptive",
+    "ClipNorm",
+    "ClipPercentile",
+    "ClipValue",
+    "ClipZScore",
+    "Freeze",
+    "Function",
+    "MicroBatch",
+    "Noise",
+    "Only",
+    "Rule",
+    "Sanitize",
+    "Scale",
+    "SkipNonFinite",
+    "Work",
+    "as_rule",
+    "only",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -58,6 +58,20 @@ class Work:
         yield from groups.values()
 
 
+class MicroBatch(NamedTuple):
+    """Which backward on which rank a local gradient is of.
+
+    Attributes:
+        step: how many steps of the optimizer there were before.
+        number: how many gradients of this parameter there were before in this step.
+        position: the place of this rank among the ranks.
+    """
+
+    step: int = 0
+    number: int = 0
+    position: int = 0
+
+
 class Rule:
     """A rewrite of gradients; frozen, with its state in the attachment.
 
@@ -99,7 +113,7 @@ class Rule:
         """Change the gradients of ``work`` in place; called once in every step, on every rank."""
         raise NotImplementedError
 
-    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """What takes the place of this rank's own whole gradient of one micro-batch; a new tensor.
 
         Raises:
@@ -128,7 +142,7 @@ class Function(Rule):
             if result is not grad:
                 grad.copy_(result)
 
-    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """What the function returns."""
         version = grad._version
         result = self._called(shard.name, grad)
@@ -164,6 +178,20 @@ def as_rule(rule: object) -> Rule:
     if isinstance(rule, type) or not callable(rule):
         raise UsageError(f"{rule!r} is no rule: give ClipNorm, ClipValue, only, or a function of name and gradient")
     return Function(rule)
+
+
+def check_whole(rule: Rule, shard: Shard, grad: torch.Tensor) -> None:
+    """Raise UsageError unless ``grad`` is the gradient of all of the parameter, in this process.
+
+    A rule that knows nothing but its elements can take a part; one that measures a gradient, or must know which
+    elements it has, cannot.
+    """
+    known = shard.part is not None and shard.part.shape == grad.shape
+    if not known or hasattr(grad, "placements"):
+        raise UsageError(
+            f"{rule!r} at 'local' needs the whole gradient of {shard.name!r}, and a backward on this engine has a "
+            f"{type(grad).__name__} of shape {tuple(grad.shape)}, a part of it; apply the rule at 'final'"
+        )
 
 
 def number(value: object) -> bool:

@@ -12,7 +12,7 @@ from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Measure, wide
 from disthooks.grads.measures.power import Power, norm_label, norms
-from disthooks.grads.rules.base import Rule, Work, number
+from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ClipValue(Rule):
             torch._foreach_clamp_min_(group, low)
             torch._foreach_clamp_max_(group, high)
 
-    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Clamped."""
         low, high = self.bounds()
         return grad.clamp(low, high)
@@ -128,22 +128,19 @@ class ClipNorm(Rule):
         power, (values,) = self._power(), work.values
         whole = power.norm(values, dim=0)
         if self.by == "all":
-            factor = self._factor(whole)
-            scale(work, factor)
-            after, ratio = whole * factor, factor
-        else:
-            each = power.norm(values[:, None], dim=1)
-            factors = self._factor(each)
-            scale_each(work, factors)
-            after, ratio = torch.linalg.vector_norm(each * factors, self.norm_type), factors.amin()
-        name = norm_label(self.norm_type)
-        before = {name: whole} if work.fresh else {}
-        work.log.update(before | {f"{name}_clipped": after, "clip_ratio": ratio})
+            clip_to(work, self.norm_type, whole, self.max_norm)
+            return
+        each = power.norm(values[:, None], dim=1)
+        factors = factor_to(self.max_norm, each)
+        scale_each(work, factors)
+        after = torch.linalg.vector_norm(each * factors, self.norm_type)
+        _log(work, self.norm_type, whole, after, factors.amin())
 
-    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """Scaled by its own norm."""
+        check_whole(self, shard, grad)
         (norm,) = norms([grad], self.norm_type)
-        return grad * self._factor(norm.to(wide(grad.dtype)))
+        return grad * factor_to(self.max_norm, norm.to(wide(grad.dtype)))
 
     def local_error(self) -> str:
         """With one norm for all it needs all gradients."""
@@ -152,8 +149,22 @@ class ClipNorm(Rule):
     def _power(self) -> Power:
         return Power(float(self.norm_type))
 
-    def _factor(self, norm: torch.Tensor) -> torch.Tensor:
-        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """What a gradient of this norm is multiplied by, so that its norm is at most ``limit``; torch's formula."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | torch.Tensor) -> None:
+    """Scale all gradients, whose norm is ``norm``, to at most ``limit``, and log it."""
+    factor = factor_to(limit, norm)
+    scale(work, factor)
+    _log(work, norm_type, norm, norm * factor, factor)
+
+
+def _log(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor, ratio: torch.Tensor) -> None:
+    name = norm_label(norm_type)
+    work.log.update(({name: before} if work.fresh else {}) | {f"{name}_clipped": after, "clip_ratio": ratio})
 
 
 def scale(work: Work, factor: torch.Tensor) -> None:
@@ -165,6 +176,7 @@ def scale(work: Work, factor: torch.Tensor) -> None:
 
 def scale_each(work: Work, factors: torch.Tensor) -> None:
     """Multiply each gradient in place by its own number: ``factors`` has one for each parameter."""
-    for grad, factor in zip(work.grads, factors.unbind(), strict=True):
-        if grad is not None and grad.numel():
-            grad.mul_(factor.to(grad.device, wide(grad.dtype), non_blocking=True))
+    own: dict[int, int] = {id(grad): place for place, grad in enumerate(work.grads) if grad is not None}
+    for group in work.together():
+        there = factors.to(group[0].device, wide(group[0].dtype), non_blocking=True).unbind()
+        torch._foreach_mul_(group, [there[own[id(grad)]] for grad in group])

@@ -12,7 +12,7 @@ from disthooks._match import Pattern, match
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Measure
-from disthooks.grads.rules.base import Rule, State, Work, as_rule
+from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, as_rule
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Only(Rule):
         """That of the rule inside."""
         self.rule.rewrite(work)
 
-    def rewrite_local(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor:
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """That of the rule inside."""
-        return self.rule.rewrite_local(shard, grad)
+        return self.rule.rewrite_local(shard, grad, batch)
 
     def local_error(self) -> str:
         """That of the rule inside."""

@@ -1,0 +1,126 @@
+"""ClipPercentile and ClipZScore: numpy's percentile, and the authors' formulas on norms alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ruled import normed
+from trained import close
+
+import disthooks as dh
+
+# --- ClipPercentile
+
+NORMS = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6, 5.3, 0.0, 8.0]
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+@pytest.mark.parametrize("q", [0, 10.0, 37.5, 100])
+def test_percentile_is_numpys(q: float, window: int) -> None:
+    for i, (norm, log) in enumerate(normed(dh.ClipPercentile(q, window), NORMS)):
+        threshold = float(np.percentile(NORMS[max(0, i + 1 - window) : i + 1], q))
+        assert close(log["clip_threshold"], threshold, 1e-12)
+        assert close(norm, NORMS[i] * min(1.0, threshold / (NORMS[i] + 1e-6)), 1e-12)
+        assert close(log["grad_norm"], NORMS[i], 1e-12)
+        assert close(log["grad_norm_clipped"], norm, 1e-12)
+
+
+def test_percentile_forgets_norms_that_are_none() -> None:
+    clean = normed(dh.ClipPercentile(50.0, 3), NORMS)
+    dirty = [math.nan, *NORMS[:3], math.inf, NORMS[3], -math.nan, *NORMS[4:]]
+    found = normed(dh.ClipPercentile(50.0, 3), dirty)
+    kept = [item for item, norm in zip(found, dirty, strict=True) if math.isfinite(norm)]
+    assert [norm for norm, _ in kept] == [norm for norm, _ in clean]
+    thresholds = [log["clip_threshold"] for _, log in found]
+    assert math.isnan(thresholds[0])  # there is none yet
+    assert thresholds[4] == thresholds[3]
+    assert thresholds[6] == thresholds[5]
+    assert all(math.isnan(norm) for (norm, _), given in zip(found, dirty, strict=True) if not math.isfinite(given))
+
+
+# --- ClipZScore
+
+
+def zclip(norms: Sequence[float], alpha: float, thresh: float, warm: int, to: str, most: float | None) -> list[float]:
+    """The authors' code, on norms alone: to what each is clipped."""
+    seen: list[float] = []
+    mean = var = 0.0
+    found = []
+    for norm in norms:
+        clip = None
+        if len(seen) < warm:
+            seen.append(norm)
+            mean, var = statistics.fmean(seen), statistics.pvariance(seen)
+        else:
+            std = var**0.5
+            z = (norm - mean) / (std + 1e-6)
+            if to == "threshold":
+                clip = mean + thresh * std if norm > mean + thresh * std else None
+            elif z > thresh:
+                clip = mean if to == "mean" else mean + thresh * std / (z / thresh)
+            x = norm if clip is None else clip
+            mean = alpha * mean + (1 - alpha) * x
+            var = alpha * var + (1 - alpha) * (x - mean) ** 2
+        limit = min([norm if clip is None else clip, *([] if most is None else [most])])
+        found.append(norm * min(1.0, limit / (norm + 1e-6)) if limit < norm else norm)
+    return found
+
+
+SPIKES = [*(1 + 0.3 * math.sin(7 * i) for i in range(12)), 9.0, 1.1, 0.9, 4.0, 30.0, 1.0, 1.3, 2.2, 1.2]
+
+
+@pytest.mark.parametrize("to", ["adaptive", "mean", "threshold"])
+@pytest.mark.parametrize(("warm", "most"), [(1, None), (10, None), (14, 2.0)])
+def test_z_score_is_the_authors(to: Any, warm: int, most: float | None) -> None:
+    found = normed(dh.ClipZScore(0.9, 1.7, warm, to=to, max_norm=most), SPIKES)
+    truth = zclip(SPIKES, 0.9, 1.7, warm, to, most)
+    assert sum(a != b for a, b in zip(truth, SPIKES, strict=True)) >= 2
+    assert close([norm for norm, _ in found], truth, 2e-6)  # 1e-6 in the formula of the factor
+    assert all(log["grad_norm_z"] == 0 for _, log in found[:warm])
+    assert found[16][1]["grad_norm_z"] > 1.7
+    if most is None:  # nothing else was taken for the norm
+        assert close([norm for norm, _ in found if norm < 0.85], [norm for norm in truth if norm < 0.85], 1e-9)
+
+
+def test_z_score_by_hand() -> None:
+    found = normed(dh.ClipZScore(alpha=0.5, z_thresh=1.0, warmup_steps=2), [1.0, 3.0, 6.0, 2.0])
+    assert found[2][1]["grad_norm_mean"] == 2.0
+    z = 4 / (1 + 1e-6)
+    limit = 2 + 1 / z
+    assert close(found[2][1]["grad_norm_z"], z, 1e-12)
+    assert close(found[2][0], 6 * limit / (6 + 1e-6), 1e-12)
+    mean = (2 + limit) / 2
+    assert close(found[3][1]["grad_norm_mean"], mean, 1e-12)
+    assert close(found[3][1]["grad_norm_std"], math.sqrt((1 + (limit - mean) ** 2) / 2), 1e-12)
+
+
+@pytest.mark.parametrize("warm", [2, 9])
+def test_z_score_forgets_norms_that_are_none(warm: int) -> None:
+    rule = dh.ClipZScore(0.9, 1.0, warm)
+    dirty = [math.nan, *NORMS[:3], math.inf, *NORMS[3:], math.inf, 1.0]
+    found = normed(rule, dirty)
+    kept = [item for item, norm in zip(found, dirty, strict=True) if math.isfinite(norm)]
+    assert kept[:-1] == [(n, log | {"step": s}) for (n, log), s in zip(normed(rule, NORMS), _steps(kept), strict=False)]
+    assert all(math.isnan(norm) for (norm, _), given in zip(found, dirty, strict=True) if not math.isfinite(given))
+
+
+def _steps(found: Sequence[tuple[float, dict[str, Any]]]) -> list[int]:
+    return [log["step"] for _, log in found]
+
+
+@pytest.mark.parametrize(("q", "kind"), [(math.inf, "linf"), (1.0, "l1")])
+def test_other_norms(q: float, kind: str) -> None:
+    for rule in (
+        dh.ClipPercentile(0.0, norm_type=q),
+        dh.ClipZScore(warmup_steps=1, z_thresh=1.0, norm_type=q, to="mean"),
+    ):
+        _, (norm, log) = normed(rule, [1.0, 10.0])
+        one = 0.8 if q == math.inf else 1.4
+        assert close(log[f"grad_norm_{kind}"], 10 * one, 1e-9)
+        assert close(log[f"grad_norm_{kind}_clipped"], one, 1e-6)
+        assert close(norm, 1.0, 1e-6)

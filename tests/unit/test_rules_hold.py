@@ -1,0 +1,224 @@
+"""SkipNonFinite and Freeze: the optimizer does not move, whatever optimizer it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trained import close, grads_of, loss_of, make
+
+import disthooks as dh
+from disthooks.engines.base import Engine
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1, fused=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=True),
+}
+
+
+def backward(model: nn.Module, step: int, spoiled: bool) -> None:
+    loss_of(model, step, "plain").backward()
+    if spoiled:
+        model.scale.grad[0, 1] = math.inf
+
+
+def run(kind: str, rules: list[Any], steps: list[int], spoiled: set[int], how: str = "alone") -> tuple[Any, Any, Any]:
+    """A model after these steps, of which some have an infinite gradient, with its optimizer and the attachment."""
+    model = make("plain")
+    optimizer = outer = OPTIMIZERS[kind](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if how.startswith("scaler") else None
+    if how == "accelerate":
+        outer = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(optimizer)
+    with dh.gradients(model, outer, rules=rules, every=1) as watch:
+        for step in steps:
+            outer.zero_grad()
+            if scaler is None:
+                backward(model, step, step in spoiled)
+                outer.step()
+                continue
+            scaler.scale(loss_of(model, step, "plain")).backward()
+            if how == "scaler, unscaled":
+                scaler.unscale_(optimizer)
+            if step in spoiled:  # after the scaler has looked, so that the rule alone can see it
+                scaler.unscale_(optimizer) if how == "scaler" else None
+                model.scale.grad[0, 1] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+    return model, optimizer, watch
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else a == b
+
+
+WAYS = [(kind, how) for kind in OPTIMIZERS for how in ("alone", "accelerate", "scaler, unscaled")]
+WAYS += [(kind, "scaler") for kind in ("sgd", "adam", "adamw foreach")]  # a fused one divides by the scale itself
+
+
+@pytest.mark.parametrize(("kind", "how"), WAYS)
+def test_a_skipped_step_never_was(kind: str, how: str) -> None:
+    """Steps 1 and 2 are spoiled: all is bit for bit as if there had been steps 0 and 3 alone."""
+    found, optimizer, watch = run(kind, [dh.SkipNonFinite()], [0, 1, 2, 3], {1, 2}, how)
+    truth, other, _ = run(kind, [dh.SkipNonFinite()], [0, 3], set(), how)
+    assert same(list(found.parameters()), list(truth.parameters()))
+    assert same(optimizer.state_dict()["state"], other.state_dict()["state"])
+    assert watch.latest["skipped_total"] == 2
+    assert watch.latest["skipped"] == watch.latest["skipped_in_a_row"] == 0
+    assert "found_inf" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_first_step_may_be_skipped(kind: str) -> None:
+    found, optimizer, _ = run(kind, [dh.SkipNonFinite()], [0, 1, 2], {0, 1})
+    truth, other, _ = run(kind, [dh.SkipNonFinite()], [2], set())
+    assert same(list(found.parameters()), list(truth.parameters()))
+    assert same(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_at_once_all_is_as_before_and_gradients_are_back(kind: str) -> None:
+    model = make("plain")
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+        backward(model, 0, False)
+        optimizer.step()
+        before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()))
+        optimizer.zero_grad()
+        backward(model, 1, True)
+        grads = grads_of(model)
+        optimizer.step()
+    assert same(list(model.parameters()), before[0])
+    assert same(optimizer.state_dict(), before[1])
+    assert grads
+    assert same(grads_of(model), grads)
+
+
+def test_an_optimizer_that_is_fused_in_part() -> None:
+    model = make("plain")
+    groups = [{"params": model.embed.parameters()}, {"params": model.mid.parameters(), "fused": False}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+    before = copy.deepcopy(model.state_dict())
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+        loss_of(model, 0, "plain").backward()
+        model.embed.bias.grad[0] = math.nan
+        optimizer.step()
+        assert same(dict(model.state_dict()), dict(before))
+        model.embed.bias.grad[0] = 1.0
+        optimizer.step()
+    moved = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert {name.split(".")[0] for name in moved} == {"embed", "mid"}
+
+
+def test_rules_behind_it_do_not_learn_from_a_skipped_step() -> None:
+    rules = [dh.SkipNonFinite(), dh.ClipPercentile(50.0, 4), dh.only("*.bias", dh.ClipValue(0.1))]
+    found, _, watch = run("adam", rules, [0, 1, 2, 3], {1, 2})
+    truth, _, _ = run("adam", rules, [0, 3], set())
+    assert same(list(found.parameters()), list(truth.parameters()))
+    assert watch.report().rounds == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_dtype_and_every_kind_of_not_finite(dtype: torch.dtype, bad: float) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with dh.gradients(nn.ParameterList([weight]), optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
+        weight.grad = torch.full((3,), 300.0, dtype=dtype)
+        optimizer.step()
+        moved = weight.detach().clone()
+        weight.grad[1] = bad
+        optimizer.step()
+    assert (moved == 1 - 300).all()
+    assert torch.equal(weight, moved)
+    assert watch.latest["skipped"] == 1
+
+
+def test_too_many_in_a_row_raise_one_step_later() -> None:
+    model = make("plain")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    log: list[tuple[int, bool]] = []
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(max_consecutive=1)], every=1) as watch:
+        for step, spoiled in enumerate([True, False, True, True, False]):
+            optimizer.zero_grad()
+            backward(model, step, spoiled)
+            before = copy.deepcopy(list(model.parameters()))
+            if step < 4:
+                optimizer.step()
+                log.append((step, same(list(model.parameters()), before)))
+        with pytest.raises(dh.errors.NonFiniteError, match=r"2 steps in a row, 2 to 3, .*max_consecutive=1.*NonFinite"):
+            optimizer.step()
+        assert watch.steps == 4
+        assert same(list(model.parameters()), before)
+        optimizer.step()  # who catches it may go on
+    assert log == [(0, True), (1, False), (2, True), (3, True)]
+    assert watch.latest["skipped_in_a_row"] == 0
+    assert issubclass(dh.errors.NonFiniteError, ArithmeticError)
+
+
+# --- Freeze
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_frozen_parameters_are_as_if_the_optimizer_had_them_not(kind: str) -> None:
+    rules = [dh.only(["embed.*", "scale"], dh.Freeze(until=2)), dh.ClipNorm(0.5)]
+    found, optimizer, watch = run(kind, rules, [0, 1], set())
+    truth = make("plain")
+    kept = [p for name, p in truth.named_parameters() if not name.startswith(("embed.", "scale"))]
+    other = OPTIMIZERS[kind](kept)
+    for step in range(2):
+        other.zero_grad()
+        truth.zero_grad()
+        backward(truth, step, False)
+        norm = nn.utils.clip_grad_norm_(kept, 0.5)
+        other.step()
+    assert close([p.detach() for p in found.parameters()], [p.detach() for p in truth.parameters()], 1e-6)
+    start = make("plain")
+    assert same([*found.embed.parameters(), found.scale], [*start.embed.parameters(), start.scale])
+    assert not any(optimizer.state.get(parameter) for parameter in found.embed.parameters())
+    assert close(watch.latest["clip_ratio"], 0.5 / (float(norm) + 1e-6), 1e-5)
+    assert found.embed.weight.grad is not None
+
+
+def test_a_freeze_ends() -> None:
+    rules = [dh.only("head.*", dh.Freeze(until=2))]
+    at = [run("adamw foreach", rules, list(range(steps)), set())[0].head.weight for steps in (0, 2, 3)]
+    assert torch.equal(at[0], at[1])
+    assert not torch.equal(at[1], at[2])
+
+
+def test_freezing_and_skipping_in_one_step() -> None:
+    rules = [dh.SkipNonFinite(), dh.only("head.*", dh.Freeze())]
+    model, _, watch = run("adam", rules, [0, 1], {1})
+    truth, _, _ = run("adam", rules, [0], set())
+    assert same(list(model.parameters()), list(truth.parameters()))
+    assert watch.latest["skipped"] == 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_engine_that_updates_in_one_piece_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "can_withhold", False)
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dh.errors.AttachError, match=r"Freeze.*a plain module.*requires_grad_\(False\)"):
+        dh.gradients(model, optimizer, rules=[dh.only("head.*", dh.Freeze())])
+    assert not optimizer._optimizer_step_pre_hooks
+    dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]).remove()
+
+
+@pytest.mark.parametrize("rule", [dh.Freeze(), dh.SkipNonFinite()])
+def test_not_at_local(rule: Any) -> None:
+    with pytest.raises(dh.errors.UsageError, match=r"optimizer's step.*leave at='local' out"):
+        dh.only("*", rule, at="local")
