@@ -87,6 +87,9 @@ def _monitored(rank: int, folder: str) -> list[tuple[int, float]]:
         norm = float(engine.get_global_grad_norm())
         sink({"step": step, "grad_norm": norm, "only/*.bias": float("inf"), "nonfinite_at": [{"param": "w"}]})
         found.append((engine.global_samples, norm))
+    with dh.gradients(engine, stats=[dh.stats.MaxAbs()], sinks=[sink], every=1):
+        engine.backward(engine(torch.full((4, 3), 3.0)).square().mean())
+        engine.step()
     return found
 
 
@@ -100,6 +103,9 @@ def test_deepspeed_writes_them_where_it_writes_its_own(ranks: Ranks, tmp_path: p
 
     assert read("Train_Samples_disthooks_grad_norm") == [["step", "grad_norm"], *([str(s), str(n)] for s, n in found)]
     assert [row[1] for row in read("Train_Samples_disthooks_only__.bias")] == ["_.bias", "inf", "inf", "inf"]
-    assert [row[0] for row in read("Train_Samples_lr")] == ["step", "8", "16", "24"]  # DeepSpeed's own
+    assert [row[0] for row in read("Train_Samples_lr")] == ["step", "8", "16", "24", "32"]  # DeepSpeed's own
     assert [samples for samples, _ in found] == [8, 16, 24]
     assert not list(tmp_path.glob("run/*nonfinite*"))
+    (_, (samples, largest)) = read("Train_Samples_disthooks_grad_max_abs")
+    assert int(samples) == 32
+    assert float(largest) > 0
