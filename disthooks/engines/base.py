@@ -121,6 +121,10 @@ class Engine:
         """The parameters as the model has them in memory, which several ranks may have alike."""
         return self.shards
 
+    def own_data(self) -> bool:
+        """Whether each rank has a share of the batch of its own, so that ranks' own gradients can be compared."""
+        return True
+
     def held(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters that ``optimizer`` updates, as they are in ``shards``."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -49,6 +49,11 @@ class Fsdp2(Engine):
         """Never known: gradients that are not reduced yet are accumulated out of sight."""
         return False
 
+    def own_data(self) -> bool:
+        """Not under tensor parallelism, where FSDP shards over a part of the ranks, or is not there at all."""
+        spread = {id(parameter) for module in self.model.modules() for parameter in _over(module, len(self.ranks))}
+        return all(id(s.parameter) in spread for s in self.shards if hasattr(s.parameter, "device_mesh"))
+
     def fixed(self, parameter: nn.Parameter) -> bool:
         """A sharded parameter gives its place to the whole one while its module runs."""
         return not hasattr(parameter, "device_mesh")
@@ -69,6 +74,16 @@ class Fsdp2(Engine):
             missed = functools.partial(local.must_have_fired, index[id(shard.parameter)], shard.name)
             local.handles.append(shard.parameter.register_post_accumulate_grad_hook(missed))  # type: ignore[no-untyped-call]
         return [local, *super().on_local([i for i in wanted if i not in covered], hook)]
+
+
+def _over(module: nn.Module, ranks: int) -> Iterator[nn.Parameter]:
+    """The parameters that ``module`` itself shards over so many ranks, each of which has data of its own."""
+    if is_a(module, "FSDPModule"):
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.9 has one
+            info = group and group.mesh_info
+            if info and info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
+                yield from (each.sharded_param for each in group.fsdp_params)
 
 
 class _Gathered:

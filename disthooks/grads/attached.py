@@ -20,7 +20,7 @@ from disthooks.grads import collect
 from disthooks.grads.alarm import Alarms
 from disthooks.grads.held import check_step, wanted_of
 from disthooks.grads.looking import Looking
-from disthooks.grads.plan import Steps, groups_of, scope_of
+from disthooks.grads.plan import Steps, groups_of, scope_of, start_stats
 from disthooks.grads.record import Pending
 from disthooks.grads.rounds import Grads, Outcome, Runner, in_users_units, put_back, rounds_in
 from disthooks.grads.rules.base import Rule
@@ -86,6 +86,7 @@ class Gradients(Attachment):
         final = [rule for rule in wishes.rules if not _at_local(rule)]
         _check_withholding(final, engine)
         self._plan = Steps(final, wishes.stats, self._shards, groups_of(wishes.groups, self._shards))
+        self._stats = start_stats(wishes.stats, engine, self._shards, len(self._plan.groups))
         self._looking = self._look_at(wanted)
         self._group = collect.group_of(engine.ranks)
         self._device = collect.device_for(self._group, self._shards[0].parameter.device)
@@ -124,40 +125,47 @@ class Gradients(Attachment):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        record = pending.record(self._plan, self._wishes.stats, self._engine.ranks)
+        record = pending.record(self._plan, self._stats, self._engine.ranks)
         self._also = add_to(record, self._also)
         self.latest = record
         self._sinks = write(self._sinks, self.latest)
 
     def state_dict(self) -> dict[str, Any]:
-        """What adaptive rules have learned, and the number of steps; the same on every rank.
+        """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
 
         Returns:
             A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's.
         """
-        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._plan.rules]
-        states = [{name: value.cpu().clone() for name, value in state.items()} for state in self._runner.states]
-        return {"steps": self.steps, "rules": [list(pair) for pair in zip(kinds, states, strict=True)]}
+        if any(state for _, state in self._stats):
+            self.flush()  # the step that was logged last belongs to the averages
+        kept = {
+            part: [[kind, {name: value.cpu().clone() for name, value in state.items()}] for kind, state in states]
+            for part, states in self._states().items()
+        }
+        return {"steps": self.steps, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; call it on every rank.
 
         Raises:
-            UsageError: when the rules are of other kinds, or for other numbers of parameters; nothing is changed then.
+            UsageError: when the rules or statistics are of other kinds, or for other numbers of parameters; nothing is
+                changed then.
         """
         mine = self.state_dict()
-        kinds, theirs = [kind for kind, _ in mine["rules"]], [kind for kind, _ in state["rules"]]
-        if kinds != theirs:
-            raise UsageError(f"the state is of the rules {theirs}, and these are attached: {kinds}")
-        for (kind, own), (_, found) in zip(mine["rules"], state["rules"], strict=True):
-            shapes, given = ({name: tuple(value.shape) for name, value in part.items()} for part in (own, found))
-            if shapes != given:
-                raise UsageError(f"the state of {kind} has the shapes {given}, and {shapes} are needed")
+        for part in ("rules", "stats"):
+            _check_states(part, mine[part], state.get(part, []))
         self.steps = int(state["steps"])
         self._looking.begin(self.steps, self._logged())
-        for target, (_, found) in zip(self._runner.states, state["rules"], strict=True):
-            for name, value in found.items():
-                target[name].copy_(value)
+        for part, states in self._states().items():
+            for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
+                for name, value in found.items():
+                    target[name].copy_(value)
+
+    def _states(self) -> dict[str, list[tuple[str, dict[str, torch.Tensor]]]]:
+        """What rules and statistics keep from step to step, by kinds."""
+        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._plan.rules]
+        stats = [(type(stat).__name__, state) for stat, state in self._stats if state]
+        return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
 
     def _attach(self, optimizer: Any) -> None:
         for handle in self._looking.attach():
@@ -277,6 +285,16 @@ def _check_withholding(rules: Iterable[Rule], engine: Engine) -> None:
             "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
             "before the engine takes the model"
         )
+
+
+def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
+    kinds, given = [kind for kind, _ in mine], [kind for kind, _ in theirs]
+    if kinds != given:
+        raise UsageError(f"the state is of the {part} {given}, and these are attached: {kinds}")
+    for (kind, own), (_, found) in zip(mine, theirs, strict=True):
+        shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
+        if shapes != others:
+            raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
 
 
 def _at_local(rule: Rule) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from disthooks._match import Pattern, match
+from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import MatchError, UsageError
 from disthooks.grads.collect import Layout
@@ -171,5 +174,22 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
 def check_stat(stat: object) -> Stat:
     """``stat`` itself, if it is one."""
     if not isinstance(stat, Stat):
-        raise UsageError(f"{stat!r} is no statistic: give stats.Norm(), stats.MaxAbs() or stats.NonFinite()")
+        raise UsageError(
+            f"{stat!r} is no statistic: give stats.Norm(), stats.NonFinite() or another one of disthooks.stats"
+        )
     return stat
+
+
+def start_stats(
+    stats: Sequence[Stat], engine: Engine, shards: Sequence[Shard], groups: int
+) -> list[tuple[Stat, dict[str, torch.Tensor]]]:
+    """Each statistic, checked, with what it keeps from step to step.
+
+    Raises:
+        UsageError: when one cannot be right here, or two would write the same names.
+    """
+    for i, stat in enumerate(stats):
+        if stat.alone and any(type(other) is type(stat) for other in stats[:i]):
+            raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
+        stat.check(engine, shards)
+    return [(stat, stat.start(1 + groups + len(shards) * stat.per_parameter)) for stat in stats]

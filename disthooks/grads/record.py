@@ -10,7 +10,7 @@ import torch
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures.base import Measure
 from disthooks.grads.plan import Steps
-from disthooks.grads.stats.base import Found, Stat
+from disthooks.grads.stats.base import Found, Stat, State
 
 Merged = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,8 +57,8 @@ class Pending(NamedTuple):
         numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
         return Pending(step, list(log), Copy([*(vector for pair in merged for vector in pair), numbers]))
 
-    def record(self, steps: Steps, stats: Sequence[Stat], ranks: Sequence[int]) -> dict[str, Any]:
-        """What goes into the log."""
+    def record(self, steps: Steps, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
+        """What goes into the log; each statistic with what it keeps from step to step."""
         *vectors, numbers = self.copy.tensors()
         record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
         merged = list(zip(vectors[::2], vectors[1::2], strict=True))
@@ -66,10 +66,10 @@ class Pending(NamedTuple):
         pairs = [merged[0], *merged[len(steps.rounds) :]]
         rows: dict[Measure, torch.Tensor] = {}
         for layout, pair in zip(layouts, pairs, strict=True):
-            rows |= _rows(layout, pair, {m for stat in stats for m in stat.measures()})
+            rows |= _rows(layout, pair, {m for stat, _ in stats for m in stat.measures()})
         found = Found([shard.name for shard in steps.shards], steps.groups, rows, ranks)
-        for stat in stats:
-            record |= stat.record(found)
+        for stat, state in stats:
+            record |= stat.record(found, state)
         return record
 
 

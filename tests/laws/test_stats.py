@@ -22,7 +22,16 @@ STATS: list[Any] = [
     stats.Norm(math.inf, per_parameter=True),
     stats.MaxAbs(),
     stats.NonFinite(),
+    stats.Moments(),  # of some parameters here the mean is zero but for rounding
+    stats.Extremes(per_parameter=True),
+    stats.Zeros(per_parameter=True),
+    stats.Histogram(),
+    stats.Weights(per_parameter=True),
+    stats.Updates(per_parameter=True),
 ]
+# In float32 the halves of the batch add up a little differently, and a mean near zero shows it.
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+GROUPS = {"mid": "mid.*", "biases": ["*.bias", "scale"]}
 
 
 def spoil(model: nn.Module, step: int, rank: int) -> None:
@@ -40,15 +49,18 @@ def spoil(model: nn.Module, step: int, rank: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp12", "fsdp1hybrid", "fsdp1none", "fsdp1flatnone"])
-def test_every_engine_equals_one_process(ranks: Ranks, engine: str) -> None:
-    truth = train(0, "plain", [], STATS, 2, spoil)[0]
+def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch.dtype) -> None:
+    truth = train(0, "plain", [], STATS, 2, spoil, dtype, GROUPS)[0]
     assert truth[0]["nonfinite"] == 0
     assert truth[1]["nonfinite_at"] == [{"param": "mid.1.weight", "count": 1, "rank": None}]
     assert math.isnan(truth[1]["grad_norm"])
     assert math.isnan(truth[1]["grad_max_abs"])  # a MAX over ranks alone may lose it
-    for records, _ in ranks(train, engine, [], STATS, 2, spoil):
-        assert close(records, truth)
+    assert math.isnan(truth[1]["grad_std/group/mid"])
+    assert not math.isnan(truth[1]["grad_std/group/biases"])
+    for records, _ in ranks(train, engine, [], STATS, 2, spoil, dtype, GROUPS):
+        assert close(records, truth, TOLERANCES[dtype])
 
 
 def test_by_hand_in_float64() -> None:
@@ -62,6 +74,47 @@ def test_by_hand_in_float64() -> None:
     assert close(watch.latest["grad_norm_l1"], sum(elements))
     assert close(watch.latest["grad_norm_l3"], sum(x**3 for x in elements) ** (1 / 3))
     assert watch.latest["grad_max_abs"] == watch.latest["grad_norm_linf"] == max(elements)
+    assert watch.latest["update_norm"] == watch.latest["update_ratio"] == 0
+    assert sum(watch.latest["grad_histogram"]["counts"]) == len(elements)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_elements_by_hand_in_float64(dtype: torch.dtype) -> None:
+    """Of many sizes: less than a row, rows and a rest, more than a block; one empty, one without a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(3,), (3,), (1,), (40, 50), (0, 4), (5,), (300, 1000), (7000,), (7000,), (4096,), (7000,)]
+    weights = nn.ParameterList([nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes])
+    for i, weight in enumerate(weights):
+        if i != 5:
+            grad = (torch.randn(weight.shape, generator=generator) + i % 3).to(dtype)
+            weight.grad = grad.where(torch.rand(weight.shape, generator=generator) > 0.1, 0)
+    optimizer = torch.optim.SGD(weights.parameters(), lr=0.5)
+    before = [weight.detach().double().clone() for weight in weights]
+    with dh.gradients(
+        weights, optimizer, stats=[*STATS, stats.Moments(per_parameter=True)], groups={"few": ["3", "7"]}
+    ) as watch:
+        optimizer.step()
+    scopes = {"": range(len(sizes)), "/group/few": [3, 7]} | {f"/param/{i}": [i] for i in (2, 3, 6, 7, 10)}
+    for suffix, scope in scopes.items():
+        there = [i for i in scope if weights[i].grad is not None]
+        grad = torch.cat([weights[i].grad.double().flatten() for i in there])
+        theta = torch.cat([before[i].flatten() for i in scope])
+        moved = torch.cat([weights[i].detach().double().flatten() for i in scope]) - theta
+        truth = {
+            "grad_mean": grad.mean(),
+            "grad_std": grad.std(correction=0),
+            "grad_min": grad.min(),
+            "grad_max": grad.max(),
+            "grad_zeros": (grad == 0).double().mean(),
+            "param_norm": theta.norm(),
+            "update_norm": moved.norm(),
+            "update_ratio": moved.norm() / theta.norm(),
+        }
+        for name, value in truth.items():
+            assert close(watch.latest[name + suffix], float(value), 1e-6), name + suffix
+    assert watch.latest["grad_norm"] > 0
+    assert math.isnan(watch.latest["grad_mean/param/5"])
+    assert math.isnan(watch.latest["grad_min/param/4"])
 
 
 def test_statistics_are_of_the_gradient_before_any_rule() -> None:

@@ -16,7 +16,10 @@ import disthooks as dh
 from disthooks import stats
 
 pytestmark = pytest.mark.dist
-EVERYTHING = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite()]
+EVERYTHING = [
+    *stats.standard(per_parameter=True),
+    *(stats.Norm(1.0), stats.MaxAbs(), stats.Weights(), stats.Spread(per_parameter=True), stats.NoiseScale()),
+]
 
 
 def _count(rank: int, engine: str, rules: list, watched: list, every: int = 2) -> tuple[list, list, object]:
@@ -51,6 +54,13 @@ def test_a_measuring_rule_after_a_rewriting_one_costs_a_round(ranks: Ranks) -> N
         assert steps == [["MAX", "SUM", "MAX"], ["SUM", "MAX"], ["MAX", "SUM", "MAX"]]
         assert report.rounds == 3
         assert report.collectives == (2, 3)
+
+
+def test_what_is_measured_after_the_update_costs_one_more_sum(ranks: Ranks) -> None:
+    for _, steps, report in ranks(_count, "fsdp2", [dh.ClipNorm(1.0)], [*EVERYTHING, stats.Updates()]):
+        assert steps == [["SUM", "MAX", "SUM"], ["SUM"], ["SUM", "MAX", "SUM"]]
+        assert report.rounds == 2
+        assert report.collectives == (1, 3)
 
 
 def test_rules_for_different_parameters_share_a_round(ranks: Ranks) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,12 +150,13 @@ def train(
     steps: int = 2,
     spoil: Callable[[nn.Module, int, int], None] | None = None,
     dtype: torch.dtype = torch.float32,
+    groups: Mapping[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Train a little; the record of each step, and the gradients that the last one used."""
     model = make(engine, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     records = []
-    with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1) as watch:
+    with dh.gradients(model, optimizer, rules=rules, stats=stats, every=1, groups=groups) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             loss_of(model, step, engine, rank).backward()

@@ -7,7 +7,8 @@ needs nothing but a SUM or a MAX over the ranks, so what travels does not depend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -15,8 +16,11 @@ import torch
 from disthooks.engines.shard import Shard
 
 Merge = Literal["sum", "max"]
-Per = Literal["parameter", "scope"]
+Per = Literal["parameter", "scope", "both"]
 Look = Literal["norms", "finite", "kept"]
+Fact = Literal[
+    "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "kept", "final"
+]
 
 
 class Seen(NamedTuple):
@@ -48,6 +52,7 @@ class Local(NamedTuple):
         before: the local part of the parameter as it was before the update; None where another rank owns it. Empty
             before the update.
         scale: what gradients before their reduction are multiplied by, a number without dimensions; None for 1.
+        known: what several measures need, found once for all of them: a float64 for each parameter, on ``device``.
     """
 
     shards: Sequence[Shard]
@@ -60,6 +65,7 @@ class Local(NamedTuple):
     apart: Sequence[torch.Tensor | None] = ()
     before: Sequence[torch.Tensor | None] = ()
     scale: torch.Tensor | None = None
+    known: Mapping[Fact, torch.Tensor] = MappingProxyType({})
 
     def of(self, indices: Sequence[int]) -> Local:
         """The same, of some of the parameters, which are given in order."""
@@ -69,22 +75,25 @@ class Local(NamedTuple):
             name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
             for name in ("shards", "grads", "seen", "apart", "before")
         }
-        return self._replace(**picked)
+        return self._replace(**picked, known={fact: take(values, indices) for fact, values in self.known.items()})
 
 
 class Measure:
-    """Some numbers for each parameter or each scope.
+    """Some numbers for each parameter, for each scope, or for both (the scopes first).
 
     Attributes:
         merge: how the numbers of several ranks become one: "sum" of float64, "max" of int64 (see
             :mod:`disthooks.grads.order` for how numbers become such integers).
         per: whether there are numbers for each parameter or for each scope.
+        facts: what it needs of each gradient that others may need too; :func:`~disthooks.grads.measures.scan.known`
+            finds them.
         looks: what of the gradients before their reduction it needs.
         after: whether it is measured once the update is made.
     """
 
     merge: ClassVar[Merge]
     per: ClassVar[Per] = "parameter"
+    facts: ClassVar[frozenset[Fact]] = frozenset()
     looks: ClassVar[frozenset[Look]] = frozenset()
     after: ClassVar[bool] = False
 
@@ -117,6 +126,22 @@ def stack(
     values = iter([value.to(device, non_blocking=True) for value in found])
     zero = torch.zeros((), dtype=found[0].dtype, device=device)
     return torch.stack([next(values) if is_there else zero for is_there in there]).double()
+
+
+def take(values: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """``values[indices]`` along the last dimension, without waiting for the device.
+
+    >>> take(torch.tensor([1.0, 2.0, 3.0]), [2, 0])
+    tensor([3., 1.])
+    """
+    if list(indices) == list(range(values.shape[-1])):
+        return values
+    return values.index_select(-1, moved(torch.tensor(indices, dtype=torch.int64), values.device))
+
+
+def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``; from pinned memory, as the host would wait for a copy of any other."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def real(grad: torch.Tensor) -> torch.Tensor:

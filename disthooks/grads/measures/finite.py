@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from disthooks.grads.measures.base import Local, Look, Measure, Merge, stack
+from disthooks.grads.measures.base import Fact, Local, Look, Measure, Merge, stack
+from disthooks.grads.measures.scan import known
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,14 @@ class NonFiniteCount(Measure):
     """How many elements are infinite or not a number."""
 
     merge: ClassVar[Merge] = "sum"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"nonfinite"})
 
     def local(self, local: Local) -> torch.Tensor:
         """The count for each parameter."""
-        slots = [grad if grad is not None else other for grad, other in itertools.zip_longest(local.grads, local.apart)]
-        return stack(slots, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
+        found = known(local, self.facts)["nonfinite"]
+        if all(other is None for other in local.apart):
+            return found
+        return found + stack(local.apart, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Local, Measure, Merge, real, stack, wide
+from disthooks.grads.measures.base import Fact, Local, Measure, Merge, real, stack, wide
+from disthooks.grads.measures.scan import known
 from disthooks.grads.order import ordered, unordered
 
 _ROW = 1024
+_FACTS: dict[float, frozenset[Fact]] = {
+    1.0: frozenset({"abs"}),
+    2.0: frozenset({"squares"}),
+    math.inf: frozenset({"high", "low"}),
+}
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,19 @@ class Power(Measure):
         """SUM, or MAX for infinity."""
         return "max" if math.isinf(self.p) else "sum"
 
+    @property
+    def facts(self) -> frozenset[Fact]:  # type: ignore[override]
+        """For the usual norms what others may need too."""
+        return _FACTS.get(float(self.p), frozenset())
+
     def local(self, local: Local) -> torch.Tensor:
         """The sum of powers, or the largest, for each parameter."""
-        values = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
-        return ordered(values) if math.isinf(self.p) else values.pow(self.p)
+        if math.isinf(self.p):
+            found = known(local, self.facts)
+            return ordered(torch.maximum(found["high"], found["low"]).clamp(min=0))
+        for fact in self.facts & local.known.keys():
+            return local.known[fact]
+        return stack(local.grads, lambda grads: norms(grads, self.p), local.device).pow(self.p)
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """The norm of all the gradients along ``dim``, as if they were one vector."""
@@ -53,6 +68,8 @@ class Power(Measure):
 
 def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
     """The norm of each, accumulated so that neither fp16 overflows nor a long sum loses digits."""
+    if len(grads) == 1 and 0 < grads[0].numel() <= 4 * _ROW:  # in a hook, for each parameter: no lists
+        return [torch.linalg.vector_norm(real(grads[0]), p, dtype=wide(grads[0].dtype))]
     result: list[torch.Tensor | None] = [None] * len(grads)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, grad in enumerate(grads):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from disthooks.engines.base import Engine
+from disthooks.engines.shard import Shard
+from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Measure
+
+#: What a statistic keeps from one logged step to the next, on the CPU and the same on every rank.
+State = dict[str, torch.Tensor]
 
 
 class Found(NamedTuple):
@@ -37,6 +43,15 @@ class Stat:
 
     per_parameter: bool = field(default=False, kw_only=True)
 
+    alone: ClassVar[bool] = False  # two of the kind would write the same names
+
+    def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
+        """Raise UsageError when it cannot be right here; on every rank alike."""
+
+    def start(self, scopes: int) -> State:
+        """The state before the first step, for so many scopes; empty when it has none."""
+        return {}
+
     def measures(self) -> tuple[Measure, ...]:
         """What it needs."""
         raise NotImplementedError
@@ -53,15 +68,26 @@ class Stat:
         """
         raise NotImplementedError
 
-    def record(self, found: Found) -> dict[str, Any]:
-        """What goes into the log: ``name`` of all, ``name/group/<group>``, ``name/param/<parameter>``."""
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        """What goes into the log: ``name`` of all, ``name/group/<group>``, ``name/param/<parameter>``.
+
+        Args:
+            found: what was measured.
+            state: what :meth:`start` gave, to be changed in place.
+        """
+        columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
+        return self.named(found, {name: column.tolist() for name, column in columns.items()})
+
+    def named(self, found: Found, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Each column's entries under its name and that of the scope."""
         suffixes = scope_names(found, self.per_parameter)
-        values = [self._scoped(found, measure) for measure in self.measures()]
-        columns = {name: column.tolist() for name, column in self.numbers(values).items()}
         return {f"{name}{suffix}": column[i] for i, suffix in enumerate(suffixes) for name, column in columns.items()}
 
-    def _scoped(self, found: Found, measure: Measure) -> torch.Tensor:
+    def scoped(self, found: Found, measure: Measure) -> torch.Tensor:
+        """A row for each scope: all, every group, and if asked for every parameter."""
         rows = found.rows[measure]
+        if measure.per == "both":
+            return rows if self.per_parameter else rows[: 1 + len(found.groups)]
         if measure.per == "scope":
             return rows
         merged = [merge(measure, rows), *(merge(measure, rows[list(group)]) for group in found.groups.values())]
@@ -77,3 +103,22 @@ def scope_names(found: Found, per_parameter: bool) -> list[str]:
     """What is appended to the name of a number for each scope."""
     groups = [f"/group/{group}" for group in found.groups]
     return ["", *groups, *(f"/param/{name}" for name in found.names if per_parameter)]
+
+
+def check_real(stat: Stat, shards: Sequence[Shard]) -> None:
+    """Raise UsageError when a parameter is complex."""
+    for shard in shards:
+        if shard.parameter.is_complex():
+            raise UsageError(
+                f"{type(stat).__name__}: {shard.name!r} is complex, and complex numbers have no order and no signed "
+                "mean; Norm, MaxAbs, Zeros and Histogram are of magnitudes"
+            )
+
+
+def check_own_data(stat: Stat, engine: Engine) -> None:
+    """Raise UsageError when several ranks may work on the same part of the batch."""
+    if not engine.own_data():
+        raise UsageError(
+            f"{type(stat).__name__} compares gradients of ranks that have different data, and under {engine.label} "
+            "with tensor parallelism several ranks work on the same, each on a part of the layer; leave it out here"
+        )

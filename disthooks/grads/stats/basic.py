@@ -12,7 +12,7 @@ import torch
 from disthooks.grads.measures.base import Measure
 from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount
 from disthooks.grads.measures.power import Power, norm_label
-from disthooks.grads.stats.base import Found, Stat
+from disthooks.grads.stats.base import Found, Stat, State
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NonFinite(Stat):
         """The count."""
         return {"nonfinite": values[0][:, 0]}
 
-    def record(self, found: Found) -> dict[str, Any]:
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         """The counts and where."""
         counts = found.rows[NonFiniteCount()][:, 0].tolist()
         marks = found.rows[FirstToFail()][:, 0].tolist()
