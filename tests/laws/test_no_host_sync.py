@@ -31,7 +31,9 @@ RULES: list[list[Any]] = [
     [dh.Scale(0.5), dh.Sanitize(), dh.Noise(0.1)],
     [dh.only("embed.*", dh.Noise(0.1, alike=False), at="local"), dh.only("mid.*", dh.Sanitize(), at="local")],
 ]
-STATS: list[Any] = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite()]
+STATS: list[Any] = [stats.Norm(per_parameter=True), stats.Norm(1.0), stats.MaxAbs(), stats.NonFinite(), stats.Moments()]
+STATS += [stats.Extremes(), stats.Zeros(), stats.Histogram(), stats.Histogram(per_parameter=True), stats.Weights()]
+STATS += [stats.Updates(), stats.Spread(), stats.NoiseScale(), stats.Agreement("head.*")]
 
 
 class HostSync(AssertionError):

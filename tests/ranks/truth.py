@@ -169,14 +169,14 @@ def position(rank: int, world: int, engine: str) -> tuple[int, int]:
     return {"tp": (0, 1), "tp+fsdp2": (rank // 2, world // 2)}.get(engine, (rank, world))
 
 
-def optimizer_for(model: nn.Module, situation: str) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, situation: str, lr: float) -> torch.optim.Optimizer:
     named = dict(model.named_parameters())
     if situation == "groups":
         biases = [p for name, p in named.items() if "bias" in name]
         others = [p for name, p in named.items() if "bias" not in name]
-        return torch.optim.SGD([{"params": biases, "lr": 0.0}, {"params": others}], lr=0.0, foreach=False)
+        return torch.optim.SGD([{"params": biases, "lr": 2 * lr}, {"params": others}], lr=lr, foreach=False)
     chosen = [p for name, p in named.items() if situation != "subset" or "mid" in name or "head" in name]
-    return torch.optim.SGD(chosen, lr=0.0, foreach=False)
+    return torch.optim.SGD(chosen, lr=lr, foreach=False)
 
 
 @contextlib.contextmanager
@@ -216,10 +216,11 @@ def run(
     situation: str,
     plans: Sequence[tuple[str, Sequence[Any], Sequence[Any]]],
     dtype: torch.dtype = torch.float64,
+    lr: float = 1e-4,
 ) -> dict[str, Any]:
     """For each plan (a name, rules, statistics): what was logged and the gradients that the optimizer was given."""
     model = make(engine, situation, world, dtype)
-    optimizer = optimizer_for(model, situation)
+    optimizer = optimizer_for(model, situation, lr)
     work = work_of(rank, world, engine, situation, dtype)
     found = {}
     for name, rules, stats in plans:

@@ -141,7 +141,7 @@ def take(values: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
 
 def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on ``device``; from pinned memory, as the host would wait for a copy of any other."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def real(grad: torch.Tensor) -> torch.Tensor:

@@ -99,9 +99,14 @@ def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
 
 def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
     """How many elements of all of them are in each bin."""
-    total = torch.zeros(BINS, dtype=torch.float64, device=device)
+    codes: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
     for block in _blocks(grads):
-        total += _binned(block).to(device, non_blocking=True)
+        block = block if block.dtype == torch.float64 else block.float()
+        key, found = (block.device, block.dtype), _coded(block)
+        codes[key] = codes[key].add_(found) if key in codes else found
+    total = torch.zeros(BINS, dtype=torch.float64, device=device)
+    for (_, dtype), counts in codes.items():
+        total += _binned(counts, dtype).to(device, non_blocking=True)
     return total
 
 
@@ -125,16 +130,18 @@ def _blocks(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     yield from (torch.cat(waiting) for waiting, _ in small.values())
 
 
-def _binned(block: torch.Tensor) -> torch.Tensor:
-    """How many elements are in each bin, by the bits of their exponents, and without asking for the largest."""
-    block = block if block.dtype == torch.float64 else block.float()
+def _coded(block: torch.Tensor) -> torch.Tensor:
+    """How many elements have each exponent and first digits, without asking for the largest."""
     dtype, shift, bias = _BITS[block.dtype]
-    codes = block.abs().view(dtype).bitwise_right_shift_(shift)
-    size = (2 * bias + 2) * _PARTS
+    codes, size = block.abs().view(dtype).bitwise_right_shift_(shift), (2 * bias + 2) * _PARTS
     if block.device.type == "cpu":
-        counts = torch.bincount(codes, minlength=size)
-    else:  # bincount would make the host wait for the largest code
-        counts = torch.histc(codes.float(), bins=size, min=0, max=size)
+        return torch.bincount(codes.short(), minlength=size)  # twice as fast as of int32
+    return torch.histc(codes.float(), bins=size, min=0, max=size).double()  # bincount would wait for the largest
+
+
+def _binned(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bins' counts out of those of :func:`_coded`."""
+    bias = _BITS[dtype][2]
     first, last = (bias + _LOWEST) * _PARTS, (bias + _HIGHEST) * _PARTS
     under, over = counts[:first].sum(), counts[last:].sum()
     return torch.cat([under[None], counts[first:last], over[None]]).double()
