@@ -228,7 +228,7 @@ class Gradients(Attachment):
             withhold(optimizer, [shard.parameter for shard in outcome.withheld])
         self._alarms.set(outcome.alarms)
         if logged and self._plan.after.uses:
-            self._open = outcome, [s.values().clone() if s.owned else None for s in self._shards]
+            self._open = outcome, self._runner.copies(keep=self._wishes.every == 1)
         elif logged and (self._wishes.stats or outcome.log):
             self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
         self.steps += 1

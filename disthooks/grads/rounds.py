@@ -52,6 +52,7 @@ class Runner:
 
     def __init__(self, engine: Engine, steps: Steps, group: Any, device: torch.device) -> None:
         self._engine, self._steps, self._group, self._device = engine, steps, group, device
+        self._copies: Grads = []
         self.states: list[State] = [
             bound.rule.start([steps.shards[i] for i in bound.indices], device) for bound in steps.rules
         ]
@@ -75,6 +76,23 @@ class Runner:
             for bound in part.rules:
                 self._rewrite(bound, layout, values, grads, next(states), step, outcome)
         return outcome
+
+    def copies(self, keep: bool) -> Grads:
+        """The parameters as they are now, where this rank owns them.
+
+        Args:
+            keep: have the memory ready for the next time; to get it anew takes longer than to fill it.
+        """
+        shards = self._steps.shards
+        values = [shard.values().detach() if shard.owned else None for shard in shards]
+        if not keep or [_kind(value) for value in values] != [_kind(copy) for copy in self._copies]:
+            self._copies = [None if value is None else torch.empty_like(value) for value in values]
+        pairs = [(c, v) for c, v in zip(self._copies, values, strict=True) if c is not None and v is not None]
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [value for _, value in pairs], non_blocking=True)
+        found = self._copies
+        self._copies = found if keep else []
+        return found
 
     def after(self, before: Grads) -> Merged:
         """Measure once the update is made; ``before`` are the parameters as they were, where this rank owns them."""
@@ -125,6 +143,10 @@ class Runner:
         if work.withheld:  # what follows finds no gradient there
             gone = {id(shard) for shard in work.withheld}
             grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    return () if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def in_users_units(grads: Grads, scale: float | torch.Tensor) -> Grads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from disthooks.grads.measures.scan import known
 from disthooks.grads.order import ordered, unordered
 
 _ROW = 1024
+# Elements that torch sums in float32 on the CPU without losing more than 2e-7; of halves it keeps fewer sums at a time.
+_PIECE = {torch.float16: 2**12, torch.bfloat16: 2**12}
+_LONGEST = 2**15
 _FACTS: dict[float, frozenset[Fact]] = {
     1.0: frozenset({"abs"}),
     2.0: frozenset({"squares"}),
@@ -57,6 +61,8 @@ class Power(Measure):
             return ordered(torch.maximum(found["high"], found["low"]).clamp(min=0))
         for fact in self.facts & local.known.keys():
             return local.known[fact]
+        if self.p == 2:
+            return squares(local.grads, local.device)
         return stack(local.grads, lambda grads: norms(grads, self.p), local.device).pow(self.p)
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,9 +72,40 @@ class Power(Measure):
         return values.sum(dim).pow(1 / self.p)
 
 
+def squares(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """For each tensor the sum of its squares, float64 on ``device``; 0 where there is none."""
+    if all(tensor is None or tensor.is_cpu for tensor in tensors):
+        return _on_cpu(tensors).to(device)
+    return stack(tensors, lambda found: norms(found, 2.0), device).square()
+
+
+def _on_cpu(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """In one call for all, in pieces that are short enough to be summed in float32."""
+    pieces: dict[torch.dtype, list[torch.Tensor]] = {}
+    owners: dict[torch.dtype, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None and (size := grad.numel()):
+            of, at = pieces.setdefault(grad.dtype, []), owners.setdefault(grad.dtype, [])
+            most = _PIECE.get(grad.dtype, _LONGEST)
+            if size <= most:
+                of.append(grad)
+                at.append(i)
+            else:
+                parts = torch.split(grad.reshape(-1), most)
+                of += parts
+                at += [i] * len(parts)
+    total = torch.zeros(len(grads), dtype=torch.float64)
+    for dtype, of in pieces.items():
+        of = [real(piece) for piece in of] if dtype.is_complex else of
+        found = torch.stack(torch._foreach_norm(of, 2, dtype=wide(dtype))).double().square()
+        total.index_add_(0, torch.tensor(owners[dtype]), found)
+    return total
+
+
 def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
     """The norm of each, accumulated so that neither fp16 overflows nor a long sum loses digits."""
-    if len(grads) == 1 and 0 < grads[0].numel() <= 4 * _ROW:  # in a hook, for each parameter: no lists
+    short = _PIECE.get(grads[0].dtype, _LONGEST) if p == 2 and grads else 4 * _ROW
+    if len(grads) == 1 and 0 < grads[0].numel() <= short:  # in a hook, for each parameter: no lists
         return [torch.linalg.vector_norm(real(grads[0]), p, dtype=wide(grads[0].dtype))]
     result: list[torch.Tensor | None] = [None] * len(grads)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from disthooks.grads.measures.base import Local, Measure, Merge, stack, wide
-from disthooks.grads.measures.power import norms
+from disthooks.grads.measures.power import norms, squares
 
 _BLOCK = 2**17  # elements of a difference that are in memory at a time, on the CPU
 _SMALL = 2**14  # elements of what is taken together
@@ -24,7 +24,7 @@ class WeightPower(Measure):
     def local(self, local: Local) -> torch.Tensor:
         """For each parameter, on the rank that owns the elements."""
         values = [shard.values() if shard.owned else None for shard in local.shards]
-        return stack(values, lambda found: norms(found, 2.0), local.device).square()
+        return squares(values, local.device)
 
 
 @dataclass(frozen=True)
