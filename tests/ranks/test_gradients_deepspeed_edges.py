@@ -98,6 +98,8 @@ def test_the_step_inside_of_accelerates_backward(ranks: Ranks) -> None:
 
 def _autocast(rank: int, stage: int) -> list[bool]:
     """With a GradScaler: gradients are those of the loss, and an overflow stays one."""
+    from deepspeed.runtime import torch_autocast
+
     engine = engine_of(stage, "autocast")
     grads: dict[str, torch.Tensor] = {}
     weights, handle = weights_of(engine), kept(engine, grads)
@@ -116,6 +118,7 @@ def _autocast(rank: int, stage: int) -> list[bool]:
         moved = {name: (before[name] - after) / LR for name, after in weights_of(engine).items()}
         found.append(near(moved, tripled, 1e-3))
     handle.remove()
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # or DeepSpeed takes every later engine for one under autocast
     return found
 
 
