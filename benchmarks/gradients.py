@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(self, blocks: int, width: int, vocabulary: int = 2048) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, max(1, width // 56)) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 64)) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@
         store: {kind: OnDisk, directory: /scratch}        # {kind: Tiered, stores: [{kind: OnDevice, ...}, ...]}
     watch:                      # the arguments of disthooks.gradients
       every: 50
+      groups: {attention: "*.attn.*"}                   # optional
       rules: [{kind: ClipNorm, max_norm: 1.0}]
       stats: [{kind: Norm}, {kind: MaxAbs}, {kind: NonFinite}]
       sinks: [{kind: Jsonl, path: runs/gradients.jsonl}]       # TensorBoard, WandB, MLflow: the active run
@@ -198,7 +199,7 @@ def _plan(document: Any) -> Plan:
     watch = checked["watch"]
     if watch is None:
         return Plan(saves, {})
-    made: dict[str, Any] = {"every": watch["every"]}
+    made: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         entries = watch[key]
         made[key] = [_maker(entry, noun, f"watch.{key}.{i}") for i, entry in enumerate(entries)]
@@ -221,8 +222,9 @@ def _schema(document: Any) -> dict[str, Any]:
         codecs=kinds,
         store=(dict[str, Any], ...),
     )
+    groups: Any = (dict[str, str | list[str]], {})
     watch: Any = pydantic.create_model(
-        "watch", __config__=strict, every=(steps, 50), rules=kinds, stats=kinds, sinks=kinds
+        "watch", __config__=strict, every=(steps, 50), groups=groups, rules=kinds, stats=kinds, sinks=kinds
     )
     whole: Any = pydantic.create_model("hooks", __config__=strict, save=(list[save], []), watch=(watch | None, None))
     try:

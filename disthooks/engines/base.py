@@ -11,13 +11,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._match import canonical
-from disthooks._torch import steps_under_way
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.skip import over, skip_if
+from disthooks.engines.steps import BeforeStep, Steps
 from disthooks.errors import AttachError, UsageError
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
-BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
 
 class Removable(Protocol):
@@ -25,21 +23,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Take the hook off."""
-
-
-class Several:
-    """Handles of several hooks as one.
-
-    >>> Several([]).remove()
-    """
-
-    def __init__(self, handles: Sequence[Removable]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        """Take all of them off."""
-        for handle in self.handles:
-            handle.remove()
 
 
 def is_a(module: nn.Module, *names: str) -> bool:
@@ -140,19 +123,8 @@ class Engine:
         move in this step (see :mod:`disthooks.engines.skip`).
         """
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if _outermost(optimizer):
-                over(optimizer)  # of a step that raised
-                decision = run(optimizer, args, kwargs)
-                if decision is not None:
-                    skip_if(decision, optimizer)
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if _outermost(optimizer):
-                over(optimizer)
-
-        inner = stepping(optimizer)
-        return Several([inner.register_step_pre_hook(before), inner.register_step_post_hook(after)])
+        steps = Steps.of(stepping(optimizer))
+        return steps.add(steps.before, run)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
         """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs."""
@@ -162,12 +134,8 @@ class Engine:
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Have ``run()`` called when the update has been made, once a step."""
 
-        def once(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if _outermost(optimizer):
-                run()
-
-        handle: Removable = stepping(optimizer).register_step_post_hook(once)
-        return handle
+        steps = Steps.of(stepping(optimizer))
+        return steps.add(steps.after, run)
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
         """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
@@ -215,11 +183,6 @@ class Engine:
                 if parameter is not None and self.fixed(parameter):
                     places.append((module._parameters, key, parameter, canonical(f"{path}.{key}".lstrip("."))))
         return places
-
-
-def _outermost(optimizer: Any) -> bool:
-    """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
-    return sum(under_way is optimizer for under_way in steps_under_way()) < 2
 
 
 def stepping(optimizer: Any) -> Any:

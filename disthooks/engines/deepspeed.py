@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from disthooks._match import inside
-from disthooks.engines.base import BeforeStep, Engine, Removable, is_a
+from disthooks.engines.base import Engine, Removable, is_a
 from disthooks.engines.partitions import Bf16, Masters, Partitions, Piece, Zero3, Zero12, shape_of
 from disthooks.engines.shard import Part, Shard
+from disthooks.engines.steps import BeforeStep
 from disthooks.engines.updates import Update, scaler_of
 from disthooks.errors import AttachError
 

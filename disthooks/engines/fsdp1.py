@@ -31,6 +31,11 @@ class FlatShard(Shard):
     unit: Unit = field(kw_only=True)
     piece: Piece = field(kw_only=True)
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.piece.shape
+
     def gradient(self) -> torch.Tensor | None:
         """A view of what the optimizer uses; None where no backward came here, or the rank has no element of it.
 

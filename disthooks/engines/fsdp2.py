@@ -31,6 +31,9 @@ class Fsdp2(Engine):
         if rank not in ranks:
             raise AttachError(f"rank {rank} is not in the device mesh of this model, which has ranks {list(ranks)}")
         super().__init__(model, ranks, ranks.index(rank))
+        self._params = {
+            id(each.sharded_param): each for m in model.modules() for g in _groups(m) for each in g.fsdp_params
+        }
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -46,8 +49,9 @@ class Fsdp2(Engine):
         return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
 
     def begins(self, index: int) -> bool:
-        """Never known: gradients that are not reduced yet are accumulated out of sight."""
-        return False
+        """Whether there is no gradient, neither a reduced one nor one that ``no_sync`` accumulates out of sight."""
+        parameter = self.shards[index].parameter
+        return parameter.grad is None and not _accumulates(self._params.get(id(parameter)))
 
     def own_data(self) -> bool:
         """Not under tensor parallelism, where FSDP shards over a part of the ranks, or is not there at all."""
@@ -76,14 +80,29 @@ class Fsdp2(Engine):
         return [local, *super().on_local([i for i in wanted if i not in covered], hook)]
 
 
+def _groups(module: nn.Module) -> list[Any]:
+    """FSDP2's own groups of the parameters of one module."""
+    if not is_a(module, "FSDPModule"):
+        return []
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.9 has one
+    return [group for group in found if group is not None]
+
+
+def _accumulates(param: Any) -> bool:
+    """Whether FSDP2 keeps a gradient of earlier micro-batches that it has not reduced."""
+    if param is None:
+        return False
+    unsharded = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None
+
+
 def _over(module: nn.Module, ranks: int) -> Iterator[nn.Parameter]:
     """The parameters that ``module`` itself shards over so many ranks, each of which has data of its own."""
-    if is_a(module, "FSDPModule"):
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # torch 2.9 has one
-            info = group and group.mesh_info
-            if info and info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
-                yield from (each.sharded_param for each in group.fsdp_params)
+    for group in _groups(module):
+        info = group.mesh_info
+        if info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
+            yield from (each.sharded_param for each in group.fsdp_params)
 
 
 class _Gathered:

@@ -37,11 +37,15 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     Raises:
         AttachError: when no parameter is a DTensor, or the meshes have no mesh in common.
     """
+    named = [(name, p.device_mesh) for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
     found: dict[tuple[int, ...], str] = {}
-    for name, parameter in model.named_parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)
-        if mesh is not None:
-            found.setdefault(_ranks(_root(mesh)), name)
+    for name, mesh in named:
+        found.setdefault(_ranks(mesh), name)
+    if len(found) == 1:  # one dimension of a larger mesh: its other ranks train something else
+        return next(iter(found))
+    found = {}
+    for name, mesh in named:
+        found.setdefault(_ranks(_root(mesh)), name)
     if not found:
         raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
     most = max(found, key=len)
@@ -101,7 +105,7 @@ def _root(mesh: Any) -> Any:
 def _twins(mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str) -> tuple[int, ...]:
     """All ranks that have what ``rank`` has: they differ from it only along dimensions that do not shard."""
     root = _root(mesh)
-    if root is mesh or root.mesh_dim_names is None:
+    if _ranks(mesh) == tuple(ranks) or root.mesh_dim_names is None:
         grid, sharding = mesh.mesh, [i for i, same in enumerate(replicated) if not same]
     else:
         grid, outer = root.mesh, list(root.mesh_dim_names)

@@ -96,6 +96,19 @@ class Shard:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_plain", not hasattr(self.parameter, "placements"))  # asked in every step
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.parameter.shape if self.part is None else self.part.shape
+
+    def shown(self) -> nn.Parameter:
+        """What patterns are shown: the parameter, or where that is a fragment here one of the whole's shape, without
+        values."""
+        if self.shape == self.parameter.shape:
+            return self.parameter
+        whole = torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
+        return nn.Parameter(whole, self.parameter.requires_grad)
+
     def gradient(self) -> torch.Tensor | None:
         """The local part of the gradient, sharing its memory; None while there is none.
 

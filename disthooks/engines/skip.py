@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 # What is to be put back when the step is over, by optimizer.
-_after: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+_after: WeakKeyDictionary[Any, Callable[[bool], None]] = WeakKeyDictionary()
 
 
 def skip_if(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -41,9 +42,9 @@ def withhold(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
     for parameter, _ in taken:
         parameter.grad = None
 
-    def back() -> None:
+    def back(restore: bool) -> None:
         for parameter, grad in taken:
-            if parameter.grad is None:
+            if restore and parameter.grad is None:
                 parameter.grad = grad
 
     _when_over(optimizer, back)
@@ -71,23 +72,34 @@ def _tell(decision: torch.Tensor, optimizer: Any) -> None:
         optimizer.found_inf = theirs + ours.to(theirs.device, non_blocking=True)
         return
     optimizer.found_inf = ours
-    _when_over(optimizer, lambda: optimizer.__dict__.pop("found_inf", None))
+    alive = weakref.ref(optimizer)  # what is kept by optimizer must not keep it
+
+    def take_off(restore: bool) -> None:
+        if (found := alive()) is not None:
+            found.__dict__.pop("found_inf", None)
+
+    _when_over(optimizer, take_off)
 
 
-def _when_over(optimizer: Any, undo: Callable[[], object]) -> None:
+def _when_over(optimizer: Any, undo: Callable[[bool], None]) -> None:
     """Have ``undo`` called when this step is over; before the next one, if this one raises."""
     before = _after.pop(optimizer, None)
 
-    def both() -> None:
-        undo()
+    def both(restore: bool) -> None:
+        undo(restore)
         if before is not None:
-            before()
+            before(restore)
 
     _after[optimizer] = both
 
 
-def over(optimizer: Any) -> None:
-    """Put back what was taken from ``optimizer`` for a step."""
+def over(optimizer: Any, restore: bool = True) -> None:
+    """End what was begun for a step of ``optimizer``.
+
+    Args:
+        optimizer: the one that stepped.
+        restore: whether gradients that were taken away come back; not those of an earlier step that raised.
+    """
     undo = _after.pop(optimizer, None)
     if undo is not None:
-        undo()
+        undo(restore)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disthooks.engines.base import BeforeStep
 from disthooks.engines.partitions import Partitions
 from disthooks.engines.shard import Shard
 from disthooks.engines.skip import over
+from disthooks.engines.steps import BeforeStep
 
 _NAME = "_take_model_step"
 

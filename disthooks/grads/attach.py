@@ -75,7 +75,9 @@ def gradients(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: log every how many steps? An int of at least 1")
-    chosen, watched, targets = [as_rule(rule) for rule in rules], [check_stat(stat) for stat in stats], list(sinks)
+    chosen = [as_rule(rule) for rule in _listed("rules", rules)]
+    watched = [check_stat(stat) for stat in _listed("stats", stats)]
+    targets, named = list(_listed("sinks", sinks)), _grouped(groups)
     for sink in targets:
         if not callable(sink):
             raise UsageError(f"{sink!r} is no sink: give sinks.Jsonl(path), sinks.Console() or a function of a dict")
@@ -84,6 +86,24 @@ def gradients(
     if targets and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     engine = find(model)
-    numbers = [as_numbers(it) for it in also]
-    wishes = Wishes(chosen, watched, targets, every, dict(groups or {}), numbers, scaler)
+    numbers = [as_numbers(it) for it in _listed("also", also)]
+    wishes = Wishes(chosen, watched, targets, every, named, numbers, scaler)
     return Gradients(engine, engine.stepping(optimizer), wishes)
+
+
+def _listed(what: str, given: Any) -> Iterable[Any]:
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise UsageError(f"{what}={given!r}: give a list, [...], of them (stats.standard() is one already)")
+    return given
+
+
+def _grouped(groups: Any) -> dict[str, Any]:
+    """The groups, checked."""
+    if groups is None:
+        return {}
+    if not isinstance(groups, Mapping):
+        raise UsageError(f"groups={groups!r}: give a dict of names and patterns, {{'attention': '*.attn.*'}}")
+    for name, pattern in groups.items():
+        if not isinstance(name, str) or not name or (not pattern and not callable(pattern)):
+            raise UsageError(f"groups: {name!r}: {pattern!r} is no name with a pattern or a list of them")
+    return dict(groups)

@@ -213,8 +213,10 @@ class Gradients(Attachment):
     def _described(self) -> str:
         """What all ranks must have alike, or they would add up different things, or wait for each other."""
         wishes, names = self._wishes, [shard.name for shard in self._shards]
+        scopes = [bound.indices for bound in self._plan.rules], self._looking.scopes()
         asked = f"every={wishes.every}, rules={wishes.rules}, stats={wishes.stats}, groups={self._plan.groups}"
-        return re.sub(r" at 0x[0-9a-f]+", "", f"{asked}, parameters {names}")
+        asked += f", for the parameters {scopes} of {names}"
+        return re.sub(r" at 0x[0-9a-f]+", "", asked)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

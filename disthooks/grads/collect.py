@@ -60,7 +60,8 @@ def _made(ranks: list[int]) -> Any:
     if store.get("all") == b"yes":
         raise AttachError(
             f"the ranks {ranks} are in different numbers of process groups (this one in {count}), and torch cannot "
-            "make them a new one: make groups with torch.distributed.new_group or init_device_mesh alike on all ranks"
+            "make them a new one: make groups alike on all ranks, and where sets of ranks overlap, attach disthooks to "
+            "the model on the largest one first"
         )
     return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from disthooks._tensors import local_part
+from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Look, Seen, wide
@@ -40,6 +41,7 @@ class Looking:
         self._engine, self._wanted, self._looks, self._kept = engine, wanted, looks, kept
         self._rules, self._scaler = rules, scaler
         self._seen: dict[int, Seen] = {}
+        self._last: dict[int, int] = {}  # in which backward
         self._nothing = [_NOTHING] * len(wanted)
         self._step, self._batches = 0, Counter[int]()
 
@@ -52,6 +54,10 @@ class Looking:
         ruled = {index for _, indices in self._rules for index in indices}
         indices = [i for i in self._wanted if i in ruled or self._looks]
         return self._engine.on_local(indices, self._hook) if indices else []
+
+    def scopes(self) -> list[list[int]]:
+        """The parameters of each rule."""
+        return [sorted(indices) for _, indices in self._rules]
 
     def take(self) -> list[Seen]:
         """What was seen of each parameter since the last time."""
@@ -71,9 +77,9 @@ class Looking:
 
     @torch.no_grad()
     def _look(self, index: int, grad: torch.Tensor) -> None:
+        if index in self._seen and self._engine.begins(index):
+            self._forget()
         seen = self._seen.get(index, Seen())
-        if self._engine.begins(index):  # what was seen before belongs to a step that was never made
-            seen = Seen()
         if "norms" in self._looks:
             seen = seen._replace(norms=(*seen.norms, *norms([grad], 2.0)))
         elif "finite" in self._looks:
@@ -82,13 +88,23 @@ class Looking:
             seen = seen._replace(flags=(*seen.flags, ~torch.isfinite(total)))
         if index in self._kept:
             seen = seen._replace(kept=grad.clone() if seen.kept is None else seen.kept + grad)
-        self._seen[index] = seen
+        self._seen[index], self._last[index] = seen, backward_id()
+
+    def _forget(self) -> None:
+        """All that was seen before this backward: it belongs to a step that was never made."""
+        now = backward_id()
+        self._seen = {index: seen for index, seen in self._seen.items() if self._last[index] == now}
 
     @torch.no_grad()
     def _rewritten(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         chosen = [rule for rule, indices in self._rules if index in indices]
         if not chosen:
             return None
+        if grad.requires_grad:
+            raise UsageError(
+                f"create_graph=True: the rules at 'local' for {self._engine.shards[index].name!r} would cut the graph "
+                "of its gradient; use on_gradient(at='local') with a function that autograd can follow"
+            )
         shard, scale = self._engine.shards[index], self._scale(grad)
         result = grad.detach()
         if scale is not None:  # wide, since it is what float16 was multiplied for

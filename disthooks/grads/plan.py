@@ -162,7 +162,7 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
     Raises:
         MatchError: when a pattern matches none.
     """
-    named = [(shard.name, shard.parameter) for shard in shards]
+    named = [(shard.name, shard.shown()) for shard in shards]
     found: dict[str, list[int]] = {}
     for group, pattern in groups.items():
         one = isinstance(pattern, (str, type)) or callable(pattern)

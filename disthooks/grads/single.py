@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -47,7 +48,7 @@ class OnGradient(Attachment):
             for handle in self._engine.on_local(list(self._shards), self._local):
                 self.on_remove(handle.remove)
         else:
-            self.on_remove(self._engine.before_any_step(self._before_step).remove)
+            self.on_remove(self._engine.before_any_step(_weakly(self._before_step)).remove)
         self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
@@ -155,7 +156,7 @@ def on_gradient(
 def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> list[int]:
     one = isinstance(pattern, (str, type)) or callable(pattern)
     patterns = [cast(Pattern, pattern)] if one else list(cast("Iterable[Pattern]", pattern))
-    named = [(shard.name, shard.parameter) for shard in engine.shards]
+    named = [(shard.name, shard.shown()) for shard in engine.shards]
     names = {name for name, _ in match(named, patterns, "parameter")}
     indices = [i for i, (name, _) in enumerate(named) if name in names]
     if not any(named[i][1].requires_grad for i in indices):
@@ -166,6 +167,17 @@ def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> li
             f"the optimizer of {engine.label} updates no matching parameter: give it those, or at='local'"
         )
     return indices
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method`` as long as its object lives: torch's hooks of all optimizers would keep the model for ever."""
+    alive = weakref.WeakMethod(method)
+
+    def run(*args: Any) -> None:
+        if (found := alive()) is not None:
+            found(*args)
+
+    return run
 
 
 def _check_result(result: object, grad: torch.Tensor, where: str) -> None:

@@ -152,7 +152,8 @@ class ClipNorm(Rule):
 
 def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
     """What a gradient of this norm is multiplied by, so that its norm is at most ``limit``; torch's formula."""
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(norm == torch.inf, 0.0, factor)  # also where the limit was learned from an infinite norm
 
 
 def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | torch.Tensor) -> None:

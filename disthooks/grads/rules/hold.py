@@ -19,7 +19,9 @@ from disthooks.grads.rules.base import Rule, State, Work
 
 @dataclass(frozen=True)
 class SkipNonFinite(Rule):
-    """Where any element of a gradient on any rank is not finite, the optimizer does not move in this step.
+    """Where any element of a gradient is not finite, the optimizer does not move in this step, on any rank.
+
+    Each element is looked at once: of gradients that several ranks have alike, those of one.
 
     Parameters and the optimizer's state, its count of steps too, stay bit for bit as they were; there is no weight
     decay and no momentum. The gradients themselves are left as they are. All ranks decide alike, by the norm that

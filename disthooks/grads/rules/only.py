@@ -40,7 +40,7 @@ class Only(Rule):
     def scope(self, shards: Sequence[Shard]) -> list[int]:
         """Those that match, among those that the rule inside is for."""
         inner = self.rule.scope(shards)
-        wanted = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
+        wanted = {name for name, _ in match([(s.name, s.shown()) for s in shards], self.patterns, "parameter")}
         return [i for i in inner if shards[i].name in wanted]
 
     def label(self) -> str:

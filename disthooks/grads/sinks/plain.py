@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disthooks.errors import UsageError
-from disthooks.grads.sinks.records import shown
+from disthooks.grads.sinks.records import is_empty, shown
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class Console:
             raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Print one line; empty lists are left out."""
-        self.print("  ".join(f"{name} {shown(value)}" for name, value in record.items() if value != []))
+        """Print one line, without what is empty and what is of a single parameter."""
+        told = {name: value for name, value in record.items() if "/param/" not in name and not is_empty(value)}
+        self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 
 
 def _strict(value: Any) -> Any:

@@ -51,7 +51,7 @@ def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
     return {
         name: Histogram(_finite([float(edge) for edge in value["edges"]]), list(value["counts"]))
         for name, value in record.items()
-        if _is_histogram(value)
+        if _is_histogram(value) and value["counts"]
     }
 
 
@@ -64,7 +64,7 @@ def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
     return {
         name: shown(value, most)
         for name, value in record.items()
-        if not isinstance(value, numbers.Real) and not _is_histogram(value) and not _is_empty(value)
+        if not isinstance(value, numbers.Real) and not _is_histogram(value) and not is_empty(value)
     }
 
 
@@ -89,7 +89,7 @@ def shown(value: object, most: int | None = 4) -> str:
     if isinstance(value, list):
         items = [_item(item) for item in value[:most]]
         return ", ".join(items) + (f" and {len(value) - most} more" if most is not None and len(value) > most else "")
-    if isinstance(value, Mapping) and _is_histogram(value):
+    if isinstance(value, Mapping) and _is_histogram(value) and value["counts"]:
         return f"{sum(value['counts'])} from {shown(value['edges'][0])} to {shown(value['edges'][-1])}"
     return str(value)
 
@@ -98,7 +98,10 @@ def _is_histogram(value: Any) -> bool:
     return isinstance(value, Mapping) and {"edges", "counts"} <= value.keys()
 
 
-def _is_empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
+    """Whether there is nothing to say of it: None, an empty list or text, a histogram of nothing."""
+    if isinstance(value, Mapping) and _is_histogram(value):
+        return not value["counts"]
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
 
 

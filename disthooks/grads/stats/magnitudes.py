@@ -45,7 +45,8 @@ class Histogram(Stat):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantiles", tuple(self.quantiles))  # a list from a file
+        given = self.quantiles if isinstance(self.quantiles, (list, tuple)) else (self.quantiles,)
+        object.__setattr__(self, "quantiles", tuple(given))  # a list from a file
         for q in self.quantiles:
             if not isinstance(q, (int, float)) or isinstance(q, bool) or not 0 <= q <= 1:
                 raise UsageError(f"Histogram(quantiles={self.quantiles!r}): each is a number from 0 to 1, not {q!r}")
@@ -56,7 +57,7 @@ class Histogram(Stat):
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The quantiles."""
-        return {f"grad_abs_q{100 * q:g}": quantile(values[0], q) for q in self.quantiles}
+        return {f"grad_abs_q{100 * q:.12g}": quantile(values[0], q) for q in self.quantiles}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         """The quantiles, and the bins that are not empty."""

@@ -1,0 +1,94 @@
+"""One hook before and one after the steps of an optimizer, for all that is attached to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from disthooks._torch import steps_under_way
+from disthooks.engines.skip import over, skip_if
+
+BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
+
+_all: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
+
+
+class Steps:
+    """What runs before and after each step of one optimizer.
+
+    All of ``before`` runs first, each on the gradients as they are; then the step is skipped if any of it decided so.
+
+    Attributes:
+        before: called with the optimizer and the arguments of its step.
+        after: called when the update has been made.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.before: list[BeforeStep] = []
+        self.after: list[Callable[[], None]] = []
+        self._optimizer = weakref.ref(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Steps:
+        """The one of ``optimizer``, made when it is first asked for."""
+        found = _all.get(optimizer)
+        if found is None:
+            found = _all[optimizer] = cls(optimizer)
+        return found
+
+    def add(self, to: list[Any], run: Any) -> Entry:
+        """Put ``run`` at the end of ``before`` or ``after``; gives what takes it off."""
+        to.append(run)
+        return Entry(self, to, run)
+
+    def leave(self) -> None:
+        """With nothing left to run, take the hooks off and put back what a step that raised had taken."""
+        optimizer = self._optimizer()
+        if self.before or self.after or optimizer is None or _all.get(optimizer) is not self:
+            return
+        del _all[optimizer]
+        for handle in self._handles:
+            handle.remove()
+        if not any(under_way is optimizer for under_way in steps_under_way()):
+            over(optimizer)
+
+    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not _outermost(optimizer):
+            return
+        over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
+        decisions = [run(optimizer, args, kwargs) for run in list(self.before)]
+        made = [decision for decision in decisions if decision is not None]
+        if made:
+            skip_if(torch.stack([each.to(made[0].device) for each in made]).any(), optimizer)
+
+    def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if _outermost(optimizer):
+            over(optimizer)
+            for run in list(self.after):
+                run()
+
+
+class Entry:
+    """One function of a :class:`Steps`."""
+
+    def __init__(self, steps: Steps, of: list[Any], run: Any) -> None:
+        self._steps, self._of, self._run = steps, of, run
+
+    def remove(self) -> None:
+        """Take it off; the last one takes the hooks with it."""
+        if self._run in self._of:
+            self._of.remove(self._run)
+            self._steps.leave()
+
+
+def _outermost(optimizer: Any) -> bool:
+    """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
+    return sum(under_way is optimizer for under_way in steps_under_way()) < 2
