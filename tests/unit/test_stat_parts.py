@@ -187,7 +187,7 @@ def test_bins_hold_what_they_say_and_bound_the_quantiles(numbers: list[float], d
     )
     assert counts.tolist() == expected.tolist()
     true = float(sizes[max(0, math.ceil(q * len(numbers)) - 1)])
-    ours = found[f"grad_abs_q{100 * q:g}"]
+    ours = found[f"grad_abs_q{100 * q:.12g}"]
     if true < 2.0**-64:
         assert ours == 0
     elif true >= 2.0**32:
