@@ -13,7 +13,7 @@ endif
 ARGS ?=
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gpu lint type fmt clean
+.PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gradients bench-gpu lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
@@ -36,11 +36,16 @@ bench: $(READY)
 bench-overhead: $(READY)
 	$(RUN) benchmarks/overhead.py $(ARGS)
 
+# Some 6 minutes on 2 cores; peers that are not installed are named.
+bench-gradients: $(READY)
+	$(RUN) benchmarks/gradients.py $(ARGS)
+
 bench-threshold: $(READY)
 	$(RUN) benchmarks/threshold.py $(ARGS)
 
 bench-gpu: $(READY)
 	$(RUN) benchmarks/disk.py --device cuda $(ARGS)
+	$(RUN) benchmarks/gradients.py --device cuda $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

@@ -58,3 +58,19 @@ def test_the_targets_have_figures(figures: dict[str, Any]) -> None:
     assert all(figures["disk"][f"{what}_gb_per_second"] > 0 for what in ("write", "read"))
     assert all(figures["disk_bound"][what]["of_measured"] > 0 for what in ("write", "read"))
     assert figures["limit"].keys() >= {"least_added_seconds", "added_seconds", "distance_seconds"}
+
+
+def test_the_benchmark_of_gradients_runs(tmp_path: pathlib.Path) -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "gradients.py"), "--sizes", "small", "--rounds", "1"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [*script, "--json", str(out)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["results"]["small"]
+    ours = {"disthooks ClipNorm", "disthooks all statistics", "disthooks ClipNorm and all statistics"}
+    assert {"torch clip_grad_norm_", "naive statistics", *ours} <= found["added_milliseconds"].keys()
+    assert found["not_run"].keys() | found["added_milliseconds"].keys() >= {"lightning grad_norm"}
+    assert all(target["met"] in (True, False) for target in found["targets"].values())
