@@ -13,8 +13,8 @@ timed there and added to them:
 - wandb.watch-style: a histogram of 64 bins of every gradient, taken to the host, by wandb's own code where it is
   installed;
 - naive: eleven statistics of every gradient, each taken to the host;
-- ours: ``ClipNorm`` alone, in a step that is not logged; all statistics of ``stats.standard()`` in every step, with what
-  is logged read and made into a record; and with the norms of weights and updates too.
+- ours: ``ClipNorm`` alone, in a step that is not logged; all statistics of ``stats.standard()`` in every step, with
+  what is logged read and made into a record; and with the norms of weights and updates too.
 
 The targets: ``ClipNorm`` takes at most the time of torch's; all statistics take at most 3% of a training step on the
 CPU (1% on a GPU) and a tenth of the naive loop.
