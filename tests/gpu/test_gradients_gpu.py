@@ -15,15 +15,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-RULES = [dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)]
-STATS = [stats.Norm(per_parameter=True), stats.MaxAbs(), stats.NonFinite()]
+RULES = [dh.SkipNonFinite(3), dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)]
+MORE = [dh.ClipAdaptive(), dh.ClipPercentile(), dh.ClipZScore(), dh.Sanitize(), dh.Scale(0.5), dh.Noise(0.01)]
+STATS = [*stats.standard(per_parameter=True), stats.MaxAbs(), stats.Weights(), stats.Updates(), stats.Spread()]
 
 
-def test_no_host_sync() -> None:
+@pytest.mark.parametrize("rules", [RULES, MORE], ids=["clip", "adapt"])
+def test_no_host_sync(rules: list) -> None:
     model = make("plain").cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, fused=True)
     inputs = torch.randn(8, 6, device="cuda")
-    with dh.gradients(model, optimizer, rules=RULES, stats=STATS, every=2) as watch:
+    with dh.gradients(model, optimizer, rules=rules, stats=STATS, every=2) as watch:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -49,6 +51,19 @@ def test_the_device_gives_what_the_cpu_gives() -> None:
     with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
         optimizer.step()
     assert close({name: grad.cpu() for name, grad in grads_of(model).items()}, grads_of(truth))
+
+
+def test_statistics_on_the_device_are_those_on_the_cpu() -> None:
+    records = []
+    for device in ("cpu", "cuda"):
+        model = make("plain").to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)).to(device)
+        with dh.gradients(model, optimizer, stats=[s for s in STATS if not isinstance(s, stats.Spread)]) as watch:
+            optimizer.step()
+        records.append(watch.latest)
+    assert close(records[1], records[0], 1e-5)
 
 
 def test_long_sums_keep_their_digits() -> None:
