@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,17 +76,24 @@ class Steps:
                 run()
 
 
-class Entry:
-    """One function of a :class:`Steps`."""
+class Leaves(Protocol):
+    """What runs functions, and leaves when there are none."""
 
-    def __init__(self, steps: Steps, of: list[Any], run: Any) -> None:
-        self._steps, self._of, self._run = steps, of, run
+    def leave(self) -> None:
+        """Leave, if there is nothing left to run."""
+
+
+class Entry:
+    """One function that a :class:`Steps`, or another one that leaves, runs."""
+
+    def __init__(self, runner: Leaves, of: list[Any], run: Any) -> None:
+        self._runner, self._of, self._run = runner, of, run
 
     def remove(self) -> None:
         """Take it off; the last one takes the hooks with it."""
         if self._run in self._of:
             self._of.remove(self._run)
-            self._steps.leave()
+            self._runner.leave()
 
 
 def _outermost(optimizer: Any) -> bool:

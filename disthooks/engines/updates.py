@@ -12,7 +12,7 @@ import torch.distributed as dist
 from disthooks.engines.partitions import Partitions
 from disthooks.engines.shard import Shard
 from disthooks.engines.skip import over
-from disthooks.engines.steps import BeforeStep
+from disthooks.engines.steps import BeforeStep, Entry
 
 _NAME = "_take_model_step"
 
@@ -129,19 +129,6 @@ class Update:
         if type(self._kept) is Partitions:
             over(self._engine.basic_optimizer)
             self._engine.zero_grad()
-
-
-class Entry:
-    """One function of an :class:`Update`."""
-
-    def __init__(self, update: Update, of: list[Any], run: Any) -> None:
-        self._update, self._of, self._run = update, of, run
-
-    def remove(self) -> None:
-        """Take it off; the last one puts the engine's own step back."""
-        if self._run in self._of:
-            self._of.remove(self._run)
-            self._update.leave()
 
 
 def scaler_of(engine: Any) -> Any:

@@ -48,7 +48,9 @@ class OnGradient(Attachment):
             for handle in self._engine.on_local(list(self._shards), self._local):
                 self.on_remove(handle.remove)
         else:
-            self.on_remove(self._engine.before_any_step(_weakly(self._before_step)).remove)
+            handle = self._engine.before_any_step(_weakly(self._before_step))
+            self.on_remove(handle.remove)
+            weakref.finalize(self, handle.remove).atexit = False
         self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
