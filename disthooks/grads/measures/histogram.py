@@ -14,7 +14,7 @@ from disthooks.grads.measures.base import Local, Measure, Merge, Per, real
 _LOWEST, _HIGHEST = -64, 32  # powers of two
 _PARTS = 4  # bins in an octave
 BINS = (_HIGHEST - _LOWEST) * _PARTS + 2
-_BLOCK = {"cpu": 2**17, "cuda": 2**24}  # elements; CUDA's histc counts in float32, which ends at 2**24
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements; CUDA's histc counts in float32, which ends at 2**24
 # A float's bits without the sign are an integer; shifted by this, it is the exponent and two digits of the mantissa.
 _BITS = {torch.float32: (torch.int32, 21, 127), torch.float64: (torch.int64, 50, 1023)}
 

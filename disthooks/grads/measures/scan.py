@@ -17,7 +17,7 @@ from disthooks.grads.measures.base import Fact, Local, Seen, moved, real, take, 
 Facts = frozenset[Fact]
 
 _ROW = 1024
-_BLOCK = {"cpu": 2**17, "cuda": 2**24}  # elements; on the CPU 512 KiB of float32
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements; on the CPU 2 MiB of float32
 # Of one row, in the order of a table. "high" and "low" are merged as maxima, of g and of -g.
 _ORDER: tuple[Fact, ...] = ("count", "sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
 _LARGEST: Facts = frozenset({"high", "low"})
