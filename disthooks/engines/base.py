@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._match import canonical
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.steps import BeforeStep, Steps
+from disthooks.engines.steps import BeforeStep, StepHooks
 from disthooks.errors import AttachError, UsageError
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
@@ -122,9 +122,8 @@ class Engine:
         It may return a bool tensor without dimensions on the device: where that is true, the optimizer does not
         move in this step (see :mod:`disthooks.engines.skip`).
         """
-
-        steps = Steps.of(stepping(optimizer))
-        return steps.add(steps.before, run)
+        hooks = StepHooks.of(stepping(optimizer))
+        return hooks.add(hooks.before, run)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
         """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs."""
@@ -133,9 +132,8 @@ class Engine:
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Have ``run()`` called when the update has been made, once a step."""
-
-        steps = Steps.of(stepping(optimizer))
-        return steps.add(steps.after, run)
+        hooks = StepHooks.of(stepping(optimizer))
+        return hooks.add(hooks.after, run)
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
         """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.

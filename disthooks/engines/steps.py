@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,10 +13,8 @@ from disthooks.engines.skip import over, skip_if
 
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
-_all: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
 
-
-class Steps:
+class StepHooks:
     """What runs before and after each step of one optimizer.
 
     All of ``before`` runs first, each on the gradients as they are; then the step is skipped if any of it decided so.
@@ -37,12 +34,13 @@ class Steps:
         ]
 
     @classmethod
-    def of(cls, optimizer: Any) -> Steps:
-        """The one of ``optimizer``, made when it is first asked for."""
-        found = _all.get(optimizer)
-        if found is None:
-            found = _all[optimizer] = cls(optimizer)
-        return found
+    def of(cls, optimizer: Any) -> StepHooks:
+        """The one of ``optimizer``, made when it is first asked for.
+
+        It is found among the optimizer's own hooks: a table of all of them would keep every model that is attached.
+        """
+        owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+        return next((owner for owner in owners if isinstance(owner, cls)), None) or cls(optimizer)
 
     def add(self, to: list[Any], run: Any) -> Entry:
         """Put ``run`` at the end of ``before`` or ``after``; gives what takes it off."""
@@ -52,9 +50,8 @@ class Steps:
     def leave(self) -> None:
         """With nothing left to run, take the hooks off and put back what a step that raised had taken."""
         optimizer = self._optimizer()
-        if self.before or self.after or optimizer is None or _all.get(optimizer) is not self:
+        if self.before or self.after or optimizer is None:
             return
-        del _all[optimizer]
         for handle in self._handles:
             handle.remove()
         if not any(under_way is optimizer for under_way in steps_under_way()):
@@ -64,7 +61,11 @@ class Steps:
         if not _outermost(optimizer):
             return
         over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
-        decisions = [run(optimizer, args, kwargs) for run in list(self.before)]
+        try:
+            decisions = [run(optimizer, args, kwargs) for run in list(self.before)]
+        except BaseException:
+            over(optimizer)  # there is no step, so what one of them took away for it comes back
+            raise
         made = [decision for decision in decisions if decision is not None]
         if made:
             skip_if(torch.stack([each.to(made[0].device) for each in made]).any(), optimizer)
@@ -84,7 +85,7 @@ class Leaves(Protocol):
 
 
 class Entry:
-    """One function that a :class:`Steps`, or another one that leaves, runs."""
+    """One function that a :class:`StepHooks`, or another one that leaves, runs."""
 
     def __init__(self, runner: Leaves, of: list[Any], run: Any) -> None:
         self._runner, self._of, self._run = runner, of, run

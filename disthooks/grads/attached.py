@@ -246,7 +246,7 @@ class Gradients(Attachment):
         copies = grads if factor is None else in_users_units(grads, factor)
         outcome = self._runner.run(copies, self._looking.take(), scale, self.steps, logged)
         if factor is not None:
-            put_back(copies, grads, factor)
+            put_back(copies, grads, factor, self._plan.rewritten)
         return outcome
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from disthooks._tensors import local_part
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Look, Seen, wide
+from disthooks.grads.measures.base import Look, Seen, onto, wide
 from disthooks.grads.measures.power import norms
 from disthooks.grads.rules.base import MicroBatch, Rule
 
@@ -123,7 +123,7 @@ class Looking:
         if self._scaler is None or not self._scaler.is_enabled():
             return None
         scale: torch.Tensor = self._scaler._scale
-        return scale.to(grad.device, non_blocking=True)
+        return onto(scale, grad.device)
 
     def _refuse(self, index: int, grad: torch.Tensor) -> None:
         if any(index in indices for _, indices in self._rules):

@@ -85,6 +85,11 @@ class Steps:
         """All rules in their order."""
         return [bound for part in self.rounds for bound in part.rules]
 
+    @property
+    def rewritten(self) -> frozenset[int]:
+        """The parameters whose gradients a rule may change."""
+        return frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
+
     def _round(self, rules: Sequence[Bound], wanted: Iterable[tuple[Measure, tuple[int, ...]]]) -> Round:
         always = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()]
         return Round(tuple(rules), self._layout(always), self._layout([*always, *wanted]))

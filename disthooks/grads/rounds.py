@@ -158,9 +158,10 @@ def in_users_units(grads: Grads, scale: float | torch.Tensor) -> Grads:
     return [None if grad is None else grad / scale for grad in wide]
 
 
-def put_back(copies: Grads, grads: Grads, scale: float | torch.Tensor) -> None:
-    """Write the copies' values into the gradients, multiplied again."""
-    for copy, grad in zip(copies, grads, strict=True):
+def put_back(copies: Grads, grads: Grads, scale: float | torch.Tensor, rewritten: frozenset[int]) -> None:
+    """Write the copies of gradients that a rule may have rewritten back, multiplied again; no others, to the bit."""
+    for i in rewritten:
+        copy, grad = copies[i], grads[i]
         if copy is not None and grad is not None:
             grad.copy_(copy * scale)
 

@@ -339,3 +339,45 @@ def test_a_fused_optimizer_can_die_after_a_step_that_raised() -> None:
     del model, optimizer, watch, hook
     gc.collect()
     assert ref() is None
+
+
+# --- an attachment that nobody removes, a step that a rule ends, a loss scale that is no power of two
+
+
+def test_a_model_and_its_optimizer_die_with_what_is_attached() -> None:
+    model, optimizer = small()
+    watch = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=[stats.Norm(), stats.Spread()])
+    refs = [weakref.ref(each) for each in (model, optimizer, watch)]
+    del model, optimizer, watch
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_a_rule_that_raises_leaves_withheld_gradients_where_they_were() -> None:
+    model, optimizer = small()
+
+    def broken(name: str, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+    model(torch.ones(1, 2)).sum().backward()
+    with (
+        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.Freeze())]),
+        dh.gradients(model, optimizer, rules=[dh.only("bias", broken)]),
+    ):
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert model.weight.grad is not None
+
+
+def test_watching_scaled_gradients_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from disthooks.engines.base import Engine
+
+    monkeypatch.setattr(Engine, "scale", lambda self: 1000.3)  # as of an engine with a loss scale of its own
+    model = nn.ParameterList([nn.Parameter(torch.zeros(10_000))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    model[0].grad = before.clone()
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=[stats.Norm()], every=1) as watch:
+        optimizer.step()
+    assert torch.equal(model[0].grad, before)
+    assert watch.latest["grad_norm"] == pytest.approx(float(before.norm()) / 1000.3, rel=1e-5)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from disthooks.engines.shard import Shard
-from disthooks.grads.measures.base import Local, Measure, Merge
+from disthooks.grads.measures.base import Local, Measure, Merge, onto
 
 
 @dataclass(frozen=True)
@@ -27,5 +27,5 @@ class NonFiniteApart(Measure):
         for place, shard in enumerate(local.shards):
             if shard.layout == "apart":
                 grad = local.apart[place] if local.apart else None
-                counts.append(zero if grad is None else (~torch.isfinite(grad)).sum().to(zero, non_blocking=True))
+                counts.append(zero if grad is None else onto((~torch.isfinite(grad)).sum(), zero.device, zero.dtype))
         return torch.stack(counts) if counts else zero.new_zeros(0)

@@ -123,7 +123,7 @@ def stack(
     found = measure([slot for slot, is_there in zip(slots, there, strict=True) if slot is not None and is_there])
     if not found:
         return torch.zeros(len(slots), dtype=torch.float64, device=device)
-    values = iter([value.to(device, non_blocking=True) for value in found])
+    values = iter([onto(value, device) for value in found])
     zero = torch.zeros((), dtype=found[0].dtype, device=device)
     return torch.stack([next(values) if is_there else zero for is_there in there]).double()
 
@@ -137,6 +137,15 @@ def take(values: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     if list(indices) == list(range(values.shape[-1])):
         return values
     return values.index_select(-1, moved(torch.tensor(indices, dtype=torch.int64), values.device))
+
+
+def onto(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``tensor`` on ``device``, to be used there at once.
+
+    Nothing waits for a copy to a device. One to the host must have arrived before the host reads it: gradients that
+    are offloaded to the CPU, with numbers that NCCL merged on the device.
+    """
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
 def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:

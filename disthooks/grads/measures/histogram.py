@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from disthooks.engines.shard import Shard
-from disthooks.grads.measures.base import Local, Measure, Merge, Per, real
+from disthooks.grads.measures.base import Local, Measure, Merge, Per, onto, real
 
 _LOWEST, _HIGHEST = -64, 32  # powers of two
 _PARTS = 4  # bins in an octave
@@ -106,7 +106,7 @@ def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch
         codes[key] = codes[key].add_(found) if key in codes else found
     total = torch.zeros(BINS, dtype=torch.float64, device=device)
     for (_, dtype), counts in codes.items():
-        total += _binned(counts, dtype).to(device, non_blocking=True)
+        total += onto(_binned(counts, dtype), device)
     return total
 
 

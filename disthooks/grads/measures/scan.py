@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from disthooks.grads.measures.base import Fact, Local, Seen, moved, real, take, wide
+from disthooks.grads.measures.base import Fact, Local, Seen, moved, onto, real, take, wide
 
 Facts = frozenset[Fact]
 
@@ -45,7 +45,7 @@ def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
 
 def own(seen: Sequence[Seen], device: torch.device) -> torch.Tensor:
     """For each parameter the sum over micro-batches of the squared norms, in float64."""
-    flat = [norm.to(device, non_blocking=True) for entry in seen for norm in entry.norms]
+    flat = [onto(norm, device) for entry in seen for norm in entry.norms]
     total = torch.zeros(len(seen), dtype=torch.float64, device=device)
     if flat:
         places = torch.tensor([place for place, entry in enumerate(seen) for _ in entry.norms])
@@ -84,7 +84,7 @@ def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.devic
     names = [fact for fact in _ORDER if fact in facts or (fact == "sum" and "m2" in facts)]
     reader, tables, order = _Reader(names), [], []
     for places in _alike(grads):
-        tables.append(reader.table([grads[i] for i in places]).to(device, non_blocking=True))  # type: ignore[misc]
+        tables.append(onto(reader.table([grads[i] for i in places]), device))  # type: ignore[misc]
         order += places
     nothing = torch.tensor([[_NOTHING.get(fact, 0.0)] for fact in names], dtype=torch.float64)
     place = {i: at for at, i in enumerate(order)}

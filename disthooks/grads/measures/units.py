@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from disthooks.engines.shard import Part, Shard
-from disthooks.grads.measures.base import Local, Measure, Merge, real, wide
+from disthooks.grads.measures.base import Local, Measure, Merge, onto, real, wide
 from disthooks.grads.measures.power import norms
 
 
@@ -70,7 +70,7 @@ def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> l
     """The numbers of all units of one parameter, in pieces to be joined; 0 where this rank has nothing."""
     found, at = [], 0
     for first, piece in [] if tensor is None else pieces(tensor, part):
-        lengths = _norms(piece).to(device, torch.float64, non_blocking=True)
+        lengths = onto(_norms(piece), device, torch.float64)
         found += [torch.zeros(first - at, dtype=torch.float64, device=device), lengths.square()]
         at = first + len(lengths)
     return [*found, torch.zeros(units(part.shape) - at, dtype=torch.float64, device=device)]

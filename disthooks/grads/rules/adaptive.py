@@ -9,7 +9,7 @@ import torch
 
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure, wide
+from disthooks.grads.measures.base import Measure, onto, wide
 from disthooks.grads.measures.units import UnitSquares, pieces
 from disthooks.grads.rules.base import Rule, Work, number
 
@@ -88,7 +88,7 @@ class ClipAdaptive(Rule):
         split = torch.split(factors, [measure.width(shard) for shard in work.shards])
         for shard, grad, own in zip(work.shards, work.grads, split, strict=True):
             if grad is not None and shard.part is not None:
-                own = own.to(grad.device, wide(grad.dtype), non_blocking=True)
+                own = onto(own, grad.device, wide(grad.dtype))
                 for first, piece in pieces(grad, shard.part):
                     piece.mul_(own[first : first + len(piece)].view(-1, *[1] * (piece.ndim - 1)))
 

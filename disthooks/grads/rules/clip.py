@@ -10,7 +10,7 @@ import torch
 
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure, wide
+from disthooks.grads.measures.base import Measure, onto, wide
 from disthooks.grads.measures.power import Power, norm_label, norms
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
 
@@ -172,12 +172,12 @@ def scale(work: Work, factor: torch.Tensor) -> None:
     """Multiply all gradients in place by one number, a tensor without dimensions."""
     for group in work.together():
         # Wide: in float16 a small factor would be 0. A tensor without dimensions does not widen the gradients.
-        torch._foreach_mul_(group, factor.to(group[0].device, wide(group[0].dtype), non_blocking=True))
+        torch._foreach_mul_(group, onto(factor, group[0].device, wide(group[0].dtype)))
 
 
 def scale_each(work: Work, factors: torch.Tensor) -> None:
     """Multiply each gradient in place by its own number: ``factors`` has one for each parameter."""
     own: dict[int, int] = {id(grad): place for place, grad in enumerate(work.grads) if grad is not None}
     for group in work.together():
-        there = factors.to(group[0].device, wide(group[0].dtype), non_blocking=True).unbind()
+        there = onto(factors, group[0].device, wide(group[0].dtype)).unbind()
         torch._foreach_mul_(group, [there[own[id(grad)]] for grad in group])
