@@ -5,7 +5,7 @@ from __future__ import annotations
 from disthooks import errors, memory
 from disthooks._handles import Attachment
 from disthooks._version import __version__
-from disthooks.config import Plan, from_config
+from disthooks.config import Plan, Prepared, from_config, prepare
 from disthooks.grads import sinks, stats
 from disthooks.grads.attach import gradients
 from disthooks.grads.attached import Gradients
@@ -58,6 +58,7 @@ __all__ = [
     "OnDevice",
     "OnDisk",
     "Plan",
+    "Prepared",
     "Quantize",
     "ReplicaReport",
     "Sanitize",
@@ -81,6 +82,7 @@ __all__ = [
     "on_gradient",
     "only",
     "pipeline",
+    "prepare",
     "save_activations",
     "saving",
     "sinks",

@@ -102,6 +102,9 @@ class DeepSpeed(Engine):
         found = float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)
         return None if found == 1.0 else found
 
+    def begin_step(self, optimizer: Any) -> None:
+        """Nothing: the engine's own step begins with it, before it clips."""
+
     def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:
         """At the engine's step, not at micro-steps. Where ``run`` decides so, DeepSpeed's optimizer makes no step.
 

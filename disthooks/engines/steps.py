@@ -28,6 +28,7 @@ class StepHooks:
         self.before: list[BeforeStep] = []
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
+        self._begun = False
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
@@ -57,9 +58,21 @@ class StepHooks:
         if not any(under_way is optimizer for under_way in steps_under_way()):
             over(optimizer)
 
+    def now(self) -> None:
+        """Run ``before`` now; the step that comes next does not run it again."""
+        optimizer = self._optimizer()
+        if optimizer is not None:  # begun already and never made: a GradScaler kept it back
+            self._run(optimizer, (), {})
+            self._begun = True
+
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not _outermost(optimizer):
             return
+        begun, self._begun = self._begun, False
+        if not begun:
+            self._run(optimizer, args, kwargs)
+
+    def _run(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
         try:
             decisions = [run(optimizer, args, kwargs) for run in list(self.before)]

@@ -120,6 +120,15 @@ class Gradients(Attachment):
             steps=self.steps,
         )
 
+    def begin_step(self) -> None:
+        """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
+
+        For loops that clip gradients themselves and are to be measured before: call it on every rank where the loop is
+        about to clip, once a step. Whatever is attached to the optimizer runs. DeepSpeed clips inside its step, after
+        disthooks: nothing happens there.
+        """
+        self._engine.begin_step(self._optimizer)
+
     def flush(self) -> None:
         """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
         pending, self._pending = self._pending, None

@@ -105,6 +105,22 @@ _KINDS: dict[str, dict[str, Callable[..., Any]]] = {
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
+class Prepared(Attachment):
+    """What :meth:`Plan.prepare` attached.
+
+    Attributes:
+        saving: what ``save`` attached; None when the configuration has no ``save``.
+        gradients: what ``watch`` attached; None when it has no ``watch``.
+    """
+
+    def __init__(self, saving: SavingPlan | None, gradients: Gradients | None) -> None:
+        super().__init__()
+        self.saving, self.gradients = saving, gradients
+        for part in (saving, gradients):
+            if part is not None:
+                self.on_remove(part.remove)
+
+
 class SavingPlan(Attachment):
     """What :meth:`Plan.save` attached: one handle for all entries of ``save``."""
 
@@ -144,7 +160,20 @@ class Plan:
             raise
         return SavingPlan(attached)
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, also: Iterable[Any] = ()) -> Gradients:
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Prepared:
+        """Attach ``save`` and ``watch``, whichever there are; if one fails, neither is."""
+        saving = self.save(model) if self.saves else None
+        try:
+            watching = self.watch(model, optimizer, [saving] if saving else []) if self.watches else None
+        except BaseException:
+            if saving is not None:
+                saving.remove()
+            raise
+        return Prepared(saving, watching)
+
+    def watch(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, also: Iterable[Any] = ()
+    ) -> Gradients:
         """Attach ``watch``; see :func:`disthooks.gradients` for ``also`` (what ``save`` returned), and the errors."""
         if not self.watches:
             raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
@@ -152,6 +181,28 @@ class Plan:
             key: [make() for make in value] if isinstance(value, list) else value for key, value in self.watches.items()
         }
         return gradients(model, optimizer, also=also, **made)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    config: str | os.PathLike[str] | None = None,
+) -> Prepared:
+    """Attach what a configuration says to ``model`` and ``optimizer``, after the engine took them.
+
+    Args:
+        model: what DDP, FSDP, ``deepspeed.initialize`` or accelerate returned; the model itself for ``fully_shard``.
+        optimizer: the one that steps; none for a DeepSpeed engine, which has its own.
+        config: the file; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks.yaml`` in the working directory.
+
+    Returns:
+        A handle with ``saving``, ``gradients`` and ``remove()``; also a context manager.
+
+    Raises:
+        ConfigError: when there is no configuration, or it says something unknown.
+        MatchError, AttachError: see :func:`disthooks.save_activations` and :func:`disthooks.gradients`.
+    """
+    return from_config(config or os.environ.get("DISTHOOKS_CONFIG") or "disthooks.yaml").prepare(model, optimizer)
 
 
 def from_config(path: str | os.PathLike[str]) -> Plan:
