@@ -12,13 +12,7 @@ import pytest
 import disthooks as dh
 
 ROOT = pathlib.Path(__file__).parent.parent
-GIVEN = ("Gradients", "Plan", "Prepared", "SavedReport", "Saving")  # functions return them; the examples are theirs
-    "Gradients",
-    "Plan",
-    "Prepared",
-    "SavedReport",
-    "Saving",
-)  # what functions return; their examples are the functions'
+GIVEN = ("Gradients", "Plan", "Prepared", "SavedReport", "Saving")  # functions return them
 PUBLIC = [name for name in dh.__all__ if name != "__version__"]
 
 
