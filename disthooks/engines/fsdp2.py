@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks.engines.base import Engine, LocalHook, Removable, is_a
-from disthooks.engines.meshes import ranks_of, shard_of
+from disthooks.engines.meshes import groups_of, ranks_of, shard_of
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 
@@ -32,7 +32,7 @@ class Fsdp2(Engine):
             raise AttachError(f"rank {rank} is not in the device mesh of this model, which has ranks {list(ranks)}")
         super().__init__(model, ranks, ranks.index(rank))
         self._params = {
-            id(each.sharded_param): each for m in model.modules() for g in _groups(m) for each in g.fsdp_params
+            id(each.sharded_param): each for m in model.modules() for g in groups_of(m) for each in g.fsdp_params
         }
 
     @classmethod
@@ -80,15 +80,6 @@ class Fsdp2(Engine):
         return [local, *super().on_local([i for i in wanted if i not in covered], hook)]
 
 
-def _groups(module: nn.Module) -> list[Any]:
-    """FSDP2's own groups of the parameters of one module."""
-    if not is_a(module, "FSDPModule"):
-        return []
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.9 has one
-    return [group for group in found if group is not None]
-
-
 def _accumulates(param: Any) -> bool:
     """Whether FSDP2 keeps a gradient of earlier micro-batches that it has not reduced."""
     if param is None:
@@ -99,7 +90,7 @@ def _accumulates(param: Any) -> bool:
 
 def _over(module: nn.Module, ranks: int) -> Iterator[nn.Parameter]:
     """The parameters that ``module`` itself shards over so many ranks, each of which has data of its own."""
-    for group in _groups(module):
+    for group in groups_of(module):
         info = group.mesh_info
         if info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
             yield from (each.sharded_param for each in group.fsdp_params)

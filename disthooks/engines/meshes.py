@@ -64,7 +64,8 @@ def _must_be_averaged(model: nn.Module) -> None:
     """Raise where a DTensor's mesh lacks a dimension along which ``fully_shard`` averages other gradients."""
     averaged: dict[str, str] = {}
     for path, module in model.named_modules():
-        for mesh in _meshes_of(module):
+        for group in groups_of(module):
+            mesh = group.mesh_info.mesh
             averaged |= {dim: path for dim in mesh.mesh_dim_names or () if dim not in averaged}
     for name, parameter in model.named_parameters():
         own: Any = getattr(parameter, "device_mesh", None)
@@ -77,16 +78,14 @@ def _must_be_averaged(model: nn.Module) -> None:
             )
 
 
-def _meshes_of(module: nn.Module) -> list[Any]:
-    """Those along which ``fully_shard`` averages a module's gradients, one for each of its groups of parameters."""
+def groups_of(module: nn.Module) -> list[Any]:
+    """FSDP2's own groups of the parameters of one module; none where ``fully_shard`` was not called."""
     ask: Any = getattr(module, "_get_fsdp_state", None)
     if ask is None:
         return []
     state: Any = ask()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12
-        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return [group.mesh_info.mesh for group in groups]
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12 there is one
+    return [group for group in found if group is not None]
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:
