@@ -78,7 +78,8 @@ class OnDisk(Store):
             tensors go to each in turn.
         limit: most bytes at any time in this process, in flight too: an int or text such as ``"1 TiB"``, or
             ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for
-            no limit.
+            no limit. A tensor that is let go of while one of the two threads writes it counts no more, and its place in
+            the file is free when that write ends.
         direct: write past the page cache of the system, which otherwise grows by all that is written: True, False,
             or ``"auto"`` for wherever the file system can; ``report()`` says what it was.
         checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; a thread takes a quarter of a
