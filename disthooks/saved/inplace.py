@@ -69,9 +69,18 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     (('0', '2'), True, True)
     """
     line, ledger = pipeline(to), Ledger()
-    chosen = _outermost(_running(match_modules(model, _listed(patterns))))
+    found = chosen(model, patterns)
     with _attaching:
-        return _attach(model, chosen, line, ledger)
+        return _attach(model, found, line, ledger)
+
+
+def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
+    """The modules that :func:`save_activations` would attach to.
+
+    >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
+    ['']
+    """
+    return _outermost(_running(match_modules(model, _listed(patterns))))
 
 
 def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:

@@ -91,7 +91,7 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("saves: []", r"hooks\.yaml: saves is not known; did you mean 'save'\?"),
+        ("saves: []", r"hooks\.yaml:1: saves is not known; did you mean 'save'\?"),
         ("save: [{modul: x, store: {kind: OnCpu}}]", r"save\.0\.modul is not known; did you mean 'modules'\?"),
         ("save: [{modules: x}]", r"save\.0\.store: field required"),
         (

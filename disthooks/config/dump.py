@@ -1,0 +1,189 @@
+"""Objects as plain values, and those as YAML: what reading undoes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from disthooks.config.kinds import kind_for
+from disthooks.config.paths import escaped
+from disthooks.config.values import hints, is_path
+from disthooks.errors import ConfigError
+from disthooks.grads.rules.only import Only
+from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.stores.tiers import Tiered
+
+if TYPE_CHECKING:
+    from disthooks.config.plan import Plan
+
+_EMPTY = inspect.Parameter.empty
+
+
+def copied(document: Mapping[str, Any]) -> dict[str, Any]:
+    """``document``, of which nothing is shared."""
+    return copy.deepcopy(dict(document))
+
+
+def yaml_of(document: Mapping[str, Any]) -> str:
+    """``document`` as the text of a YAML file."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("writing a configuration needs PyYAML: pip install 'disthooks[config]'") from error
+
+    class Plain(yaml.SafeDumper):
+        """Without anchors: what stands twice is written twice."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120))
+
+
+def plan(given: Plan) -> dict[str, Any]:
+    """A plan that was made of objects."""
+    found: dict[str, Any] = {}
+    if given.budget is not None:
+        found["budget"] = given.budget
+    if given.exact:
+        found["exact"] = True
+    if given.saves:
+        found["save"] = [_saved(patterns, line) for patterns, line in given.saves]
+    if given.watches:
+        found["watch"] = _watched(given.watches)
+    return found
+
+
+def entry(value: Any) -> dict[str, Any]:
+    """One store, codec, rule, statistic or sink, with its ``kind`` and the arguments that are not the default.
+
+    Raises:
+        ConfigError: when it is a function, or its arguments cannot be read back from it.
+
+    >>> from disthooks import Cast, ClipNorm, only
+    >>> entry(Cast(torch.bfloat16)), entry(only("*.bias", ClipNorm(1.0)))["rule"]
+    ({'kind': 'Cast', 'dtype': 'bfloat16'}, {'kind': 'ClipNorm', 'max_norm': 1.0})
+    """
+    name, target, skipped = _kind(value)
+    found: dict[str, Any] = {"kind": name}
+    known = hints(target)
+    for key, parameter in inspect.signature(target).parameters.items():
+        given = _argument(value, key, name)
+        default = parameter.default is not _EMPTY and _same(given, parameter.default)
+        if key in skipped:
+            _check_hidden(value, key, default)
+        elif not default:
+            found[key] = _plain(given, f"{name}.{key}", is_path(key, known.get(key)))
+    return found
+
+
+def _kind(value: Any) -> tuple[str, Any, tuple[str, ...]]:
+    kind = kind_for(value)
+    if kind is not None:
+        return kind.name, kind.target, (*kind.hidden, *([kind.given] if kind.given else []))
+    made = type(value)
+    name = f"{made.__module__}:{made.__qualname__}"
+    if not inspect.isfunction(value) and _importable(made) and name.partition(":")[0] != "disthooks.grads.rules.base":
+        return name, made, ()
+    raise ConfigError(
+        f"{value!r} cannot be written to a file: give an object of a class that a module has by name, whose arguments "
+        "it keeps as attributes of the same names"
+    )
+
+
+def _importable(made: type) -> bool:
+    if made.__module__ in ("builtins", "__main__"):
+        return False
+    try:
+        found: Any = importlib.import_module(made.__module__)
+        for part in made.__qualname__.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return found is made
+
+
+def _argument(value: Any, key: str, name: str) -> Any:
+    if isinstance(value, Only) and key == "pattern":
+        return value.patterns[0] if len(value.patterns) == 1 else value.patterns
+    if isinstance(value, Tiered):
+        return value.stores
+    if not hasattr(value, key):
+        raise ConfigError(
+            f"{value!r} cannot be written to a file: {name} takes {key!r}, and does not keep it by that name"
+        )
+    return getattr(value, key)
+
+
+def _check_hidden(value: Any, key: str, default: bool) -> None:
+    if key == "engine" or default:
+        return
+    raise ConfigError(f"{value!r} cannot be written to a file: no file can hold its {key!r}; leave it out there")
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+def _plain(value: Any, where: str, path: bool) -> Any:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if path and isinstance(value, str):
+        return _kept_placeholder(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, where, path) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, where, path) for key, each in value.items()}
+    if isinstance(value, type) or inspect.isroutine(value):
+        raise ConfigError(f"{where}={value!r} cannot be written to a file: patterns there are texts")
+    return entry(value)
+
+
+def _kept_placeholder(path: str) -> str:
+    """``path``, escaped but for what ``OnDisk`` knows by itself."""
+    return escaped(path).replace("{{local_rank}}", "{local_rank}")
+
+
+def _saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
+    found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
+    if line.at_least != line.store.worth:
+        found["at_least"] = line.at_least
+    if line.codecs:
+        found["codecs"] = [entry(codec) for codec in line.codecs]
+    return found | {"store": entry(line.store)}
+
+
+def _patterns(patterns: Any, where: str) -> Any:
+    several = [patterns] if isinstance(patterns, (str, type)) or callable(patterns) else list(patterns)
+    plain = [_plain(pattern, where, False) for pattern in several]
+    return plain[0] if len(plain) == 1 else plain
+
+
+def _watched(watches: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in watches.items():
+        if key in ("rules", "stats", "sinks"):
+            found |= {key: [entry(each) for each in value]} if value else {}
+        elif key == "groups":
+            found |= {key: {name: _patterns(each, "groups") for name, each in value.items()}} if value else {}
+        elif key == "every":
+            found[key] = value
+        else:
+            raise ConfigError(f"watch: {key} cannot be written to a file: give it to plan.watch()")
+    return found
+
+
+def without_addresses(text: str) -> str:
+    """``text`` without what differs from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -1,0 +1,263 @@
+"""What a configuration says, as objects, and how it is attached."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from disthooks._match import Pattern
+from disthooks.config import dump
+from disthooks.config.attached import Prepared, SavingPlan
+from disthooks.config.budget import stores_within
+from disthooks.config.conflicts import check_conflicts
+from disthooks.config.ranks import Team, check_not_alone
+from disthooks.config.recipe import Recipe
+from disthooks.config.source import Path, Source
+from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
+from disthooks.grads.attach import gradients
+from disthooks.grads.attached import Gradients
+from disthooks.saved.inplace import save_activations
+from disthooks.saved.pipeline import pipeline
+
+_NOWHERE = Source("the plan", {})
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Where a plan was read, and its run directory; None when nothing is in one."""
+
+    source: Source
+    run: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to save and what to watch, checked; made by :func:`from_config`, or of objects, and then to be written.
+
+    Args:
+        saves: pairs of patterns of modules, and a store or a pipeline for what they save.
+        watches: arguments of :func:`disthooks.gradients`. Of a plan that was read, rules, stats and sinks are functions
+            that make them: a sink opens its file when it is attached, not when the file is read.
+        budget: see :doc:`config`; bytes, or text such as "20 GiB".
+        exact: whether a lossy codec is an error.
+
+    Raises:
+        ConfigError: when a codec is lossy and ``exact`` is true.
+
+    >>> from disthooks import ClipNorm, OnCpu
+    >>> plan = Plan(saves=[("blocks.*", OnCpu())], watches={"rules": [ClipNorm(1.0)]})
+    >>> print(plan.to_yaml(), end="")
+    save:
+    - modules: blocks.*
+      store:
+        kind: OnCpu
+    watch:
+      rules:
+      - kind: ClipNorm
+        max_norm: 1.0
+    """
+
+    saves: Sequence[tuple[Any, Any]] = ()
+    watches: Mapping[str, Any] = field(default_factory=dict)
+    budget: int | str | None = None
+    exact: bool = False
+    _written: Written | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saves", tuple((_listed(patterns), pipeline(to)) for patterns, to in self.saves))
+        lossy = [codec for _, line in self.saves for codec in line.codecs if codec.lossy]
+        if self.exact and lossy:
+            raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
+
+    @classmethod
+    def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: Written) -> Plan:
+        """The plan of a configuration that was read; it knows the lines of what it has."""
+        plan = cls(saves, watches, checked["budget"], checked["exact"])
+        object.__setattr__(plan, "_written", written)
+        return plan
+
+    @property
+    def source(self) -> Source:
+        """Where it was read."""
+        return self._written.source if self._written else _NOWHERE
+
+    @property
+    def run(self) -> str | None:
+        """The run directory, where anything is in one."""
+        return self._written.run if self._written else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, which :func:`from_config` takes: as it was written, if it was read.
+
+        Raises:
+            ConfigError: when an object cannot be written: a function, or a class whose arguments cannot be read back.
+        """
+        return dump.copied(self._written.source.document) if self._written else dump.plan(self)
+
+    def to_yaml(self) -> str:
+        """:meth:`to_dict` as the text of a file."""
+        return dump.yaml_of(self.to_dict())
+
+    def save(self, model: nn.Module, *, partly: bool = False) -> SavingPlan:
+        """Attach ``save`` to ``model``; when an entry cannot be, none is.
+
+        Args:
+            model: the model, before or after an engine took it.
+            partly: whether this is one of several models, and entries that do not match here are for another one: they
+                are left out, and are in ``missed`` of what is returned. ``budget`` is for each model.
+
+        Raises:
+            ConfigError: when two entries take the same module, or the weights alone are more than ``budget``.
+            MatchError, AttachError: see :func:`disthooks.save_activations`.
+        """
+        make_run(self._written)
+        missed = check_conflicts(model, [patterns for patterns, _ in self.saves], self.source, partly)
+        attached: list[Any] = []
+        if len(missed) == len(self.saves):
+            return SavingPlan(attached, missed)
+        try:
+            for number, (patterns, line) in enumerate(stores_within(self.budget, model, self.saves, self.source)):
+                if number in missed:
+                    continue
+                with at_line(self.source, ("save", number)):
+                    attached.append(save_activations(model, patterns, line))
+        except BaseException:
+            for part in attached:
+                part.remove()
+            raise
+        return SavingPlan(attached, missed)
+
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        also: Iterable[Any] = (),
+        *,
+        sinks: Iterable[Any] = (),
+        _made: Mapping[str, Any] | None = None,
+    ) -> Gradients:
+        """Attach ``watch``; see :func:`disthooks.gradients` for ``also`` (what ``save`` returned), and the errors.
+
+        Args:
+            model: what the engine returned; see :func:`disthooks.gradients`.
+            optimizer: the one that steps.
+            also: what is logged too: what :meth:`save` returned.
+            sinks: more of them, for those that hold objects: ``AccelerateTracker(accelerator)``.
+
+        Raises:
+            ConfigError: when there is no ``watch``.
+            AttachError: also when this process believes to be alone, and its launcher started several.
+        """
+        check_not_alone()
+        made = self._made(model, sinks) if _made is None else _made
+        with at_line(self.source, ("watch",)):
+            return gradients(model, optimizer, also=also, **made)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        sinks: Iterable[Any] = (),
+    ) -> Prepared:
+        """Attach ``save`` and ``watch``, whichever there are; if one fails, on any rank, neither is, on all of them.
+
+        Raises:
+            AttachError: also when the ranks have different plans.
+        """
+        check_not_alone()
+        return attach(lambda: self, model, optimizer, sinks)
+
+    def described(self) -> str:
+        """What all ranks must have alike."""
+        try:
+            return str(self.to_dict())
+        except ConfigError:  # objects that cannot be written
+            return dump.without_addresses(repr(self))
+
+    def _made(self, model: nn.Module, sinks: Iterable[Any]) -> dict[str, Any]:
+        """The arguments of ``gradients()``."""
+        if not self.watches:
+            raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
+        make_run(self._written)
+        made = {key: _all_made(value, model) for key, value in self.watches.items()}
+        return made | {"sinks": [*made.get("sinks", []), *sinks]}
+
+
+def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:
+    """Attach the plan that ``read()`` returns; what fails on one rank fails on all that train ``model`` together."""
+    team = Team.of(model)
+    plan: Plan | None = None
+    saving: SavingPlan | None = None
+    made: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        plan = read()
+        saving = plan.save(model) if plan.saves else None
+        made = plan._made(model, sinks) if plan.watches else {}
+    except Exception as error:
+        failure = error
+    try:
+        team.agree(failure, plan.described() if plan else "", plan.source.name if plan else "")
+        known = cast(Plan, plan)
+        watching = known.watch(model, optimizer, [saving] if saving else [], _made=made) if made else None
+    except BaseException:
+        if saving is not None:
+            saving.remove()
+        raise
+    return Prepared(saving, watching)
+
+
+@contextlib.contextmanager
+def at_line(source: Source, path: Path) -> Iterator[None]:
+    """Errors of what is attached get a line: of the pattern that they name, else of ``path``."""
+    try:
+        yield
+    except UsageError as error:
+        where = source.of_text(str(error), path) or _sink_of(str(error), source, path) or path
+        if source is _NOWHERE or str(error).startswith(source.name):
+            raise
+        kind = next(each for each in (MatchError, AttachError, ConfigError, UsageError) if isinstance(error, each))
+        raise kind(f"{source.at(where)}: {error}") from None
+
+
+def _sink_of(message: str, source: Source, path: Path) -> Path | None:
+    """The sink that ``message`` begins with the name of."""
+    if path != ("watch",):
+        return None
+    if "could not open its sinks" in message:
+        return ("watch", "sinks")
+    sinks = source.document["watch"].get("sinks", [])
+    return next((("watch", "sinks", i) for i, sink in enumerate(sinks) if message.startswith(str(sink["kind"]))), None)
+
+
+def make_run(written: Written | None) -> None:
+    """Make the run directory, if anything is in one.
+
+    Raises:
+        ConfigError: when it cannot be made.
+    """
+    if written is None or written.run is None:
+        return
+    try:
+        os.makedirs(written.run, exist_ok=True)
+    except OSError as error:
+        written.source.fail(("run",), f": the directory {written.run!r} cannot be made: {error.strerror}")
+    if not os.access(written.run, os.W_OK | os.X_OK):
+        written.source.fail(("run",), f": the directory {written.run!r} cannot be written")
+
+
+def _all_made(value: Any, model: nn.Module) -> Any:
+    """Of a list of recipes what they make; anything else as it is."""
+    return [each(model) if isinstance(each, Recipe) else each for each in value] if isinstance(value, list) else value
+
+
+def _listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
+    one = isinstance(patterns, (str, type)) or callable(patterns)
+    return (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))

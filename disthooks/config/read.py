@@ -1,0 +1,192 @@
+"""From what is written to a plan, with everything checked that can be without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from disthooks._tensors import parse_bytes
+from disthooks.config.kinds import Kind, near
+from disthooks.config.paths import Expansion, names_run
+from disthooks.config.plan import Plan, Written, make_run
+from disthooks.config.recipe import Cook, Recipe
+from disthooks.config.source import Path, Source
+from disthooks.errors import ConfigError, UsageError
+from disthooks.grads import stats
+from disthooks.saved.codecs.base import Codec
+from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
+
+_MOST = 3  # wrong values that are named in one error
+
+
+def plan_of(source: Source) -> Plan:
+    """The plan that ``source`` describes.
+
+    Raises:
+        ConfigError: when a key, a value, a kind or an argument is wrong, with its line.
+    """
+    checked = _checked(source)
+    expand = Expansion(source, checked["run"])
+    used = "run" in source.document or names_run(source.document)
+    cook = Cook(source, expand)
+    written = Written(source, expand.run if used else None)
+    saves = [_entry(entry, ("save", i), cook, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
+    watches = _watches(checked["watch"], cook, source) if checked["watch"] is not None else {}
+    if not saves and not watches:
+        source.fail((), "has neither 'save' nor 'watch': nothing would be attached")
+    return Plan.read(saves, watches, checked, written)
+
+
+def _checked(source: Source) -> dict[str, Any]:
+    if not isinstance(source.document, Mapping):
+        got = type(source.document).__name__
+        source.fail((), f"the file: input should be a valid dictionary (run, save, watch), got a {got}")
+    try:
+        from pydantic import ValidationError
+
+        from disthooks.config.schema import Hooks
+    except ImportError as error:
+        raise ConfigError("reading a configuration needs pydantic: pip install 'disthooks[config]'") from error
+    try:
+        checked = Hooks.model_validate(source.document).model_dump()
+    except ValidationError as error:
+        raise ConfigError(_explained(source, error.errors())) from None
+    _check_budget(source, checked)
+    return checked
+
+
+def _explained(source: Source, errors: Sequence[Any]) -> str:
+    first: dict[Path, Any] = {}
+    for error in errors:  # each part of a union complains: the one that takes this type knows best
+        path = _written(source, error["loc"])
+        if path not in first or first[path]["type"].endswith("_type"):
+            first[path] = error
+    deepest = {path: error for path, error in first.items() if not any(_inside(other, path) for other in first)}
+    said = [_one(source, path, error) for path, error in list(deepest.items())[:_MOST]]
+    more = len(deepest) - len(said)
+    return "; ".join(said) + (f"; and {more} more" if more > 0 else "")
+
+
+def _inside(path: Path, other: Path) -> bool:
+    return len(path) > len(other) and path[: len(other)] == other
+
+
+def _written(source: Source, loc: Sequence[Any]) -> Path:
+    """The part of pydantic's path that is the path of a value, without the names of a union's parts."""
+    here, path = source.document, []
+    for key in loc:
+        if (isinstance(here, Mapping) and key in here) or (isinstance(here, list) and key in range(len(here))):
+            here = here[key]
+            path.append(key)
+    return tuple(path)
+
+
+def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return source.say(path, f" is not known{near(str(path[-1]), _keys(path[:-1]))}")
+    if error["type"] == "missing":
+        missing = error["loc"][-1]
+        return source.say((*path, missing), ": field required")
+    message, value = str(error["msg"]), source.value(path)
+    if error["type"] in ("too_short", "string_too_short"):
+        return source.say(path, f" must not be empty, got {_shown(value)}")
+    hint = f"; did you mean {{kind: {value}}}?" if error["type"] == "dict_type" and isinstance(value, str) else ""
+    if error["type"] == "literal_error" and isinstance(value, str):
+        hint = near(value, ["standard"])
+    return source.say(path, f": {message[:1].lower()}{message[1:]}{_wanted(path)}, got {_shown(value)}{hint}")
+
+
+def _wanted(path: Path) -> str:
+    """What a union takes, of which pydantic names the first part only."""
+    unions = {
+        "budget": " or a text such as 20 GiB",
+        "at_least": " or a text such as 4 KiB",
+        "modules": " or a list of them",
+        "stats": " or a list",
+    }
+    return unions.get(str(path[-1]), "") if path else ""
+
+
+def _keys(path: Path) -> list[str]:
+    """The keys that are known at ``path``."""
+    from disthooks.config.schema import Hooks, Save, Watch
+
+    model: Any = {"save": Save, "watch": Watch}.get(str(path[0]), Hooks) if path else Hooks
+    return list(model.model_fields)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_budget(source: Source, checked: Mapping[str, Any]) -> None:
+    if checked["budget"] is None:
+        return
+    try:
+        parse_bytes(checked["budget"], "budget")
+    except UsageError as error:
+        source.fail(("budget",), f": {error}")
+    if not checked["save"]:
+        source.fail(("budget",), ": limits what 'save' leaves on the device, and there is no 'save'")
+
+
+def _entry(entry: Mapping[str, Any], path: Path, cook: Cook, written: Written, exact: bool) -> tuple[Any, Pipeline]:
+    source = written.source
+    stages: list[Any] = []
+    if entry["at_least"] is not None:
+        stages.append(_gate(entry["at_least"], source, (*path, "at_least")))
+    for i, codec in enumerate(entry["codecs"]):
+        stages.append(cook.recipe(codec, "codec", (*path, "codecs", i))())
+        if exact:
+            _check_exact(stages[-1], codec, source, (*path, "codecs", i))
+    if names_run(entry["store"]):
+        make_run(written)  # a store opens its file when it is made
+    stages.append(cook.recipe(entry["store"], "store", (*path, "store"))())
+    try:
+        return _patterns(entry["modules"], source, (*path, "modules")), pipeline(*stages)
+    except UsageError as error:
+        raise ConfigError(error if isinstance(error, ConfigError) else source.say(path, f": {error}")) from None
+
+
+def _ready(made: Any, source: Source, path: Path) -> Recipe:
+    """The recipe of what is there already."""
+    return Recipe(Kind(type(made).__name__, "stat", lambda: made), {}, source, path)
+
+
+def _gate(size: Any, source: Source, path: Path) -> AtLeast:
+    try:
+        return AtLeast(size)
+    except UsageError as error:
+        source.fail(path, f": {error}")
+
+
+def _check_exact(made: Codec, entry: Mapping[str, Any], source: Source, path: Path) -> None:
+    if made.lossy:
+        source.fail(
+            path, f": {entry['kind']} loses digits, and 'exact: true' forbids that; Compact and Compress do not"
+        )
+
+
+def _patterns(modules: str | list[str], source: Source, path: Path) -> tuple[str, ...]:
+    given = [modules] if isinstance(modules, str) else modules
+    for i, pattern in enumerate(given):
+        if pattern in given[:i]:
+            first = source.at((*path, given.index(pattern)))
+            source.fail((*path, i), f": {pattern!r} stands here and at {first} already: leave one out")
+    return tuple(given)
+
+
+def _watches(watch: Mapping[str, Any], cook: Cook, source: Source) -> dict[str, Any]:
+    made: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
+    for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
+        given = ["standard"] if watch[key] == "standard" else watch[key]
+        made[key] = []
+        for i, entry in enumerate(given):
+            if entry == "standard":
+                made[key] += [_ready(stat, source, ("watch", key)) for stat in stats.standard()]
+            else:
+                made[key].append(cook.recipe(entry, noun, ("watch", key, i)))
+    if not made["rules"] and not made["stats"]:
+        source.fail(("watch",), " has neither rules nor stats: nothing would be done")
+    return made

@@ -1,0 +1,204 @@
+"""A configuration as it is written: its values, and the line of each."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from disthooks.errors import ConfigError
+
+Path = tuple[str | int, ...]
+
+# YAML 1.1 takes 1e-3 for text: it wants 1.0e-3.
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_MOST = 100_000  # values; aliases of aliases could be more than memory holds
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What was read, and where each value stands.
+
+    Attributes:
+        name: what errors call it: the path of the file, or "the DeepSpeed configuration".
+        document: plain values.
+        lines: the line of each value, by its path: ``("save", 0, "store")``.
+    """
+
+    name: str
+    document: Any
+    lines: Mapping[Path, int] = field(default_factory=dict)
+
+    def at(self, path: Path = ()) -> str:
+        """``name:line`` of the value at ``path``, or of what it is in, when it is not written itself.
+
+        >>> Source("hooks.yaml", {}, {("save",): 2}).at(("save", 0, "store"))
+        'hooks.yaml:2'
+        """
+        known = next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self.lines), ())
+        return f"{self.name}:{self.lines[known]}" if known in self.lines else self.name
+
+    def say(self, path: Path, says: str) -> str:
+        """A message: where ``path`` stands, its name, and what is wrong."""
+        name = ".".join(map(str, path))
+        return f"{self.at(path)}: {name}{says}" if name else f"{self.at()}: {says.lstrip(': ')}"
+
+    def fail(self, path: Path, says: str) -> NoReturn:
+        """Raise ConfigError with :meth:`say`."""
+        raise ConfigError(self.say(path, says)) from None
+
+    def of_text(self, message: str, under: Path) -> Path | None:
+        """The value that ``message`` begins with, in quotes as errors about patterns do."""
+        found = (path for path in self.lines if path[: len(under)] == under and _quoted(self, path, message))
+        return next(found, None)
+
+    def value(self, path: Path) -> Any:
+        """The value at ``path``."""
+        here = self.document
+        for key in path:
+            here = here[key]
+        return here
+
+
+def _quoted(source: Source, path: Path, message: str) -> bool:
+    value = source.value(path)
+    return isinstance(value, str) and message.startswith(f"{value!r} ")
+
+
+def source_of(given: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+    """Read a file, or take a dict, which has no lines.
+
+    Raises:
+        ConfigError: when the file cannot be read, or is no YAML with plain values.
+    """
+    if isinstance(given, Mapping):
+        return Source("the DeepSpeed configuration", _plain(given))
+    if not isinstance(given, (str, os.PathLike)):
+        raise ConfigError(f"a configuration is the path of a file, or a dict; got {type(given).__name__}")
+    name = os.fspath(given)
+    return _parsed(name, _text(name))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` of nothing but dicts and lists, shared with nobody."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _text(name: str) -> str:
+    try:
+        return pathlib.Path(name).read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{name}:{line}: is no text in UTF-8: a byte is 0x{error.object[error.start]:02x}") from None
+    except ValueError as error:  # a name with a NUL in it
+        raise ConfigError(f"{name!r}: cannot be read: {error}") from None
+
+
+def _parsed(name: str, text: str) -> Source:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("reading a configuration file needs PyYAML: pip install 'disthooks[config]'") from error
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise ConfigError(f"{name}:1: is empty: it needs 'save' or 'watch'")
+        return _Reader(name, loader).read(root)
+    except yaml.YAMLError as error:
+        raise ConfigError(_short(name, text, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{name}: is nested too deep") from None
+
+
+def _short(name: str, text: str, error: Any) -> str:
+    mark = getattr(error, "problem_mark", None)
+    line = text[: getattr(error, "position", 0)].count("\n") if mark is None else mark.line
+    where = f"{name}:{line + 1}"
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    context = getattr(error, "context", None)
+    hint = "; YAML takes no tabs, indent with blanks" if "'\\t'" in problem else ""
+    return f"{where}: is not YAML: {problem}{f' ({context})' if context else ''}{hint}"
+
+
+class _Reader:
+    """Values and lines of YAML's nodes."""
+
+    def __init__(self, name: str, loader: Any) -> None:
+        self._name, self._loader = name, loader
+        self._lines: dict[Path, int] = {}
+        self._checked: set[int] = set()
+        self._open: set[int] = set()  # the nodes that this one is in
+
+    def read(self, root: Any) -> Source:
+        """The whole document."""
+        return Source(self._name, self._value(root, ()), self._lines)
+
+    def _value(self, node: Any, path: Path) -> Any:
+        self._lines.setdefault(path, _line(node))
+        if len(self._lines) > _MOST:
+            raise ConfigError(f"{self._name}: has more than {_MOST} values: it names aliases of aliases")
+        if node.id == "scalar":
+            return self._scalar(node)
+        self._check_tag(node, ("seq", "map"))
+        if id(node) in self._open:
+            raise ConfigError(f"{self._name}:{_line(node)}: contains itself")
+        self._open.add(id(node))
+        value = self._list(node, path) if node.id == "sequence" else self._mapping(node, path)
+        self._open.discard(id(node))
+        return value
+
+    def _list(self, node: Any, path: Path) -> list[Any]:
+        return [self._value(each, (*path, i)) for i, each in enumerate(node.value)]
+
+    def _mapping(self, node: Any, path: Path) -> dict[str, Any]:
+        self._once(node)
+        self._loader.flatten_mapping(node)  # "<<": what is merged comes first, what is written here wins
+        found: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            here: Path = (*path, key_node.value)
+            self._lines[here] = _line(key_node)
+            found[key_node.value] = self._value(value_node, here)
+        return found
+
+    def _once(self, node: Any) -> None:
+        if id(node) in self._checked:  # an alias; by now it holds the keys that were merged into it
+            return
+        self._checked.add(id(node))
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            here = f"{self._name}:{_line(key)}"
+            shown = key.value if key.id == "scalar" else f"a {key.id}"
+            if key.id != "scalar" or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise ConfigError(f"{here}: a key is a text, got {shown}; put it in quotes")
+            if key.value in lines:
+                raise ConfigError(f"{here}: {key.value!r} stands here and in line {lines[key.value]}: leave one out")
+            lines[key.value] = _line(key)
+
+    def _check_tag(self, node: Any, known: tuple[str, ...]) -> None:
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in known:
+            raise ConfigError(f"{self._name}:{_line(node)}: no plain value: the tag {node.tag} cannot stand here")
+
+    def _scalar(self, node: Any) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind == "str" and node.style is None and _EXPONENT.fullmatch(node.value):
+            return float(node.value)
+        if kind in ("str", "timestamp"):
+            return node.value
+        self._check_tag(node, ("null", "bool", "int", "float"))
+        try:
+            return self._loader.construct_object(node)
+        except ValueError:
+            raise ConfigError(f"{self._name}:{_line(node)}: {node.value!r} is no {kind}") from None
+
+
+def _line(node: Any) -> int:
+    line: int = node.start_mark.line
+    return line + 1

@@ -1,0 +1,117 @@
+"""One configuration on several ranks: DeepSpeed's own JSON, local shards under a budget, ranks that must agree."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+
+import disthooks as dh
+from disthooks.config.budget import weights_of
+from disthooks.errors import AttachError, ConfigError
+
+pytestmark = pytest.mark.dist
+HOOKS: dict[str, Any] = {
+    "save": [{"modules": "0", "at_least": 0, "store": {"kind": "OnDisk", "directory": "/tmp"}}],
+    "watch": {"every": 1, "stats": ["standard"], "rules": [{"kind": "ClipNorm", "max_norm": 1e-3}]},
+}
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+
+
+def _engine(folder: str, stage: int, hooks: Any, as_file: str = "") -> Any:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+        "disthooks": hooks,
+    }
+    if as_file:
+        pathlib.Path(as_file).write_text(json.dumps(config))
+    return deepspeed.initialize(model=_net(), config=as_file or config, dist_init_required=False)[0]
+
+
+def _numbers(engine: Any, rank: int, attached: dh.Prepared) -> tuple[dict[str, Any], int]:
+    with attached:
+        for step in range(2):
+            engine.backward(engine(torch.full((8, 64), float(step + rank))).square().mean())
+            engine.step()
+    assert attached.gradients is not None
+    numbers = {name: value for name, value in attached.gradients.latest.items() if name.startswith(("grad_", "clip_"))}
+    return numbers, attached.report().moved
+
+
+def _deepspeed(rank: int, folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    os.environ.pop("DISTHOOKS_CONFIG", None)
+    sinks = {"watch": HOOKS["watch"] | {"sinks": [{"kind": "DeepSpeedMonitor", "prefix": "seen/"}]}}
+    engine = _engine(folder, 2, HOOKS | sinks, f"{folder}/ds{rank}.json")
+    found = {"prepare": _numbers(engine, rank, dh.prepare(engine))}
+    engine = _engine(folder, 2, {})
+    found["plan"] = _numbers(engine, rank, dh.from_config(HOOKS).prepare(engine))
+    third = _engine(folder, 3, "nowhere.yaml")
+    found["shards"] = weights_of(third)
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: .* \(the 'disthooks' of DeepSpeed's conf"):
+        dh.prepare(third)
+    return found
+
+
+def test_deepspeeds_own_configuration(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    first, second = ranks(_deepspeed, str(tmp_path), timeout=120)
+    assert first["prepare"][0] == first["plan"][0] == second["prepare"][0]  # the same, whoever attached it
+    assert first["prepare"][0]["grad_norm_clipped"] < 1.01e-3 < first["prepare"][0]["grad_norm"]
+    assert first["prepare"][1] > 0
+    assert first["shards"] + second["shards"] == sum(4 * parameter.numel() for parameter in _net().parameters())
+    with (tmp_path / "run/seen_grad_norm.csv").open() as file:
+        assert [row[0] for row in csv.reader(file)] == ["step", "16", "32"]
+
+
+def _shards(rank: int, folder: str) -> tuple[int, int, list[str]]:
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mine = weights_of(net)
+    plan: dict[str, Any] = HOOKS | {"budget": mine - 1}
+    errors = []
+    with pytest.raises(ConfigError, match=f"budget: .*{mine - 1} bytes.* are less than .*{mine} bytes") as raised:
+        dh.prepare(net, optimizer, plan)
+    errors.append(type(raised.value).__name__)
+    if rank:  # a plan that another rank has not
+        plan = HOOKS | {"exact": True}
+    with pytest.raises((AttachError, ConfigError)) as other:
+        dh.prepare(net, optimizer, plan)
+    errors.append(f"{type(other.value).__name__}: {other.value}")
+    assert type(net[0]) is nn.Linear
+    with pytest.raises(AttachError, match=r"have different configurations: .*this one says .*'exact': ") as last:
+        dh.prepare(net, optimizer, HOOKS | {"exact": bool(rank)})
+    errors.append(type(last.value).__name__)
+    with dh.prepare(net, optimizer, HOOKS | {"budget": mine + (64 << 10)}) as attached:
+        net(torch.full((32, 64), 1.0 + rank)).sum().backward()
+        optimizer.step()
+    return mine, attached.report().moved, errors
+
+
+def test_local_shards_and_agreement_under_fsdp2(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    first, second = ranks(_shards, str(tmp_path))
+    whole = sum(4 * parameter.numel() for parameter in _net().parameters())
+    assert first[0] + second[0] == whole
+    assert first[2][0] == second[2][0] == "ConfigError"
+    assert first[2][1].startswith("ConfigError")  # its budget
+    assert second[2][1].startswith("AttachError: the DeepSpeed configuration: another of the ranks [0, 1] failed")
+    assert first[2][2] == second[2][2] == "AttachError"

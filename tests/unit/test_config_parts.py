@@ -1,0 +1,429 @@
+"""The parts of a configuration: where values stand, paths, precedence, budget, conflicts, the way back to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+import yaml
+from models import Tiny, identical, step, tokens
+
+import disthooks as dh
+from disthooks.config import dump, find
+from disthooks.config.jsonschema import FILE, text
+from disthooks.config.kinds import KINDS
+from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
+
+
+def _file(folder: pathlib.Path, written: str) -> pathlib.Path:
+    file = folder / "hooks.yaml"
+    file.write_text(written.replace("{folder}", str(folder)))
+    return file
+
+
+def _read(folder: pathlib.Path, written: str) -> dh.Plan:
+    return dh.from_config(_file(folder, written))
+
+
+# What is written
+
+
+def test_merged_keys_and_aliases(tmp_path: pathlib.Path) -> None:
+    plan = _read(
+        tmp_path,
+        "save:\n- &first\n  modules: norm\n  store: &store {kind: OnCpu, limit: 1 MiB}\n"
+        "- {<<: *first, modules: embed}\n- {modules: blocks.0, store: {<<: *store, limit: 2 MiB}}\n",
+    )
+    assert [patterns for patterns, _ in plan.saves] == [("norm",), ("embed",), ("blocks.0",)]
+    again = (
+        "save:\n- modules: norm\n  store: &b {<<: &a {kind: OnCpu, limit: 1}, limit: 2}\n- {modules: x, store: *b}\n"
+    )
+    assert [line.store for _, line in _read(tmp_path, again).saves] == [dh.OnCpu(2)] * 2
+    assert [line.store for _, line in plan.saves] == [dh.OnCpu("1 MiB"), dh.OnCpu("1 MiB"), dh.OnCpu("2 MiB")]
+
+
+def test_numbers_as_people_write_them(tmp_path: pathlib.Path) -> None:
+    plan = _read(tmp_path, 'watch: {rules: [{kind: Scale, factor: 1e-3}], groups: {"1e3": "*"}}')
+    assert [make() for make in plan.watches["rules"]] == [dh.Scale(1e-3)]
+    assert list(plan.watches["groups"]) == ["1e3"]
+    with pytest.raises(ConfigError, match="a number is needed, got '1e-3'"):
+        _read(tmp_path, "watch: {rules: [{kind: Scale, factor: '1e-3'}]}")  # in quotes it is a text
+
+
+def test_aliases_of_aliases_end(tmp_path: pathlib.Path) -> None:
+    bomb = "".join(f"- &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
+    with pytest.raises(ConfigError, match="aliases of aliases"):
+        _read(tmp_path, f"- &a0 [x]\n{bomb}")
+
+
+def test_standard_statistics(tmp_path: pathlib.Path) -> None:
+    alone = [make() for make in _read(tmp_path, "watch: {stats: standard}").watches["stats"]]
+    among = [make() for make in _read(tmp_path, "watch: {stats: [standard, {kind: Spread}]}").watches["stats"]]
+    assert alone == list(dh.stats.standard())
+    assert among == [*alone, dh.stats.Spread()]
+
+
+# Paths
+
+
+def test_what_stands_for_what_in_paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a-0-3", "{run}$HERE"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "3")
+    written = "run: $HERE/run\nsave:\n"
+    directories = "['${HERE}/a-{local_rank}-{rank}', '{run}', '$HERE/{{run}}$$HERE']"
+    plan = _read(tmp_path, f"{written}- {{modules: '$x.[a{{]', store: {{kind: OnDisk, directory: {directories}}}}}")
+    (patterns, line) = plan.saves[0]
+    assert patterns == ("$x.[a{]",)  # patterns are no paths
+    assert line.store == dh.OnDisk([f"{tmp_path}/a-0-3", f"{tmp_path}/run", f"{tmp_path}/{{run}}$HERE"])
+    assert plan.to_dict()["save"][0]["store"]["directory"][1] == "{run}"
+
+
+def test_the_run_directory_is_made_when_attached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = _read(tmp_path, "watch: {stats: standard, sinks: [{kind: Jsonl, path: '{run}/log.jsonl'}]}")
+    assert not (tmp_path / "runs").exists()
+    plan.watch(model, optimizer).remove()
+    assert (tmp_path / "runs/disthooks/log.jsonl").exists()
+    _read(tmp_path, "run: other\nwatch: {stats: standard}").prepare(model, optimizer).remove()
+    assert (tmp_path / "other").is_dir()
+
+
+# Precedence
+
+
+def test_which_configuration_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTHOOKS_CONFIG", "/variable.yaml")
+    (tmp_path / "disthooks.yaml").touch()
+    engine: Any = {"train_batch_size": 1, "disthooks": {"save": []}}
+    key = "the 'disthooks' of DeepSpeed's configuration"
+    found = find("given.yaml", engine)
+    assert (found.source, found.origin) == ("given.yaml", "the argument")
+    assert found.passed_over == ("DISTHOOKS_CONFIG=/variable.yaml", key, "./disthooks.yaml")
+    found = find(None, engine)
+    assert (found.source, found.origin, found.passed_over) == (
+        "/variable.yaml",
+        "DISTHOOKS_CONFIG",
+        (key, "./disthooks.yaml"),
+    )
+    monkeypatch.setenv("DISTHOOKS_CONFIG", "")
+    found = find(None, engine)
+    assert (found.source, found.origin, found.passed_over) == ({"save": []}, key, ("./disthooks.yaml",))
+    found = find(None, {"train_batch_size": 1})
+    assert (found.source, found.origin, found.passed_over) == ("disthooks.yaml", "./disthooks.yaml", ())
+    (tmp_path / "disthooks.yaml").unlink()
+    with pytest.raises(ConfigError, match="there is no configuration"):
+        find()
+
+
+# Attaching
+
+
+def test_a_budget_is_held(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    truth = step(model, tokens())
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    room = 400 << 10
+    entries = "".join(
+        f"- {{modules: {name}, at_least: 0, store: {{kind: OnDisk, directory: '{folder}'}}}}\n"
+        for name, folder in (("blocks.0", tmp_path), ("blocks.1", tmp_path), ("norm", os.path.realpath("/tmp")))
+    )
+    plan = _read(tmp_path, f"budget: {weights + room}\nsave:\n{entries}")
+    seen = []
+    with plan.save(model) as saving:
+        stores = {id(part._store): part._store for part in saving._parts}
+        assert len(stores) == 2  # the same directory, the same tiers
+        (device,) = {id(store.stores[0]): store.stores[0] for store in stores.values()}.values()
+        assert device.account.limit == room
+        for module in model.modules():
+            module.register_forward_hook(lambda *_: seen.append(device.report()[0].held))
+        assert identical(step(model, tokens()), truth)
+        assert room // 2 < max(seen) <= room
+        moved = sum(tier.written + tier.never_written for tier in saving.report().tiers)
+        assert moved > room // 4  # what did not fit
+        assert saving.report().held == device.account.held == 0
+
+
+def test_a_budget_of_exactly_the_weights_keeps_nothing(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(64, 64, device="meta")
+    stored = f"save: [{{modules: '*', store: {{kind: OnDisk, directory: '{tmp_path}'}}}}]"
+    _read(tmp_path, f"budget: {64 * 65 * 4}\n{stored}").save(model).remove()
+    with pytest.raises(ConfigError, match=r"hooks\.yaml:1: budget: .*\(16639 bytes\) .* \(16640 bytes\)"):
+        _read(tmp_path, f"budget: {64 * 65 * 4 - 1}\n{stored}").save(model)
+
+
+def test_one_entry_may_overlap_itself(tmp_path: pathlib.Path) -> None:
+    plan = _read(tmp_path, "save: [{modules: ['blocks.*', blocks.0.mlp, norm], store: {kind: OnCpu}}]")
+    with plan.save(Tiny()) as saving:
+        assert saving.names == ("blocks.0", "blocks.1", "norm")
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ("'*.mlp'", r"yaml:5: '\*\.mlp' matches 'blocks\.0\.mlp', which is inside 'blocks\.0', that .*yaml:3: 'blocks"),
+        ("'blocks.?'", r"yaml:5: 'blocks\.\?' and .*yaml:3: 'blocks\.\*' both match 'blocks\.0'"),
+        ("''", r"yaml:3: 'blocks\.\*' matches 'blocks\.0', which is inside 'the model', that .*yaml:5: ''"),
+    ],
+)
+def test_conflicts_leave_nothing_attached(second: str, says: str, tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    store = "  store: {kind: OnCpu}\n"
+    second = second.replace("''", "['*']") if second == "''" else second
+    says = says.replace("''", r"'\*'")
+    plan = _read(tmp_path, f"save:\n- modules:\n  - blocks.*\n{store}- modules: {second}\n{store}")
+    with pytest.raises(ConfigError, match=says):
+        plan.save(model)
+    assert type(model.blocks[0]) is type(Tiny().blocks[0])
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    model.norm = torch.fx.symbolic_trace(model.norm)
+    store = "  store: {kind: OnCpu}\n"
+    plan = _read(tmp_path, f"save:\n- modules: blocks.0\n{store}- modules: norm\n{store}")
+    with pytest.raises(AttachError, match=r"hooks\.yaml:4: 'norm' .*wrap it instead"):
+        plan.save(model)
+    assert type(model.blocks[0]) is type(Tiny().blocks[0])
+    optimizer = torch.optim.SGD(Tiny().parameters(), lr=0.1)  # of another model
+    plan = _read(tmp_path, f"save:\n- modules: blocks.0\n{store}watch:\n  stats: standard\n")
+    with pytest.raises(AttachError, match=r"hooks\.yaml:4: "):
+        plan.prepare(model, optimizer)
+    assert type(model.blocks[0]) is type(Tiny().blocks[0])
+
+
+def test_entries_for_several_models(tmp_path: pathlib.Path) -> None:
+    first, second = torch.nn.Sequential(torch.nn.Linear(4, 4)), Tiny()
+    store = "  store: {kind: OnCpu}\n"
+    plan = _read(tmp_path, f"budget: 1 GiB\nsave:\n- modules: '0'\n{store}- modules: [blocks.*, norm]\n{store}")
+    with plan.save(first, partly=True) as one, plan.save(second, partly=True) as other:
+        assert (one.names, list(one.missed)) == (("0",), [1])
+        assert (other.names, list(other.missed)) == (("blocks.0", "blocks.1", "norm"), [0])
+        assert re.search(r"hooks\.yaml:5: 'blocks\.\*' matches no module", str(one.missed[1]))
+    with plan.save(torch.nn.ReLU(), partly=True) as nowhere:
+        assert (nowhere.names, list(nowhere.missed)) == ((), [0, 1])
+    with pytest.raises(MatchError, match=r"hooks\.yaml:3: '0'"):
+        plan.save(second)
+
+
+def test_prepared(tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    file = _file(
+        tmp_path,
+        "save: [{modules: 'blocks.*', store: {kind: OnDisk, directory: '{folder}'}}]\n"
+        "watch: {every: 1, rules: [{kind: ClipPercentile}], stats: [{kind: Norm}]}",
+    )
+    with dh.prepare(model, optimizer, file) as attached:
+        for seed in range(2):
+            step(model, tokens(seed))
+            optimizer.step()
+        assert attached.gradients is not None
+        assert attached.report().moved == attached.saving.report().moved > 0
+        assert attached.report().gradients == attached.gradients.report()
+        state = attached.state_dict()
+        assert "saved/moved" in attached.gradients.latest
+    assert state["steps"] == 2
+    with dh.prepare(model, optimizer, file) as again:
+        again.load_state_dict(state)
+        assert again.gradients.steps == 2
+    with _read(tmp_path, "save: [{modules: norm, store: {kind: OnCpu}}]").prepare(model) as alone:
+        assert alone.gradients is None
+        assert alone.state_dict() == {}
+        alone.load_state_dict({})
+        with pytest.raises(UsageError, match="this one has none"):
+            alone.load_state_dict(state)
+
+
+def test_a_sink_with_an_object(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records: list[Any] = []
+    with _read(tmp_path, "watch: {every: 1, stats: standard}").prepare(model, optimizer, sinks=[records.append]):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [record["step"] for record in records] == [0]
+
+
+# There and back
+
+_EACH: dict[str, Any] = {"per_parameter": True}
+OBJECTS: list[Any] = [
+    dh.OnCpu(),
+    dh.OnCpu("64 GiB per node", pin_memory=False),
+    dh.OnDevice("1 MiB"),
+    dh.OnDisk("/tmp"),
+    dh.OnDisk(["/tmp", pathlib.Path("/tmp")], 1 << 30, direct=False, checksum=True, in_flight="1 MiB"),
+    dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu("1 GiB"), dh.OnDisk("/tmp")),
+    dh.Cast(torch.float8_e4m3fn),
+    dh.Compact(),
+    dh.Compress("zstd", 3),
+    dh.Quantize(4, block=64, stochastic=False),
+    dh.ClipAdaptive(0.02),
+    dh.ClipNorm(1.0, float("inf"), by="parameter"),
+    dh.ClipPercentile(20, 50),
+    dh.ClipValue(-0.1, 0.1),
+    dh.ClipZScore(to="mean"),
+    dh.Freeze(3),
+    dh.Noise(1e-3),
+    dh.Sanitize(posinf=1e4),
+    dh.Scale(0.5),
+    dh.SkipNonFinite(3),
+    dh.only(["*.bias", "norm.*"], dh.only("blocks*", dh.ClipNorm(1.0))),
+    dh.only("*", dh.Sanitize(), at="local"),
+    dh.stats.Agreement(["a", "b"]),
+    dh.stats.Extremes(**_EACH),
+    dh.stats.Histogram((0.5,)),
+    dh.stats.MaxAbs(),
+    dh.stats.Moments(**_EACH),
+    dh.stats.NoiseScale(32, decay=0.9),
+    dh.stats.NonFinite(),
+    dh.stats.Norm(1.0),
+    dh.stats.Spread(3.0),
+    dh.stats.Updates(),
+    dh.stats.Weights(),
+    dh.stats.Zeros(),
+    dh.sinks.Console(),
+    dh.sinks.Jsonl("/tmp/$x/{y}.jsonl"),
+    dh.sinks.MLflow("train/"),
+    dh.sinks.TensorBoard("runs/7", prefix="train/"),
+    dh.sinks.WandB(prefix="train/"),
+]
+
+
+def test_every_kind_is_among_the_objects() -> None:
+    named = {dump.entry(made)["kind"] for made in OBJECTS} | {"DeepSpeedMonitor"}  # which needs an engine
+    assert named == {name for kinds in KINDS.values() for name in kinds}
+
+
+@pytest.mark.parametrize("made", OBJECTS, ids=lambda made: type(made).__name__)
+def test_there_and_back(made: Any) -> None:
+    noun = next(noun for noun, kinds in KINDS.items() if dump.entry(made)["kind"] in kinds)
+    given: dict[str, Any] = {"watches": {"stats": [dh.stats.Norm()], f"{noun}s": [made]}}
+    if noun in ("store", "codec"):
+        given = {"saves": [("*", dh.pipeline(made) if noun == "store" else dh.pipeline(made, dh.OnCpu()))]}
+    plan = dh.Plan(**given)
+    document = yaml.safe_load(plan.to_yaml())
+    assert document == plan.to_dict()
+    again = dh.from_config(document)
+    assert again.to_dict() == document
+    if noun in ("store", "codec"):
+        assert [line for _, line in again.saves] == [line for _, line in plan.saves]
+        assert repr(again.saves) == repr(plan.saves)
+    else:
+        assert [make() for make in again.watches[f"{noun}s"]] == [made]
+    jsonschema.validate(document, json.loads(FILE.read_text()))
+
+
+def test_a_whole_plan_there_and_back(tmp_path: pathlib.Path) -> None:
+    line = dh.pipeline(dh.AtLeast("1 KiB"), dh.Compact(), dh.OnDisk(tmp_path))
+    plan = dh.Plan(
+        saves=[("blocks.0", line), (["blocks.1", "norm"], dh.OnCpu())],
+        watches={"every": 5, "rules": [dh.ClipNorm(1.0)], "groups": {"a": ["*.bias"], "b": "*"}},
+        budget="1 GiB",
+        exact=True,
+    )
+    file = tmp_path / "hooks.yaml"
+    file.write_text(plan.to_yaml())
+    again = dh.from_config(file)
+    assert (again.saves, again.budget, again.exact) == (plan.saves, plan.budget, True)
+    assert again.to_yaml() == plan.to_yaml()
+    with again.save(Tiny()), plan.save(Tiny()):
+        pass
+
+
+class Kept:
+    """A sink whose argument can be read back."""
+
+    def __init__(self, where: str, often: int = 1) -> None:
+        self.where, self.often = where, often
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+class Lost(Kept):
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+
+
+def test_classes_of_ones_own() -> None:
+    plan = dh.Plan(watches={"stats": [dh.stats.Norm()], "sinks": [Kept("here", 2)]})
+    entry = {"kind": f"{__name__}:Kept", "where": "here", "often": 2}
+    assert plan.to_dict()["watch"]["sinks"] == [entry]
+    (made,) = (make() for make in dh.from_config(plan.to_dict()).watches["sinks"])
+    assert (type(made), made.where, made.often) == (Kept, "here", 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (dh.Plan(watches={"sinks": [Lost("x")]}), "takes 'place', and does not keep it by that name"),
+        (dh.Plan(watches={"sinks": [print]}), "cannot be written to a file"),
+        (dh.Plan(watches={"rules": [dh.only("*", lambda name, grad: grad)]}), "cannot be written to a file"),
+        (dh.Plan(watches={"sinks": [dh.sinks.Console(str.upper)]}), "no file can hold its 'print'"),
+        (dh.Plan(saves=[(torch.nn.Linear, dh.OnCpu())]), "patterns there are texts"),
+        (dh.Plan(saves=[("*", dh.Functions(abs, abs))]), "cannot be written to a file"),
+    ],
+)
+def test_what_cannot_be_written(plan: dh.Plan, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan.to_yaml()
+
+
+def test_objects_are_exact_too() -> None:
+    with pytest.raises(ConfigError, match="loses digits"):
+        dh.Plan(saves=[("*", dh.pipeline(dh.Quantize(8), dh.OnCpu()))], exact=True)
+
+
+def test_objects_attach_as_they_are() -> None:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = dh.Plan(saves=[("blocks.*", dh.OnDisk("/tmp"))], watches={"rules": [dh.ClipNorm(1.0)], "every": 1})
+    with plan.prepare(model, optimizer) as attached:
+        step(model, tokens())
+        optimizer.step()
+    assert attached.report().moved > 0
+    assert attached.gradients.latest["grad_norm_clipped"] <= 1.0001
+    with pytest.raises(MatchError, match=r"^'nothing' matches"):
+        dh.Plan(saves=[("nothing", dh.OnCpu())]).save(model)
+
+
+# The schema
+
+
+def test_the_schema_is_current() -> None:
+    assert FILE.read_text() == text(), "run: python -m disthooks.config.jsonschema"
+
+
+def test_the_page_about_it_is_right() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    first, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    jsonschema.validate(yaml.safe_load(first), json.loads(FILE.read_text()))
+    known = json.loads(FILE.read_text())
+    keys = {*known["properties"], *(f"{key}.{name}" for key in ("save", "watch") for name in _keys(known, key))}
+    assert keys == set(re.findall(r"^\| `([\w.]+)` \|", page.split("## Keys")[1].split("## Classes")[0], re.MULTILINE))
+
+
+def _keys(known: dict[str, Any], key: str) -> list[str]:
+    return list(known["definitions"][key.capitalize()]["properties"])
+
+
+def test_reading_alone_needs_pydantic() -> None:
+    code = "import sys, disthooks as dh; print([m for m in ('pydantic', 'yaml') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
