@@ -1,43 +1,16 @@
 """Where saved tensors live between forward and backward, and what happens to gradients before the step."""
 
+# ruff: noqa: F403, F405  (the names come by __getattr__; the star is for type checkers)
+
 from __future__ import annotations
 
-from disthooks import errors, memory
-from disthooks._handles import Attachment
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from disthooks._version import __version__
-from disthooks.config import Plan, Prepared, from_config, prepare
-from disthooks.grads import sinks, stats
-from disthooks.grads.attach import gradients
-from disthooks.grads.attached import Gradients
-from disthooks.grads.replicas import ReplicaReport, check_replicas
-from disthooks.grads.rules import (
-    ClipAdaptive,
-    ClipNorm,
-    ClipPercentile,
-    ClipValue,
-    ClipZScore,
-    Freeze,
-    Noise,
-    Sanitize,
-    Scale,
-    SkipNonFinite,
-    only,
-)
-from disthooks.grads.single import on_gradient
-from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
-from disthooks.saved.inplace import Saving, save_activations
-from disthooks.saved.pipeline import AtLeast, pipeline
-from disthooks.saved.report import SavedReport
-from disthooks.saved.saving import saving
-from disthooks.saved.stores.base import Functions
-from disthooks.saved.stores.cpu import OnCpu
-from disthooks.saved.stores.disk import OnDisk
-from disthooks.saved.stores.tiers import OnDevice, Tiered
-from disthooks.saved.stores.traffic import StoreReport
-from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
-from disthooks.watch.blame import blame
-from disthooks.watch.features import features
-from disthooks.watch.trace import trace
+
+if TYPE_CHECKING:
+    from disthooks._front import *
 
 __all__ = [
     "AtLeast",
@@ -90,3 +63,19 @@ __all__ = [
     "trace",
     "unwrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when the first is asked for: ``disthooks --help`` is not to wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("errors", "memory"):  # modules of the package, which its own files import before all others
+        return importlib.import_module(f"{__name__}.{name}")
+    from disthooks import _front
+
+    globals().update({public: getattr(_front, public) for public in __all__})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import pathlib
+import subprocess
+import sys
 import types
 
 import pytest
 
 import disthooks as dh
+from disthooks import _front
 
 ROOT = pathlib.Path(__file__).parent.parent
 GIVEN = ("Gradients", "Plan", "Prepared", "SavedReport", "Saving")  # functions return them
@@ -20,11 +23,23 @@ def test_all_is_sorted_and_complete() -> None:
     assert list(dh.__all__) == sorted(dh.__all__)
     imported = {
         alias.asname or alias.name
-        for node in ast.walk(ast.parse((ROOT / "disthooks/__init__.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "disthooks/_front.py").read_text()))
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }
-    assert imported == set(dh.__all__)
+    assert imported == set(dh.__all__) == set(_front.__all__)
+
+
+def test_the_front_door_imports_when_it_is_used() -> None:
+    call = "import sys, disthooks; print('torch' in sys.modules, 'OnDisk' in dir(disthooks)); disthooks.OnDisk"
+    call += "; print('torch' in sys.modules, sorted(set(disthooks.__all__) - set(vars(disthooks))))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["False True", "True []"]
+
+
+def test_no_name_is_hidden_by_a_file() -> None:
+    files = {path.stem for path in (ROOT / "disthooks").iterdir()}
+    assert {name for name in dh.__all__ if name in files} == {"errors", "memory"}  # which are these files
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -15,6 +15,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # (floor, step inside the floor): a file may import from a lower floor, or from its own part at a lower step.
 PARTS: dict[str, tuple[int, str, int]] = {
     "_version": (0, "", 0),
+    "_front": (6, "", 0),  # all public names; __init__ imports it when the first is asked for
+    "__main__": (6, "", 0),
     "errors": (0, "", 0),
     "_torch": (0, "", 0),
     "_events": (0, "", 1),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -132,25 +130,6 @@ def test_a_pattern_that_matches_nothing_leaves_nothing_attached(tmp_path: pathli
 def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
     text = "save: [{modules: blocks.0, store: {kind: 'disthooks.saved.stores.disk:OnDisk', directory: {folder}}}]"
     assert dh.from_config(_write(tmp_path, text)).saves[0][1].store == dh.OnDisk(str(tmp_path))
-
-
-@pytest.mark.parametrize("good", [True, False])
-def test_the_command_line_checks_a_file(good: bool, tmp_path: pathlib.Path) -> None:
-    file = _write(tmp_path, WHOLE if good else "save: [{modules: x, store: {kind: OnDisc}}]")
-    call = "from disthooks.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", call, "check", str(file)], capture_output=True, text=True, check=False)
-    assert done.returncode == (0 if good else 1)
-    if good:
-        assert "save   blocks.0: AtLeast('8.0 KiB'), OnDisk(" in done.stdout
-    else:
-        assert "did you mean 'OnDisk'?" in done.stderr
-
-
-def test_the_command_line_tells_about_the_machine() -> None:
-    call = "from disthooks.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", call, "env"], capture_output=True, text=True, check=True)
-    assert f"disthooks            {dh.__version__}" in done.stdout
-    assert "can hold saved tensors" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,8 @@
+"""``python -m disthooks`` is the command ``disthooks``."""
+
+from __future__ import annotations
+
+from disthooks.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""``disthooks check``: what a configuration file means, by itself or on a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from disthooks.cli.building import build
+from disthooks.cli.tables import console, document, line, shortened, size, table
+from disthooks.errors import DisthooksError
+
+if TYPE_CHECKING:
+    from disthooks.cli.entries import Entry, Found
+
+
+def check(
+    file: str = typer.Argument(..., help="The hooks file."),
+    model: str | None = typer.Option(
+        None, "--model", help="package.module:function or file.py:function: a module, or (module, example inputs)."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
+) -> None:
+    """Read a configuration file as a run does, and tell what it would do; exit code 1 when a run would fail.
+
+    Each pipeline takes random tensors and gives them back. With --model also: which modules and parameters each
+    pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs the model runs
+    forward and backward once, and the bytes moved are told for each module.
+    """
+    from disthooks.cli.entries import Found
+
+    found = Found()
+    facts = _checked(file, model, found)
+    facts |= {"ok": not found.errors, "errors": found.errors, "warnings": found.warnings}
+    if as_json:
+        document(facts)
+    else:
+        _show(facts)
+    if found.errors:
+        raise typer.Exit(1)
+
+
+def _checked(file: str, name: str | None, found: Found) -> dict[str, Any]:
+    from disthooks.cli.entries import entries_of, place
+    from disthooks.cli.watching import check_sinks, scopes
+    from disthooks.config import from_config
+
+    facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
+    try:
+        plan = from_config(file)
+        model, inputs = build(name) if name else (None, None)
+    except DisthooksError as error:
+        found.failed("", error)
+        return facts
+    entries = entries_of(plan)
+    if plan.watches:
+        check_sinks(plan, found)
+        facts["watch"] = _asked(plan)
+    if model is not None:
+        place(plan, entries, model, found)
+        if plan.watches:
+            facts["watch"] |= scopes(plan, model, found)
+    facts["save"] = [_entry(entry, model is not None, found) for entry in entries]
+    if inputs is not None and not found.errors:
+        facts["run"] = _run(model, inputs, entries, found)
+    return facts
+
+
+def _asked(plan: Any) -> dict[str, Any]:
+    from disthooks.cli.watching import made
+
+    told: dict[str, Any] = {"every": plan.watches.get("every")}
+    told |= {f"{what}_asked": [repr(each) for each in made(plan, what)] for what in ("rules", "stats", "sinks")}
+    return told | {"rules": None, "groups": None}
+
+
+def _entry(entry: Entry, on_model: bool, found: Found) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "where": entry.where,
+        "patterns": list(map(str, entry.patterns)),
+        "pipeline": str(entry.line),
+    }
+    facts |= {"round_trips": _round_trips(entry, found), "matched": None, "modules": None, "parameters": None}
+    if on_model:
+        facts |= {"matched": entry.matched, "modules": list(entry.modules), "parameters": entry.parameters()}
+    return facts
+
+
+def _round_trips(entry: Entry, found: Found) -> list[dict[str, Any]]:
+    from disthooks.cli.roundtrips import DTYPES, round_trip
+
+    made: list[dict[str, Any]] = []
+    for dtype in DTYPES:
+        try:
+            trip = round_trip(entry.line, dtype)
+        except (DisthooksError, RuntimeError, TypeError) as error:
+            found.failed(f"{entry.at}: {entry.where}", f"a {dtype} tensor does not get through: {error}")
+            continue
+        if trip.lossless and not trip.identical:
+            found.failed(
+                f"{entry.at}: {entry.where}",
+                f"a {trip.dtype} tensor came back with other bits, and no codec says it is lossy",
+            )
+        elif trip.error == float("inf"):
+            found.failed(
+                f"{entry.at}: {entry.where}", f"finite numbers of a {trip.dtype} tensor came back infinite or NaN"
+            )
+        made.append(trip._asdict())
+    return made
+
+
+def _run(model: Any, inputs: Any, entries: list[Entry], found: Found) -> list[dict[str, Any]] | None:
+    from disthooks.cli.running import figures, reports
+
+    placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
+    try:
+        told = reports(model, inputs, placed)
+    except DisthooksError as error:
+        found.failed("the run", error)
+        return None
+    for name, report in told.items():
+        passed = ", ".join(f"{reason} {count}" for reason, count in report.passed.items())
+        if passed and not report.calls:
+            found.failed(
+                "the run", f"{name or 'the model'!r} saved nothing: all its calls went without hooks ({passed})"
+            )
+        elif passed or not report.calls:
+            found.warnings.append(f"{name or 'the model'!r}: {passed or 'it was not called in this forward'}")
+    return [{"module": name} | figures(report) for name, report in told.items()]
+
+
+def _show(facts: dict[str, Any]) -> None:
+    for entry in facts["save"]:
+        line(f"save   {', '.join(entry['patterns'])}: {entry['pipeline']}")
+        _show_entry(entry)
+    if facts["watch"]:
+        _show_watch(facts["watch"])
+    if facts["run"]:
+        _show_run(facts["run"])
+    for text in facts["warnings"]:
+        line(f"warning: {text}")
+    for text in facts["errors"]:
+        print(f"error: {text}", file=sys.stderr)
+
+
+def _show_entry(entry: dict[str, Any]) -> None:
+    for trip in entry["round_trips"]:
+        kept = "the same bits" if trip["identical"] else f"relative error {trip['error']:.2g}"
+        line(f"       {trip['dtype']}, there and back: {kept}; {size(trip['before'])} are {size(trip['after'])}")
+    for pattern, names in (entry["matched"] or {}).items():
+        line(f"       {pattern} matches {len(names)}: {shortened(names)}")
+    if entry["modules"]:
+        line(
+            f"       on {len(entry['modules'])}: {shortened(entry['modules'])}; "
+            f"{entry['parameters']:,} parameters inside"
+        )
+
+
+def _show_watch(watch: dict[str, Any]) -> None:
+    line(f"watch  every: {watch['every']}")
+    rules = watch["rules"] or {f"{i} {rule}": None for i, rule in enumerate(watch["rules_asked"])}
+    for rule, names in rules.items():
+        line(f"       rule {rule}" + ("" if names is None else f" for {len(names)}: {shortened(names)}"))
+    for group, names in (watch["groups"] or {}).items():
+        line(f"       group {group}, {len(names)}: {shortened(names)}")
+    for what in ("stats", "sinks"):
+        for each in watch[f"{what}_asked"]:
+            line(f"       {what.removesuffix('s')} {each}")
+
+
+def _show_run(run: list[dict[str, Any]]) -> None:
+    heads = ("module", "stored", "moved", "shared", "kept", "weights")
+    rows = [(each["module"] or "(model)", *(size(each[key]) for key in heads[1:])) for each in run]
+    total = ("all", *(size(sum(each[key] for each in run)) for key in heads[1:]))
+    console().print(table([*rows, total], heads, right=(1, 2, 3, 4, 5), title="one forward and backward"))

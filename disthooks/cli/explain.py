@@ -1,0 +1,101 @@
+"""``disthooks explain``: what autograd saves in each module of a model, and where a plan would put it."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import typer
+
+from disthooks.cli.building import build
+from disthooks.cli.tables import console, line, size, table
+from disthooks.errors import UsageError
+
+
+class Row(NamedTuple):
+    """One module.
+
+    Attributes:
+        name: of the module.
+        kind: its class.
+        own: bytes saved in its own forward, not in that of a module inside.
+        whole: bytes saved while it ran.
+    """
+
+    name: str
+    kind: str
+    own: int
+    whole: int
+
+
+def explain(
+    model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
+    file: str | None = typer.Argument(None, help="A hooks file: where its plan would put the bytes."),
+) -> None:
+    """RUN the model, one forward and backward for real, and tell how many bytes autograd saves in each module.
+
+    Each content is counted once, weights not at all. With a hooks file the model runs a second time under its plan,
+    and what was moved, shared and kept is told for each module that the plan takes. It needs the memory and the time
+    of two steps.
+    """
+    made, inputs = build(model)
+    if inputs is None:
+        raise UsageError(f"{model} gave a module alone: explain runs it, so it has to return (module, example inputs)")
+    rows = saved_by(made, inputs)
+    body = [(row.name or "(model)", row.kind, size(row.own), size(row.whole)) for row in rows if row.whole]
+    heads = ("module", "class", "saved", "with what is inside")
+    console().print(table(body, heads, right=(2, 3), title="one forward and backward without hooks"))
+    line(f"autograd saves {size(max([row.whole for row in rows], default=0))}, weights not counted")
+    if file is not None:
+        _planned(made, inputs, file)
+
+
+def saved_by(model: Any, inputs: Any) -> list[Row]:
+    """A row for each module that ran, in the order of the model."""
+    from disthooks.cli.running import step
+    from disthooks.watch.trace import trace
+
+    with trace(model, print=None) as traced:
+        step(model, inputs)
+    own: collections.Counter[str] = collections.Counter()
+    for event in traced.events:
+        if event.kind == "pack" and event.note not in ("parameter", "shared"):
+            own[event.name] += event.nbytes
+    ran = {row.name: row for row in traced.report().rows}
+    order = {name: i for i, (name, _) in enumerate(_named(model))}
+    rows = [Row(name, row.type, own[name], row.nbytes) for name, row in ran.items()]
+    return sorted(rows, key=lambda row: order.get(row.name, len(order)))
+
+
+def _named(model: Any) -> list[tuple[str, Any]]:
+    from disthooks._match import match_modules
+
+    return match_modules(model, ["*"])
+
+
+def _planned(model: Any, inputs: Any, file: str) -> None:
+    from disthooks.cli.entries import Found, entries_of, place
+    from disthooks.cli.running import figures, reports
+    from disthooks.config import from_config
+
+    plan, found = from_config(file), Found()
+    entries = entries_of(plan)
+    place(plan, entries, model, found)
+    if found.errors:
+        raise UsageError("; ".join(found.errors))
+    placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
+    told = {name: figures(report) for name, report in reports(model, inputs, placed).items()}
+    keys = ("stored", "moved", "shared", "kept")
+    to = {name: _short(line.store) for name, _, line in placed}
+    rows = [(name or "(model)", to[name], *(size(figure[key]) for key in keys)) for name, figure in told.items()]
+    total = ("all", "", *(size(sum(figure[key] for figure in told.values())) for key in keys))
+    heads = ("module", "goes to", *keys)
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5), title=f"the same under {file}"))
+    for text in found.warnings:
+        line(f"warning: {text}")
+
+
+def _short(store: Any) -> str:
+    """The class of a store, and its directories or the stores in it."""
+    inner = [_short(each) for each in getattr(store, "stores", ())]
+    return " ".join([type(store).__name__, *getattr(store, "directories", ()), *inner])

@@ -1,0 +1,92 @@
+"""Tables and lines for a terminal, and for a file: no colour codes there, and 80 columns."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def console() -> Any:
+    """Where to print: made at each use, since a test may have put another file in the place of stdout."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+
+
+def table(
+    rows: Iterable[Sequence[object]], heads: Sequence[str] = (), right: Sequence[int] = (), title: str = ""
+) -> Any:
+    """A table of texts, taken as they are; the columns in ``right`` hold numbers, which are never cut."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(
+        title=Text(title, style="bold") if title else None,
+        title_justify="left",
+        show_header=bool(heads),
+        box=box.SQUARE,
+    )
+    texts = [tuple(map(str, row)) for row in rows]
+    for i in range(max([len(heads), *map(len, texts)])):
+        numbers = i in right
+        made.add_column(
+            Text(heads[i]) if heads else "",
+            justify="right" if numbers else "left",
+            no_wrap=numbers or (i == 0 and not heads),
+            overflow="fold",
+        )
+    for row in texts:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+def line(text: str) -> None:
+    """Print ``text`` in one line, however long: other programs look for it."""
+    print(text, file=sys.stdout)
+
+
+def document(value: object) -> None:
+    """Print one JSON document; a number that is not finite is a word there, as in the log."""
+    print(json.dumps(_strict(value), indent=2, default=str, allow_nan=False), file=sys.stdout)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def shortened(names: Sequence[str], most: int = 4) -> str:
+    """The first of ``names``, and how many there are besides.
+
+    >>> shortened(["a", "b", "", "d", "e", "f"])
+    'a, b, (model), d and 2 more'
+    """
+    told = ", ".join(name or "(model)" for name in names[:most])
+    return f"{told} and {len(names) - most} more" if len(names) > most else told
+
+
+def speed(rate: float | None) -> str:
+    """Bytes a second, as people read them.
+
+    >>> speed(2.5e9), speed(None)
+    ('2.50 GB/s', 'not measured')
+    """
+    return "not measured" if rate is None else f"{rate / 1e9:.2f} GB/s"
+
+
+def size(count: float | None) -> str:
+    """Bytes, as people read them.
+
+    >>> size(3 << 30), size(None)
+    ('3.0 GiB', 'unknown')
+    """
+    from disthooks._tensors import format_bytes
+
+    return "unknown" if count is None else format_bytes(count)

@@ -1,0 +1,603 @@
+"""The command line: its flags are frozen, what it says is what a run does, and its errors are one line each."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import typer
+from models import Tiny, step, tokens
+from typer.testing import CliRunner
+
+import disthooks as dh
+from disthooks.cli import env as env_command
+from disthooks.cli import explain as explain_command
+from disthooks.cli import machine, speeds
+from disthooks.cli.app import app
+from disthooks.cli.problems import problems
+
+HERE = pathlib.Path(__file__).parent
+BUILT = str(HERE / "built.py")
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "laws")))}
+MIB = 1 << 20
+
+#: Every command and its parameters; settings belong into the YAML file, not here.
+FROZEN = {
+    "": ["--version"],
+    "check": ["file", "--model", "--json"],
+    "env": ["--json"],
+    "explain": ["model", "[file]"],
+    "launch": [],
+    "report": ["path"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules beside the tests can be imported, and nobody's launcher is told of."""
+    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
+    for name in machine.environment():
+        monkeypatch.delenv(name)
+
+
+def run(*words: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def process(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "disthooks", *map(str, words)]
+    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=120, **({"env": ENV} | more))
+
+
+def hooks(folder: pathlib.Path, text: str) -> pathlib.Path:
+    file = folder / "hooks.yaml"
+    file.write_text(text.replace("{folder}", str(folder)))
+    return file
+
+
+# -- the commands
+
+
+def _shown(parameter: Any) -> str:
+    options = [name for name in parameter.opts if name.startswith("-")]
+    if options:
+        return "/".join([*options, *parameter.secondary_opts])
+    return str(parameter.name) if parameter.required else f"[{parameter.name}]"
+
+
+def test_the_flags_are_frozen() -> None:
+    whole: Any = typer.main.get_command(app)
+    parts = {"": whole, **whole.commands}
+    found = {name: [_shown(p) for p in part.params if p.name != "help"] for name, part in parts.items()}
+    assert found == FROZEN
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    call = "import sys; sys.argv = ['disthooks', '--help']\nfrom disthooks.cli import main\n"
+    call += "try:\n    main()\nfinally:\n    print(sorted({'torch', 'rich', 'yaml', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True, env=ENV)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(f"\n  {name} " in done.stdout for name in FROZEN if name)
+
+
+def test_every_command_says_what_it_is() -> None:
+    assert dh.__version__ in run("--version").stdout
+    for name in FROZEN:
+        if name not in ("", "launch"):  # whose --help is the launcher's
+            assert "--help" in run(name, "--help").stdout
+    assert "RUN the model" in run("explain", "--help").stdout
+
+
+def test_errors_are_one_line_and_exit_codes_are_told(tmp_path: pathlib.Path) -> None:
+    done = process("report", tmp_path / "nothing")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "nothing: there is no such file or directory" in done.stderr
+    done = process("check")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_without_typer_it_says_how_to_get_it() -> None:
+    call = "import sys; sys.modules['typer'] = None\nfrom disthooks.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False, env=ENV)
+    assert done.returncode == 1
+    assert done.stderr == "the command line needs typer and rich: pip install 'disthooks[cli]'\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--help"],
+        ["-h"],
+        ["torchrun", "--nproc-per-node", "2", "train.py", "--json", "--version", "-h", "--", "--x=1", "a b", ""],
+        ["--", "--config_file", "x.yaml", "train.py"],
+    ],
+)
+def test_launch_hands_every_word_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    stand_in = types.ModuleType("disthooks.launching")
+    stand_in.main = lambda argv: given.append(argv) or 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "disthooks.launching", stand_in)
+    run("launch", *words, code=7)
+    assert given == [words]
+
+
+# -- check
+
+WHOLE = """
+save:
+  - modules: blocks.0
+    at_least: 8 KiB
+    store: {kind: OnDisk, directory: {folder}}
+  - modules: ["blocks.1.mlp", "norm"]
+    codecs: [{kind: Quantize, bits: 8}]
+    store: {kind: OnCpu}
+watch:
+  every: 2
+  groups: {norms: "*norm*"}
+  rules:
+    - {kind: only, pattern: "*.bias", rule: {kind: ClipValue, low: -0.1, high: 0.1}}
+    - {kind: ClipNorm, max_norm: 0.5}
+  stats: [{kind: Norm}, {kind: NonFinite}]
+  sinks: [{kind: Jsonl, path: {folder}/run/gradients.jsonl}]
+"""
+
+
+def checked(folder: pathlib.Path, text: str, model: str = "", code: int = 0) -> dict[str, Any]:
+    more = ["--model", f"{BUILT}:{model}"] if model else []
+    return json.loads(run("check", hooks(folder, text), *more, "--json", code=code).stdout)
+
+
+def test_check_reads_a_file(tmp_path: pathlib.Path) -> None:
+    told = run("check", hooks(tmp_path, WHOLE)).stdout
+    assert "save   blocks.0: AtLeast('8.0 KiB'), OnDisk(" in told
+    assert "float32, there and back: the same bits; 1.0 MiB are 1.0 MiB" in told
+    assert "rule 1 ClipNorm(max_norm=0.5" in told
+    (error,) = run("check", hooks(tmp_path, "save: [{modules: x, store: {kind: OnDisc}}]"), code=1).stderr.splitlines()
+    assert "did you mean 'OnDisk'?" in error
+
+
+def test_check_tells_what_a_run_does(tmp_path: pathlib.Path) -> None:
+    found = checked(tmp_path, WHOLE, "whole")
+    model, plan = Tiny(), dh.from_config(tmp_path / "hooks.yaml")
+    parts = [model.blocks[0]], [model.blocks[1].mlp, model.norm]
+    for entry, modules in zip(found["save"], parts, strict=True):
+        assert entry["parameters"] == sum(p.numel() for module in modules for p in module.parameters())
+    assert [entry["modules"] for entry in found["save"]] == [["blocks.0"], ["blocks.1.mlp", "norm"]]
+    assert len(found["save"][0]["matched"]["blocks.0"]) == 1
+    biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+    rules = list(found["watch"]["rules"].values())
+    assert rules == [biases, [name for name, _ in model.named_parameters()]]
+    assert set(found["watch"]["groups"]["norms"]) == {n for n, _ in model.named_parameters() if "norm" in n}
+    with dh.save_activations(model, "blocks.0", plan.saves[0][1]) as truth:
+        step(model, tokens())
+    moved = {each["module"]: each["moved"] for each in found["run"]}
+    assert moved["blocks.0"] == truth.report().moved > 0
+    assert {each["module"] for each in found["run"]} == {"blocks.0", "blocks.1.mlp", "norm"}
+    assert found["ok"]
+    assert not (tmp_path / "run").exists()  # nothing is begun by a check
+
+
+def test_check_of_a_model_in_words(tmp_path: pathlib.Path) -> None:
+    told = run("check", hooks(tmp_path, WHOLE), "--model", "built:named").stdout
+    assert "on 2: blocks.1.mlp, norm" in told
+    assert "│ blocks.0 " in told
+    assert max(map(len, told[told.index("one forward") :].splitlines())) <= 80
+
+
+def test_pipelines_are_tried(tmp_path: pathlib.Path) -> None:
+    stages = "[{kind: Cast, dtype: bfloat16}]", "[{kind: Quantize, bits: 4}]", "[{kind: Compress, library: zstd}]", "[]"
+    entries = [
+        f"{{modules: m{i}, codecs: {s}, store: {{kind: OnDisk, directory: '{{folder}}'}}}}"
+        for i, s in enumerate(stages)
+    ]
+    cast, four, packed, plain = (e["round_trips"] for e in checked(tmp_path, f"save: [{', '.join(entries)}]")["save"])
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    assert cast[0]["error"] == pytest.approx(float((x.bfloat16().float() - x).norm() / x.norm()), rel=1e-3)
+    assert (cast[0]["before"], cast[0]["after"]) == (MIB, MIB // 2)
+    assert cast[1]["identical"]  # it is bfloat16 already
+    assert 0.01 < four[0]["error"] < 0.5
+    assert four[0]["after"] < MIB // 4
+    assert all(trip["identical"] and trip["lossless"] for trip in packed + plain)
+    assert all(trip["read"] >= trip["moved"] == trip["after"] > 0 for trip in cast + four + packed + plain)
+
+
+def test_a_codec_that_loses_everything(tmp_path: pathlib.Path) -> None:
+    found = checked(tmp_path, "save: [{modules: x, codecs: [{kind: 'built:Endless'}], store: {kind: OnCpu}}]", code=1)
+    assert found["save"][0]["round_trips"][0]["error"] == "inf"  # JSON has no other word for it
+    assert "came back infinite or NaN" in " ".join(found["errors"])
+
+
+def test_a_codec_that_is_not_what_it_says(tmp_path: pathlib.Path) -> None:
+    text = "save: [{modules: x, codecs: [{kind: 'built:Careless'}], store: {kind: OnCpu}}]"
+    assert "came back with other bits" in " ".join(checked(tmp_path, text, code=1)["errors"])
+
+
+WRONG = """
+save:
+  - {modules: blocks.0, store: {kind: OnCpu}}
+  - {modules: blocks.7, store: {kind: OnCpu}}
+watch:
+  groups: {heads: "head.*"}
+  rules:
+    - {kind: only, pattern: "*.weigth", rule: {kind: Scale, factor: 0.5}}
+    - {kind: only, pattern: "*.bias", rule: {kind: Freeze}}
+  stats: [{kind: Norm}]
+  sinks: [{kind: Jsonl, path: /proc/1/no/run.jsonl}, {kind: Jsonl, path: {folder}/hooks.yaml/run.jsonl}]
+"""
+
+
+def test_every_error_is_told_in_a_line_of_its_own(tmp_path: pathlib.Path) -> None:
+    result = run("check", hooks(tmp_path, WRONG), "--model", f"{BUILT}:whole", code=1)
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    wanted = ("save.1: 'blocks.7' matches no module", "watch.groups.heads: 'head.*'")
+    wanted += ("watch.rules.0: '*.weigth'", "hooks.yaml is no directory")
+    for text in wanted:
+        assert sum(text in line for line in lines) == 1, (text, lines)
+    assert "hooks.yaml:9: watch.rules.1: Only(" in result.stdout
+    assert "refused under FSDP1 with flat" in result.stdout
+
+
+def test_a_package_that_a_sink_needs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    text = "watch: {stats: [{kind: Norm}], sinks: [{kind: MLflow}]}"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'disthooks[mlflow]'" in " ".join(checked(tmp_path, text, code=1)["errors"])
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "says"),
+    [
+        ("wrapped", "blocks.0.mlp", "save.0: it would save nothing: it is inside 'blocks.0', a CheckpointWrapper"),
+        ("hidden", "blocks.*", "'blocks.0' saved nothing: all its calls went without hooks (checkpoint 2)"),
+        ("llama", "*.mlp", "which transformers' gradient_checkpointing computes again"),
+        ("lazy", "0", "a lazy module changes its class when it materialises"),
+        ("raising", "*", "raising: KeyError: 'no such size' ("),
+        ("number", "*", "gave int: it has to return a module"),
+        ("nowhere", "*", "AttributeError"),
+    ],
+)
+def test_what_stands_in_the_way(model: str, modules: str, says: str, tmp_path: pathlib.Path) -> None:
+    text = f"save: [{{modules: '{modules}', at_least: 0, store: {{kind: OnDisk, directory: '{{folder}}'}}}}]"
+    assert says in " ".join(checked(tmp_path, text, model, code=1)["errors"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "save: [{modules: norm, store: {kind: OnCpu}}, {modules: '*norm', store: {kind: OnCpu}}]",
+            "both match 'norm'",
+        ),
+        ("budget: 1 KiB\nsave: [{modules: norm, store: {kind: OnCpu}}]", "hooks.yaml:1: budget: 1.0 KiB"),
+        ("watch: {rules: [{kind: Scale, factor: 2}], sinks: [{kind: Console}]}", "these rules log nothing"),
+    ],
+)
+def test_what_a_run_would_refuse(text: str, says: str, tmp_path: pathlib.Path) -> None:
+    (told,) = run("check", hooks(tmp_path, text), "--model", f"{BUILT}:whole", code=1).stderr.splitlines()
+    assert says in told
+
+
+@pytest.mark.parametrize(("model", "modules"), [("wrapped", "blocks.*"), ("llama", "*.layers.?")])
+def test_around_a_checkpoint_all_is_well(model: str, modules: str, tmp_path: pathlib.Path) -> None:
+    text = f"save: [{{modules: '{modules}', at_least: 0, store: {{kind: OnDisk, directory: '{{folder}}'}}}}]"
+    found = checked(tmp_path, text, model)
+    assert all(each["moved"] > 0 for each in found["run"])
+    assert len(found["run"]) == 2
+
+
+def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
+    found = checked(tmp_path, "save: [{modules: norm, store: {kind: OnCpu}}]", "compiled")
+    assert "its graph breaks there" in " ".join(found["warnings"])
+
+
+# -- explain, report
+
+
+def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
+    told = run(
+        "explain",
+        f"{BUILT}:small",
+        hooks(tmp_path, "save: [{modules: '1', at_least: 0, store: {kind: OnDisk, directory: '{folder}'}}]"),
+    )
+    rows = {words[1]: words for line in told.stdout.splitlines() if (words := line.split())[:1] == ["│"]}
+    assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
+    assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
+    assert [line for line in told.stdout.splitlines() if line.startswith("autograd saves 220 B")]
+    assert told.stdout.count("160 B") >= 3  # the output of the Tanh: saved, stored and moved
+    assert "it has to return (module, example inputs)" in run("explain", f"{BUILT}:alone", code=1).stderr
+
+
+def test_explain_does_not_count_weights() -> None:
+    import built
+
+    rows = explain_command.saved_by(*built.small())
+    assert [(row.name, row.own, row.whole) for row in rows] == [
+        ("", 0, 220),
+        ("0", 60, 60),
+        ("1", 160, 160),
+        ("2", 0, 0),
+    ]
+
+
+def logged(folder: pathlib.Path) -> pathlib.Path:
+    """What a run of six steps logs, the fourth with a NaN in one gradient."""
+    model = Tiny()
+    file = folder / "run" / "gradients.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    at: list[int] = []
+    model.norm.bias.register_hook(lambda grad: grad * torch.nan if at[-1] == 3 else grad)
+    before = copy.deepcopy(model.state_dict())
+    kinds = [dh.stats.Norm(per_parameter=True), dh.stats.NonFinite()]
+    with dh.gradients(model, optimizer, stats=kinds, sinks=[dh.sinks.Jsonl(file)], every=1):
+        for i in range(6):
+            at.append(i)
+            step(model, tokens(seed=i))
+            optimizer.step()
+            model.load_state_dict(before)  # the NaN went into a weight
+    return file
+
+
+def test_report_of_a_run(tmp_path: pathlib.Path) -> None:
+    file = logged(tmp_path)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    norms = sorted(record["grad_norm"] for record in records if record["grad_norm"] != "nan")
+    with file.open("a") as half:
+        half.write('{"step": 6, "grad_n')
+    told = run("report", tmp_path).stdout
+    (row,) = [line.split() for line in told.splitlines() if line.startswith("│ grad_norm ")]
+    wanted = records[0]["grad_norm"], norms[2], records[-1]["grad_norm"], norms[-1]
+    assert row[3:10:2] == [f"{value:.4g}" for value in wanted]
+    assert row[11] == "1"
+    assert "6 logged steps, 0 to 5" in told
+    assert "  step 3: norm.bias on rank 0" in told
+    assert "the last line is not whole" in told
+    assert "numbers of single parameters are not shown" in told
+    assert run("report", file).stdout == told
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("", 0, "no step is logged there yet"),
+        ('{"step": 0, "gr', 0, "the last line is not whole"),
+        ('nonsense\n[1]\n{"step": 2, "grad_norm": 1.5}\n', 0, "2 lines are no records and were left out: [1, 2]"),
+        ('{"step": 4, "loss": 1}\n{"step": 1, "loss": 2}', 0, "steps come again"),
+        (None, 1, "has no .jsonl file"),
+    ],
+)
+def test_report_of_what_is_not_whole(text: str | None, code: int, says: str, tmp_path: pathlib.Path) -> None:
+    if text is not None:
+        (tmp_path / "gradients.jsonl").write_text(text)
+    result = run("report", tmp_path, code=code)
+    assert says in (result.stderr if code else result.stdout)
+
+
+# -- env
+
+KEYS = {
+    "": "accelerate config cpu directories environment infiniband link memory nvidia problems system tools torch "
+    "versions",
+    "config": "error missing origin passed_over source",
+    "cpu": "there usable",
+    "memory": "available_bytes limit_bytes memlock_bytes shm_bytes shm_free_bytes total_bytes",
+    "torch": "backends cuda devices driver hip threads version",
+    "directories": "direct error file_system free_bytes in_memory path read_bytes_per_s roles write_bytes_per_s",
+}
+
+
+def test_env_is_a_document(tmp_path: pathlib.Path) -> None:
+    """In a process: what is printed besides, and what is left behind, would be found."""
+    hooks(tmp_path, WHOLE).rename(tmp_path / "disthooks.yaml")
+    other = hooks(tmp_path, "save: [{modules: x, store: {kind: OnDisk, directory: {folder}}}]")
+    before = sorted(tmp_path.rglob("*"))
+    done = process("env", "--json", cwd=tmp_path, env={**ENV, "DISTHOOKS_CONFIG": str(other), "TMPDIR": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert sorted(facts) == KEYS[""].split()
+    for name in ("config", "cpu", "memory", "torch"):
+        assert sorted(facts[name]) == KEYS[name].split(), name
+    (there,) = facts["directories"]
+    assert sorted(there) == KEYS["directories"].split()
+    assert there["roles"] == ["temporary", "save.0"]
+    assert there["write_bytes_per_s"] > 1e6 < there["read_bytes_per_s"]
+    assert facts["config"]["source"] == str(other)
+    assert "DISTHOOKS_CONFIG" in facts["config"]["origin"]
+    assert any("disthooks.yaml" in text for text in facts["config"]["passed_over"])
+    assert facts["versions"]["torch"]
+    assert facts["versions"]["disthooks"] == dh.__version__
+    assert all(set(problem) == {"what", "why", "do"} for problem in facts["problems"])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "MOST", speeds._LEAST)
+
+
+@pytest.mark.usefixtures("quick")
+def test_env_for_people(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTHOOKS_CONFIG", "gone.yaml")
+    told = run("env").stdout
+    assert "\x1b" not in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert dh.__version__ in told
+    assert "would not work" in told[told.index("this run") :]  # problems come last
+    assert "gone.yaml" in told
+
+
+@pytest.mark.usefixtures("quick")
+def test_env_of_several_processes_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run("env").stdout == ""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("RANK", "0")  # a launcher's own number counts
+    assert run("env", "--json").stdout.startswith("{")
+
+
+@pytest.mark.dist
+def test_env_under_torchrun() -> None:
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "disthooks"]
+    done = subprocess.run([*call, "env", "--json"], capture_output=True, text=True, check=True, timeout=120, env=ENV)
+    facts = json.loads(done.stdout)
+    assert facts["environment"]["WORLD_SIZE"] == "2"
+    assert not any("alone" in problem["why"] for problem in facts["problems"])
+
+
+ALONE = """
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numpy", "yaml", "deepspeed", "accelerate", "transformers", "lightning"}:
+            raise ModuleNotFoundError(f"{name} is not installed", name=name)
+sys.meta_path.insert(0, Refuse())
+sys.argv = ["disthooks", "env", "--json"]
+from disthooks.cli import main
+main()
+"""
+
+
+def test_env_needs_nothing_that_is_optional(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "disthooks.yaml").write_text("save: []")
+    call = [sys.executable, "-W", "ignore", "-c", ALONE]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENV)
+    assert done.returncode == 0, done.stderr
+    found = [problem["why"] + problem["do"] for problem in json.loads(done.stdout)["problems"]]
+    assert any("disthooks[config]" in text for text in found)
+
+
+# -- what would not work
+
+GOOD: dict[str, Any] = {
+    "versions": dict.fromkeys(machine.PACKAGES, "1.0"),
+    "torch": {"cuda": None, "driver": None, "devices": [], "backends": ["gloo"]},
+    "cpu": {"there": 8, "usable": 8},
+    "memory": {"shm_bytes": 8 << 30, "memlock_bytes": 8 << 20},
+    "infiniband": False,
+    "nvidia": False,
+    "tools": {"c++": "/c++", "ninja": "/ninja", "nvcc": None, "mpirun": None},
+    "link": None,
+    "directories": [
+        {
+            "path": "/t",
+            "roles": ["temporary"],
+            "error": None,
+            "in_memory": False,
+            "free_bytes": 1 << 40,
+            "file_system": "ext4",
+        }
+    ],
+    "config": {"source": "hooks.yaml", "error": None, "missing": []},
+    "environment": {},
+    "accelerate": None,
+}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+GPU = {"cuda": "13.0", "devices": [{"index": 0}], "backends": ["gloo", "nccl"]}
+CPU_FILE = {"path": "a.yaml", "keys": [], "num_processes": 2, "use_cpu": True}
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"environment": {"WORLD_SIZE": "2"}}, "RANK, MASTER_ADDR, MASTER_PORT is not set"),
+    ({"environment": {"SLURM_NTASKS": "4"}}, "srun started 4"),
+    ({"environment": {"OMPI_COMM_WORLD_SIZE": "2"}}, "mpirun started 2"),
+    ({"environment": {**LAUNCHED, "WORLD_SIZE": "4", "OMP_NUM_THREADS": "4"}}, "2 of 4 processes are on other nodes"),
+    ({"environment": {**LAUNCHED, "OMP_NUM_THREADS": "1"}}, "OMP_NUM_THREADS=4"),
+    ({"environment": {"PET_NPROC_PER_NODE": "2"}}, "2 of 8 cores"),
+    ({"environment": {"TORCHELASTIC_MAX_RESTARTS": "3"}}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ({"accelerate": {**CPU_FILE, "max_restarts": 2}}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ({"accelerate": {**CPU_FILE, "distributed_type": "MULTI_CPU"}}, "starts one process, not 2"),
+    ({"accelerate": {**CPU_FILE, "num_processes": "two", "keys": ["disthooks"]}}, "accelerate refuses keys"),
+    ({"accelerate": {**CPU_FILE, "distributed_type": "MULTI_GPU"}}, "believe to be alone"),
+    ({"accelerate": {**CPU_FILE, "distributed_type": "FSDP"}}, "makes DDP of FSDP"),
+    ({"accelerate": {**CPU_FILE, "keys": ["disthooks"]}}, "accelerate refuses keys"),
+    ({"environment": {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}}, "makes DDP of DEEPSPEED"),
+    (
+        {
+            "versions": {"transformers": None},
+            "accelerate": {**CPU_FILE, "use_cpu": False, "distributed_type": "DEEPSPEED"},
+        },
+        "needs transformers",
+    ),
+    ({"config": {"error": "hooks.yaml: is not YAML"}}, "is not YAML"),
+    ({"config": {"missing": [("WandB", "pip install 'disthooks[wandb]'")]}}, "disthooks[wandb]"),
+    ({"versions": {"pydantic": None}}, "pydantic is not installed"),
+    ({"directories": {"in_memory": True, "file_system": "tmpfs"}}, "tmpfs is memory"),
+    ({"directories": {"free_bytes": 1 << 20}}, "0.00 GB are free"),
+    ({"directories": {"file_system": "nfs4"}}, "a network's (nfs4)"),
+    ({"directories": {"error": "/t: Permission denied"}}, "Permission denied"),
+    ({"memory": {"shm_bytes": 64 << 20}}, "bus error"),
+    ({"infiniband": True}, "InfiniBand registers"),
+    ({"link": {"error": "pinned: out of memory"}}, "out of memory"),
+    ({"torch": {"cuda": "13.0"}}, "sees no GPU"),
+    ({"nvidia": True}, "built without CUDA"),
+    ({"torch": GPU, "tools": {"nvcc": "/n"}, "environment": {**LAUNCHED, "OMP_NUM_THREADS": "4"}}, "share 1 GPUs"),
+    ({"torch": {"backends": []}}, "no gloo"),
+    ({"tools": {"ninja": None}}, "ninja cannot be found"),
+    ({"torch": GPU}, "nvcc cannot be found"),
+]
+
+
+def _facts(changed: dict[str, Any]) -> dict[str, Any]:
+    facts = copy.deepcopy(GOOD)
+    for key, value in changed.items():
+        if key == "directories":
+            facts[key][0].update(value)
+        elif isinstance(facts[key], dict):
+            facts[key].update(value)
+        else:
+            facts[key] = value
+    return facts
+
+
+def test_where_all_is_well_nothing_is_told() -> None:
+    assert problems(GOOD) == []
+    told = {**LAUNCHED, "OMP_NUM_THREADS": "4", "TORCHELASTIC_MAX_RESTARTS": "0", "SLURM_NTASKS": "2"}
+    assert problems(_facts({"environment": told})) == []
+
+
+@pytest.mark.parametrize(("changed", "says"), BAD, ids=[says for _, says in BAD])
+def test_what_would_not_work(changed: dict[str, Any], says: str) -> None:
+    (found,) = problems(_facts(changed))
+    assert says in f"{found.what} {found.why} {found.do}"
+    assert found.do
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_directory_that_is_memory_or_is_not_there(tmp_path: pathlib.Path) -> None:
+    there = speeds.directory_facts(str(tmp_path), ["temporary"])
+    assert there["error"] is None
+    assert there["read_bytes_per_s"] > 0
+    assert "No such file" in speeds.directory_facts(str(tmp_path / "no"), [])["error"]
+    if machine.file_system("/dev/shm") == "tmpfs":
+        assert speeds.directory_facts("/dev/shm", [])["in_memory"]
+
+
+def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    (folder / "default_config.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    facts = _facts({"accelerate": env_command.asked.accelerate()})
+    assert [problem.why for problem in problems(facts)] == ["MULTI_CPU without mpirun starts one process, not 2"]
+
+
+def test_docs_have_every_key() -> None:
+    page = (HERE.parent / "docs" / "cli.md").read_text()
+    for keys in KEYS.values():
+        assert [key for key in keys.split() if f"`{key}`" not in page] == []
+    for name in FROZEN:
+        assert f"disthooks {name}".strip() in page
+    assert inspect.getdoc(env_command)
