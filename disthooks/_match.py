@@ -44,7 +44,12 @@ def inside(model: nn.Module) -> nn.Module:
     return model
 
 
-def _accepts(pattern: Pattern, name: str, value: object) -> bool:
+def accepts(pattern: Pattern, name: str, value: object) -> bool:
+    """Whether ``pattern`` is one of ``value``, which has this name.
+
+    >>> accepts("layers.*", "layers.0", None), accepts(nn.Linear, "fc", nn.Linear(2, 2))
+    (True, True)
+    """
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(name, pattern)
     if isinstance(pattern, type):
@@ -70,7 +75,7 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
     named = [(canonical(name), value) for name, value in items]
     chosen: set[int] = set()
     for pattern in patterns:
-        hits = {i for i, (name, value) in enumerate(named) if _accepts(pattern, name, value)}
+        hits = {i for i, (name, value) in enumerate(named) if accepts(pattern, name, value)}
         if not hits:
             raise MatchError(_miss(pattern, [name for name, _ in named], what))
         chosen |= hits

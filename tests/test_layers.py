@@ -106,6 +106,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "config.jsonschema": (3, "config", 4),
     "config.front": (3, "config", 5),
     "config": (3, "config", 6),
+    "integrations": (4, "integrations", 0),
     "cli": (5, "", 0),
 }
 DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "cli")

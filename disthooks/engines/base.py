@@ -164,7 +164,8 @@ class Engine:
         return [self.shard(i, canonical(name), parameter) for i, (name, parameter) in named]
 
     def _modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
-        return [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items() if part]
+        pairs = [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items()]
+        return [(of, key, part) for of, key, part in pairs if part is not None]  # some have no truth value
 
     def _refresh(self) -> None:
         """A module was replaced: by a wrapper around the same parameters, which is fine, or by another one."""

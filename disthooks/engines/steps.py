@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import torch
 
 from disthooks._torch import steps_under_way
 from disthooks.engines.skip import over, skip_if
+from disthooks.errors import UsageError
 
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
@@ -65,12 +67,31 @@ class StepHooks:
             self._run(optimizer, (), {})
             self._begun = True
 
-    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not _outermost(optimizer):
-            return
+            return None
         begun, self._begun = self._begun, False
-        if not begun:
+        inside = functools.partial(self._inside, optimizer, iter([(args, kwargs)]))
+        given = _with_closure(inside, args, kwargs)
+        if given is None and not begun:
             self._run(optimizer, args, kwargs)
+        return given
+
+    def _inside(self, optimizer: Any, once: Any, closure: Callable[[], Any]) -> Any:
+        """The closure of a step, which makes gradients inside it, and says itself when they are final."""
+        given = next(once, None)
+        if given is None:
+            raise UsageError(
+                f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and no "
+                "gradients are final before the last time: use another optimizer, or remove() what is attached"
+            )
+        try:
+            loss = closure()
+        finally:
+            begun, self._begun = self._begun, False
+        if not begun:
+            self._run(optimizer, *given)  # which may refuse closures
+        return loss
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
@@ -113,3 +134,13 @@ class Entry:
 def _outermost(optimizer: Any) -> bool:
     """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
     return sum(under_way is optimizer for under_way in steps_under_way()) < 2
+
+
+def _with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """The arguments of a step with ``inside(closure)`` in place of its closure; None when it has none."""
+    found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
+    if found:
+        return (*args[: found[0]], functools.partial(inside, args[found[0]]), *args[found[0] + 1 :]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": functools.partial(inside, kwargs["closure"])}
+    return None

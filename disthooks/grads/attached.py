@@ -92,6 +92,7 @@ class Gradients(Attachment):
         self._device = collect.device_for(self._group, self._shards[0].parameter.device)
         self._runner = Runner(engine, self._plan, self._group, self._device)
         self._alarms = Alarms()
+        self._scaler: Any = None
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
         self._sinks = self._opened(wishes.sinks)
@@ -120,13 +121,18 @@ class Gradients(Attachment):
             steps=self.steps,
         )
 
-    def begin_step(self) -> None:
+    def begin_step(self, scaler: Any = None) -> None:
         """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
 
         For loops that clip gradients themselves and are to be measured before: call it on every rank where the loop is
-        about to clip, once a step. Whatever is attached to the optimizer runs. DeepSpeed clips inside its step, after
-        disthooks: nothing happens there.
+        about to clip, once a step. Whatever is attached to the optimizer runs. In a step with a closure, call it in the
+        closure, after backward. DeepSpeed clips inside its step, after disthooks: nothing happens there.
+
+        Args:
+            scaler: the loop's ``GradScaler``, called ``unscale_`` on, if it has one: statistics of ranks' own
+                gradients take its scale out of them. Not needed where ``gradients(scaler=...)`` has it.
         """
+        self._scaler = scaler
         self._engine.begin_step(self._optimizer)
 
     def flush(self) -> None:
@@ -268,7 +274,7 @@ class Gradients(Attachment):
     def _loss_scale(self) -> torch.Tensor | None:
         """What gradients were multiplied by when they were looked at before their reduction."""
         found = self._engine.scale()
-        scaler = self._wishes.scaler or (scaler_under_way() if self._looking.used else None)
+        scaler = self._wishes.scaler or self._scaler or (scaler_under_way() if self._looking.used else None)
         if found is None and scaler is not None and scaler.is_enabled():
             if self._looking.ruled and self._wishes.scaler is None:
                 raise UsageError(

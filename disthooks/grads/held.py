@@ -46,7 +46,7 @@ def check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
     if any(callable(closure) for closure in (*args[1:], kwargs.get("closure"))):
         raise UsageError(
             f"{type(optimizer).__name__}.step(closure) makes its gradients inside the step, where no hook sees them "
-            "final: run backward first and call step() without a closure"
+            "final: run backward first and call step() without a closure, or have the closure end with begin_step()"
         )
     if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its kernel
         raise UsageError(

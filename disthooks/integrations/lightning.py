@@ -1,0 +1,209 @@
+"""Lightning: a callback that attaches what a configuration says, for as long as ``fit`` runs.
+
+It works with ``lightning.pytorch`` and with ``pytorch_lightning``: import the one you use before this module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disthooks._match import accepts
+from disthooks.config.attached import Prepared
+from disthooks.config.find import engine_config, find
+from disthooks.config.front import from_config
+from disthooks.config.plan import Plan, attach
+from disthooks.errors import AttachError
+from disthooks.grads.attached import Gradients
+from disthooks.grads.sinks.records import portable, scalars
+from disthooks.saved.report import SavedReport
+
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _callback_classes() -> tuple[type, ...]:
+    """The ``Callback`` of each namespace that is imported; of the first one that is installed, if none is yet."""
+    names = [name for name in _NAMESPACES if name in sys.modules]
+    if not names:
+        names = [name for name in _NAMESPACES if importlib.util.find_spec(name.partition(".")[0])][:1]
+    if not names:
+        raise ImportError("disthooks.integrations.lightning needs Lightning: pip install lightning")
+    return tuple(importlib.import_module(name).Callback for name in names)
+
+
+class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
+    """Attach a configuration to what ``Trainer.fit`` trains, under any of Lightning's strategies.
+
+    Modules and gradients are attached in ``on_fit_start``, when the strategy has taken the model, and detached when
+    training ends, also by an exception. Rules and statistics see gradients before Lightning clips them. What
+    adaptive rules have learned goes with Lightning's checkpoints.
+
+    Args:
+        config: the file, or a dict of the same; by default what ``DISTHOOKS_CONFIG`` names, else the ``disthooks``
+            of the DeepSpeed strategy's configuration, else ``disthooks.yaml`` in the working directory.
+        optimizer: the number of the optimizer to watch, where ``configure_optimizers`` gives several. To watch each,
+            give one callback for each, and ``save`` to one of them.
+        prefix: put in front of every name in Lightning's loggers and in ``trainer.callback_metrics``.
+
+    Attributes:
+        prepared: what is attached, while it is: ``.saving`` and ``.gradients``.
+        latest: what was logged last, on every rank; one step late while training.
+        saved: the report of saved tensors of the last ``fit``, on this rank.
+
+    Raises:
+        ConfigError: from ``fit``, before it trains, if there is no configuration, or it says something unknown.
+        MatchError, AttachError: from ``fit``, see :func:`disthooks.save_activations` and
+            :func:`disthooks.gradients`; also if it is not clear which of several optimizers to watch.
+
+    >>> from disthooks.integrations.lightning import DisthooksCallback
+    >>> callback = DisthooksCallback({"watch": {"rules": [{"kind": "ClipNorm", "max_norm": 1.0}]}}, prefix="train/")
+    >>> callback.prepared, callback.latest
+    (None, {})
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        optimizer: int | None = None,
+        prefix: str = "gradients/",
+    ) -> None:
+        super().__init__()
+        self._config, self._number, self._prefix = config, optimizer, prefix
+        self.prepared: Prepared | None = None
+        self.latest: dict[str, Any] = {}
+        self.saved: SavedReport | None = None
+        self._optimizer: Any = None
+        self._state: Mapping[str, Any] = {}  # of the last fit
+        self._loaded: Mapping[str, Any] = {}  # of a checkpoint
+
+    @property
+    def state_key(self) -> str:
+        """Where checkpoints keep the state: by what tells several of these callbacks apart."""
+        key: str = self._generate_state_key(optimizer=self._number, prefix=self._prefix)
+        return key
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach: the strategy has taken the model, and there are optimizers."""
+        self._detach(trainer)
+        optimizer = dict(enumerate(trainer.optimizers)).get(self._number or 0)
+        # What fails on one rank fails on all of them: none is left waiting for another one.
+        self.prepared = attach(functools.partial(self._read, trainer), trainer.model, optimizer)
+        self._optimizer = optimizer
+        self._go_on(self._loaded or (self._state if trainer.global_step else {}))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gradients are final, and Lightning has not clipped them yet."""
+        if (watch := self._watch()) is not None and optimizer is self._optimizer:
+            watch.begin_step(getattr(trainer.precision_plugin, "scaler", None))
+            self._log(trainer, watch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log what the step has made known of the one before, if the engine's own step did it."""
+        if (watch := self._watch()) is not None:
+            self._log(trainer, watch)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Detach; what is still to be logged reaches the loggers."""
+        self._detach(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Detach, whatever went wrong."""
+        self._detach(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Detach, where no training took place."""
+        self._detach(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What adaptive rules have learned and the number of steps; the same on every rank."""
+        watch = self._watch()
+        return dict(self._state) if watch is None else watch.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; Lightning calls it before it attaches, or after, as the strategy has it."""
+        self._loaded = state_dict
+        if self._watch() is not None:
+            self._go_on(state_dict)
+
+    def _watch(self) -> Gradients | None:
+        return self.prepared.gradients if self.prepared else None
+
+    def _read(self, trainer: Any) -> Plan:
+        plan = from_config(find(self._config, engine_config(trainer.model)).source)
+        _check_called(trainer, plan)
+        if plan.watches:
+            self._check_number(len(trainer.optimizers))
+            _check_unscaled(trainer, trainer.optimizers[self._number or 0])
+        return plan
+
+    def _check_number(self, count: int) -> None:
+        if count > 1 and self._number is None:
+            raise AttachError(
+                f"configure_optimizers() gave {count} optimizers: which one's gradients? Give "
+                "DisthooksCallback(optimizer=0), or a callback for each"
+            )
+        if not 0 <= (self._number or 0) < count:
+            raise AttachError(
+                f"DisthooksCallback(optimizer={self._number}): configure_optimizers() gave {count}; give the place of "
+                "one of them, or leave 'watch' out of the configuration"
+            )
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        watch, self._loaded = self._watch(), {}
+        if state and watch is not None:
+            watch.load_state_dict(state)
+
+    def _log(self, trainer: Any, watch: Gradients) -> None:
+        if watch.latest is self.latest or not watch.latest:
+            return
+        self.latest = watch.latest
+        numbers = {portable(self._prefix + name): value for name, value in scalars(self.latest).items()}
+        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in numbers.items()})
+        for logger in trainer.loggers:  # which log on the first rank; log_dict() would drop what is between its steps
+            logger.log_metrics(numbers, step=self.latest["step"])
+
+    def _detach(self, trainer: Any) -> None:
+        prepared, watch = self.prepared, self._watch()
+        if prepared is None:
+            return
+        try:
+            if watch is not None:
+                self._state = watch.state_dict()
+                watch.flush()
+                self._log(trainer, watch)
+            if prepared.saving is not None:
+                self.saved = prepared.saving.report()
+        finally:
+            self.prepared = self._optimizer = None
+            prepared.remove()
+
+
+def _check_called(trainer: Any, plan: Plan) -> None:
+    """Lightning calls ``training_step`` by itself: the hooks of the LightningModule as a whole would never open."""
+    module = trainer.lightning_module
+    patterns = [pattern for patterns, _ in plan.saves for pattern in patterns]
+    if trainer.model is module and any(accepts(pattern, "", module) for pattern in patterns):
+        raise AttachError(
+            f"a pattern of 'save' matches the {type(module).__name__} itself, which {_named(trainer)} never calls as a "
+            "module: name the modules inside it, as 'net' or 'net.*'"
+        )
+
+
+def _check_unscaled(trainer: Any, optimizer: Any) -> None:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+        raise AttachError(
+            f"{type(optimizer).__name__}(fused=True) takes the scale of the GradScaler out inside its kernel, where no "
+            f"hook sees the gradients: make it with fused=False, or train in bfloat16 ({_named(trainer)})"
+        )
+
+
+def _named(trainer: Any) -> str:
+    return f"Lightning's {type(trainer.strategy).__name__}"
