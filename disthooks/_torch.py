@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, TypeVar
+from types import CodeType, FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn.utils._named_member_accessor import swap_tensor
@@ -161,14 +161,25 @@ def steps_under_way() -> list[Any]:
     return found
 
 
-_SCALED_STEP = torch.amp.GradScaler.step.__code__
+# Functions that work for a GradScaler, and which of their variables it is.
+_SCALED: dict[CodeType, str] = {torch.amp.GradScaler.step.__code__: "self"}
+
+
+def gives_scaler(name: str) -> Callable[[_Function], _Function]:
+    """Mark a function whose argument ``name`` is the ``GradScaler`` that is under way while it runs, or None."""
+
+    def mark(function: _Function) -> _Function:
+        _SCALED[cast(Any, function).__code__] = name
+        return function
+
+    return mark
 
 
 def scaler_under_way() -> Any:
     """The ``GradScaler`` whose ``step`` runs the optimizer's step from which this is called, or None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _SCALED_STEP:
-            return frame.f_locals["self"]
+        if frame.f_code in _SCALED:
+            return frame.f_locals[_SCALED[frame.f_code]]
         frame = frame.f_back
     return None

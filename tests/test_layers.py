@@ -106,7 +106,9 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "config.jsonschema": (3, "config", 4),
     "config.front": (3, "config", 5),
     "config": (3, "config", 6),
-    "integrations": (4, "integrations", 0),
+    "integrations.accelerate": (4, "integrations", 0),
+    "integrations.lightning": (4, "integrations", 0),
+    "integrations.transformers": (4, "integrations", 1),
     "cli": (5, "", 0),
 }
 DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "cli")

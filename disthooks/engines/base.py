@@ -125,9 +125,9 @@ class Engine:
         hooks = StepHooks.of(stepping(optimizer))
         return hooks.add(hooks.before, run)
 
-    def begin_step(self, optimizer: Any) -> None:
+    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Run what :meth:`before_step` was given now; the step that comes next does not run it again."""
-        StepHooks.of(stepping(optimizer)).now()
+        StepHooks.of(stepping(optimizer)).now(scaler)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
         """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs."""

@@ -102,7 +102,7 @@ class DeepSpeed(Engine):
         found = float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)
         return None if found == 1.0 else found
 
-    def begin_step(self, optimizer: Any) -> None:
+    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Nothing: the engine's own step begins with it, before it clips."""
 
     def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:

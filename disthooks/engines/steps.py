@@ -4,16 +4,56 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
-from disthooks._torch import steps_under_way
+from disthooks._torch import gives_scaler, sequence_number, steps_under_way
 from disthooks.engines.skip import over, skip_if
 from disthooks.errors import UsageError
 
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
+
+
+class Begun:
+    """A step that was begun before the optimizer was called.
+
+    Attributes:
+        decision: whether the optimizer is to leave the step out.
+    """
+
+    def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
+        self.decision = decision
+        first = next(_with_grads(optimizer), None)
+        self._grad = None if first is None else weakref.ref(first.grad)
+        self._added = False
+        # DDP puts the next gradient into the same tensor (gradient_as_bucket_view); FSDP calls no such hooks.
+        self._handle = None if first is None else first.register_post_accumulate_grad_hook(self._see)
+        self._place = sequence_number()
+
+    def same_moment(self) -> bool:
+        """Whether nothing was computed since that a backward could go through."""
+        return sequence_number() == self._place
+
+    def same_step(self, optimizer: Any) -> bool:
+        """Whether the optimizer has the gradients that it had.
+
+        A loop may replace them itself, to clip them, and it may compute another loss: both together are a new step.
+        """
+        if self.same_moment():
+            return True
+        now = [parameter.grad for parameter in _with_grads(optimizer)]
+        kept = not now if self._grad is None else any(grad is self._grad() for grad in now)
+        return kept and not self._added
+
+    def forget(self) -> None:
+        """Take the hook off."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        self._added = True
 
 
 class StepHooks:
@@ -30,7 +70,7 @@ class StepHooks:
         self.before: list[BeforeStep] = []
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
-        self._begun = False
+        self._begun: Begun | None = None
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
@@ -57,24 +97,31 @@ class StepHooks:
             return
         for handle in self._handles:
             handle.remove()
+        self._ended()
         if not any(under_way is optimizer for under_way in steps_under_way()):
             over(optimizer)
 
-    def now(self) -> None:
-        """Run ``before`` now; the step that comes next does not run it again."""
+    @gives_scaler("scaler")
+    def now(self, scaler: Any = None) -> None:
+        """Run ``before`` now; the step that comes next does not run it again, nor does a second call before it.
+
+        A step that was begun and never made, because a ``GradScaler`` kept it back, does not count.
+
+        Args:
+            scaler: the ``GradScaler`` that has unscaled the optimizer's gradients.
+        """
         optimizer = self._optimizer()
-        if optimizer is not None:  # begun already and never made: a GradScaler kept it back
-            self._run(optimizer, (), {})
-            self._begun = True
+        if optimizer is not None and not (self._begun and self._begun.same_moment()):
+            self._ended()
+            self._begun = Begun(optimizer, self._run(optimizer, (), {}))
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not _outermost(optimizer):
             return None
-        begun, self._begun = self._begun, False
         inside = functools.partial(self._inside, optimizer, iter([(args, kwargs)]))
         given = _with_closure(inside, args, kwargs)
-        if given is None and not begun:
-            self._run(optimizer, args, kwargs)
+        if given is None:
+            self._decide(optimizer, args, kwargs)
         return given
 
     def _inside(self, optimizer: Any, once: Any, closure: Callable[[], Any]) -> Any:
@@ -85,15 +132,31 @@ class StepHooks:
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and no "
                 "gradients are final before the last time: use another optimizer, or remove() what is attached"
             )
+        self._ended()  # of gradients that were there before
         try:
             loss = closure()
-        finally:
-            begun, self._begun = self._begun, False
-        if not begun:
-            self._run(optimizer, *given)  # which may refuse closures
+        except BaseException:
+            self._ended()
+            raise
+        self._decide(optimizer, *given)  # which may refuse closures
         return loss
 
-    def _run(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Have it decided, if it is not yet, and hold to it."""
+        begun = self._ended()
+        same = begun is not None and begun.same_step(optimizer)
+        decision = begun.decision if begun and same else self._run(optimizer, args, kwargs)
+        if decision is not None:  # not earlier: a GradScaler would put its own in the place of it
+            skip_if(decision, optimizer)
+
+    def _ended(self) -> Begun | None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.forget()
+        return begun
+
+    def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Whether the step is to be left out."""
         over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
         try:
             decisions = [run(optimizer, args, kwargs) for run in list(self.before)]
@@ -101,8 +164,7 @@ class StepHooks:
             over(optimizer)  # there is no step, so what one of them took away for it comes back
             raise
         made = [decision for decision in decisions if decision is not None]
-        if made:
-            skip_if(torch.stack([each.to(made[0].device) for each in made]).any(), optimizer)
+        return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if _outermost(optimizer):
@@ -134,6 +196,10 @@ class Entry:
 def _outermost(optimizer: Any) -> bool:
     """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
     return sum(under_way is optimizer for under_way in steps_under_way()) < 2
+
+
+def _with_grads(optimizer: Any) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,7 @@ class Gradients(Attachment):
         self.steps = 0
         self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
         self._also = wishes.also
+        self._when: list[Callable[[int], bool]] = []
         self._held = engine.held(optimizer)
         wanted = wanted_of(engine, self._held)
         self._shards = [engine.shards[i] for i in wanted]
@@ -92,7 +93,6 @@ class Gradients(Attachment):
         self._device = collect.device_for(self._group, self._shards[0].parameter.device)
         self._runner = Runner(engine, self._plan, self._group, self._device)
         self._alarms = Alarms()
-        self._scaler: Any = None
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
         self._sinks = self._opened(wishes.sinks)
@@ -125,15 +125,30 @@ class Gradients(Attachment):
         """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
 
         For loops that clip gradients themselves and are to be measured before: call it on every rank where the loop is
-        about to clip, once a step. Whatever is attached to the optimizer runs. In a step with a closure, call it in the
-        closure, after backward. DeepSpeed clips inside its step, after disthooks: nothing happens there.
+        about to clip, when all of the step's backwards are done. A second call before the step does nothing. Whatever
+        is attached to the optimizer runs. In a step with a closure, call it in the closure, after backward. DeepSpeed
+        clips inside its step, after disthooks: nothing happens there.
 
         Args:
-            scaler: the loop's ``GradScaler``, called ``unscale_`` on, if it has one: statistics of ranks' own
-                gradients take its scale out of them. Not needed where ``gradients(scaler=...)`` has it.
+            scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` comes first.
         """
-        self._scaler = scaler
-        self._engine.begin_step(self._optimizer)
+        self._engine.begin_step(self._optimizer, scaler)
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch optimizer whose steps count, inside whatever wraps it."""
+        return self._optimizer
+
+    def log_also(self, when: Callable[[int], bool]) -> None:
+        """Log the steps too for which ``when(step)`` is true, beside each ``every``-th.
+
+        For trainers that log when they want to. Call it before the backward of the step that comes next.
+
+        Args:
+            when: asked once for each step, before its backward; it must say the same on every rank.
+        """
+        self._when.append(when)
+        self._looking.begin(self.steps, self._logged())
 
     def flush(self) -> None:
         """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
@@ -254,7 +269,7 @@ class Gradients(Attachment):
 
     def _logged(self) -> bool:
         """Whether the step that is made next is to be logged."""
-        return self.steps % self._wishes.every == 0
+        return self.steps % self._wishes.every == 0 or any(when(self.steps) for when in self._when)
 
     def _run(self, grads: Grads, logged: bool) -> Outcome:
         scale, factor = self._loss_scale(), self._engine.scale()
@@ -274,7 +289,7 @@ class Gradients(Attachment):
     def _loss_scale(self) -> torch.Tensor | None:
         """What gradients were multiplied by when they were looked at before their reduction."""
         found = self._engine.scale()
-        scaler = self._wishes.scaler or self._scaler or (scaler_under_way() if self._looking.used else None)
+        scaler = self._wishes.scaler or (scaler_under_way() if self._looking.used else None)
         if found is None and scaler is not None and scaler.is_enabled():
             if self._looking.ruled and self._wishes.scaler is None:
                 raise UsageError(

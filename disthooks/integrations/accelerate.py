@@ -1,0 +1,288 @@
+"""Accelerate: statistics before ``clip_grad_norm_`` clips, state in ``save_state``, numbers in the trackers.
+
+Hooks attach without this file too, before or after ``accelerator.prepare``; :func:`prepare` and :func:`connect` add
+what only the accelerator knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import pathlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._handles import Attachment
+from disthooks.config import Plan, Prepared, from_config
+from disthooks.config.find import engine_config, find
+from disthooks.errors import UsageError
+from disthooks.grads.attached import Gradients
+from disthooks.grads.sinks import AccelerateTracker, Jsonl
+
+_tracking: Any = importlib.import_module("accelerate.tracking")
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Plan | None = None,
+) -> Prepared:
+    """Attach what a configuration says to what ``accelerator.prepare`` returned, and :func:`connect` it.
+
+    Records also go to ``accelerator.log``, once there are trackers.
+
+    Args:
+        accelerator: the ``Accelerator``.
+        model: what its ``prepare`` returned for the model.
+        optimizer: what it returned for the optimizer; none is needed under DeepSpeed.
+        config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
+            DeepSpeed, else ``disthooks.yaml`` in the working directory.
+
+    Returns:
+        A handle with ``saving``, ``gradients`` and ``remove()``; also a context manager.
+
+    Raises:
+        ConfigError: when there is no configuration, or it says something unknown.
+        MatchError, AttachError: see :func:`disthooks.save_activations` and :func:`disthooks.gradients`.
+        UsageError: when ``accelerator`` is no ``Accelerator``.
+
+    >>> from accelerate import Accelerator
+    >>> accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1, bias=False)
+    >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> config = {"watch": {"every": 1, "stats": [{"kind": "Norm"}]}}
+    >>> with prepare(accelerator, model, optimizer, config) as hooks:
+    ...     accelerator.backward(model(torch.tensor([[3.0, 4.0]])).sum())
+    ...     _ = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    ...     optimizer.step()
+    >>> hooks.gradients.latest["grad_norm"]
+    5.0
+    """
+    _check(accelerator)
+    prepared = plan_of(config, model).prepare(model, optimizer, sinks=[_ToTrackers(accelerator)])
+    if prepared.gradients is not None:
+        connect(accelerator, prepared.gradients)
+    return prepared
+
+
+def plan_of(config: Any, model: nn.Module) -> Plan:
+    """The plan that ``config`` is, or that is found for a model which an engine has taken."""
+    return config if isinstance(config, Plan) else from_config(find(config, engine_config(model)).source)
+
+
+def connect(accelerator: Any, gradients: Gradients) -> Attachment:
+    """Have an ``Accelerator`` and what :func:`disthooks.gradients` attached know of each other, until it is removed.
+
+    - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` measure and apply the rules first,
+      once a step, so that statistics are of gradients before your own clipping. (DeepSpeed clips after disthooks.)
+    - ``accelerator.save_state`` writes what rules and statistics have learned, and the number of steps, to a file of
+      its own; ``load_state`` reads it. The other files are as they would be without disthooks, and checkpoints can be
+      loaded with and without it.
+    - ``accelerator.end_training`` waits for the last record.
+
+    Args:
+        accelerator: the ``Accelerator``.
+        gradients: what was attached to the model and the optimizer that it prepared.
+
+    Returns:
+        A handle whose ``remove()`` leaves ``gradients`` attached.
+
+    Raises:
+        UsageError: when ``accelerator`` is no ``Accelerator``.
+    """
+    _check(accelerator)
+    around, connection = _Around.of(accelerator), Attachment()
+    connection.on_remove(functools.partial(around.leave, gradients))
+    around.attached.append(gradients)
+    gradients.on_remove(connection.remove)
+    return connection
+
+
+class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accelerate ships no types
+    """A tracker that writes what ``accelerator.log`` is given as lines of JSON, and needs nothing installed.
+
+    ``Accelerator(log_with="disthooks", project_dir=...)`` after importing this file, then ``init_trackers(name)``: the
+    lines are in ``name/log.jsonl`` under the logging directory, the configuration in ``name/config.json``. Numbers of
+    disthooks come with yours after :func:`prepare`, or with ``sinks=[sinks.AccelerateTracker(accelerator)]``.
+
+    Args:
+        run_name: what ``init_trackers`` was given.
+        logging_dir: the accelerator's.
+    """
+
+    name = "disthooks"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.folder = pathlib.Path(logging_dir, run_name)
+
+    @property
+    def tracker(self) -> Jsonl:
+        """The sink that writes the lines."""
+        return Jsonl(self.folder / "log.jsonl")
+
+    @_tracking.on_main_process  # type: ignore[untyped-decorator]
+    def start(self) -> None:
+        """Make the file; UsageError if it cannot be written."""
+        self.tracker.open()
+
+    @_tracking.on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the configuration of the run."""
+        (self.folder / "config.json").write_text(json.dumps(dict(values), indent=1, default=str) + "\n")
+
+    @_tracking.on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: Mapping[str, Any], step: int | None = None, **ignored: Any) -> None:
+        """Write one line; a tensor of one element is written as its number."""
+        plain = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        self.tracker({"step": step, **plain})
+
+
+if hasattr(_tracking, "register_tracker_class"):  # before, log_with takes an instance: DisthooksTracker(name, folder)
+    _tracking.register_tracker_class(DisthooksTracker)
+
+
+class _ToTrackers:
+    """A sink that waits for the accelerator to have trackers: they may be made after hooks are attached."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    def __repr__(self) -> str:
+        return "accelerator.log"
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        if self.accelerator.trackers:
+            AccelerateTracker(self.accelerator)(record)
+
+
+class _Around:
+    """What is done around the calls of one accelerator, for all that is connected to it."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.attached: list[Gradients] = []
+        self.clipping: set[int] | None = None
+        names = ("unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
+        self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
+        for name in names:
+            setattr(accelerator, name, getattr(self, name))
+        self.handles = [
+            accelerator.register_save_state_pre_hook(self.save),
+            accelerator.register_load_state_pre_hook(self.load),
+        ]
+
+    @classmethod
+    def of(cls, accelerator: Any) -> _Around:
+        """The one of ``accelerator``, made when it is first asked for."""
+        own = getattr(vars(accelerator).get("clip_grad_norm_"), "__self__", None)
+        return own if isinstance(own, cls) else cls(accelerator)
+
+    def leave(self, gradients: Gradients) -> None:
+        """With nothing left that is connected, the accelerator is as it was."""
+        self.attached = [one for one in self.attached if one is not gradients]
+        if self.attached:
+            return
+        for handle in self.handles:
+            handle.remove()
+        for name, true in self.true.items():
+            if getattr(vars(self.accelerator).get(name), "__self__", None) is self:  # or someone else wrapped ours
+                vars(self.accelerator).pop(name)
+                if getattr(self.accelerator, name) != true:
+                    setattr(self.accelerator, name, true)
+
+    @contextlib.contextmanager
+    def about_to_clip(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Of several models only the one that is being clipped has its gradients ready."""
+        self.clipping = {id(parameter) for parameter in parameters}
+        try:
+            yield
+        finally:
+            self.clipping = None
+
+    def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self.about_to_clip(given):
+            return self.true["clip_grad_norm_"](given, *args, **kwargs)
+
+    def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self.about_to_clip(given):
+            return self.true["clip_grad_value_"](given, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Each way of clipping calls it first, so gradients are unscaled once and nobody has clipped them."""
+        self.true["unscale_gradients"](optimizer)
+        if self.accelerator.sync_gradients:
+            for gradients in self.attached:
+                if self.concerns(gradients, optimizer):
+                    gradients.begin_step(self.accelerator.scaler)
+
+    def concerns(self, gradients: Gradients, optimizer: Any) -> bool:
+        """Whether its gradients are those that are about to be clipped."""
+        if self.clipping is not None:
+            return any(id(p) in self.clipping for group in gradients.optimizer.param_groups for p in group["params"])
+        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return optimizer is None or any(gradients.optimizer is one for each in given for one in _unwrapped(each))
+
+    def end_training(self) -> None:
+        """The last record is read when the next step begins, which never does."""
+        for gradients in self.attached:
+            gradients.flush()
+        self.true["end_training"]()
+
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        """Not by ``register_for_checkpointing``: a run without disthooks could not load such a checkpoint."""
+        each_node = self.accelerator.project_configuration.save_on_each_node
+        writes = self.accelerator.is_local_main_process if each_node else self.accelerator.is_main_process
+        for i, gradients in enumerate(self.attached):
+            state = gradients.state_dict()  # every rank, since it may flush
+            if writes:
+                torch.save(state, _file(folder, i))
+
+    def load(self, models: Any, folder: str) -> None:
+        for i, gradients in enumerate(self.attached):
+            load_into(gradients, _file(folder, i))
+
+
+def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
+    """Go on from a file that ``state_dict()`` was saved to; a warning if there is none.
+
+    Raises:
+        UsageError: when it is of other rules or statistics; the message names the file.
+    """
+    if not file.exists():
+        warnings.warn(
+            f"{file} does not exist: the checkpoint was made without disthooks, so rules and statistics begin anew",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    try:
+        gradients.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    return True
+
+
+def _file(folder: str, i: int) -> pathlib.Path:
+    return pathlib.Path(folder, f"disthooks_{i}.pt" if i else "disthooks.pt")
+
+
+def _unwrapped(optimizer: Any) -> Iterator[Any]:
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _check(accelerator: Any) -> None:
+    if not isinstance(accelerator, importlib.import_module("accelerate").Accelerator):
+        raise UsageError(f"give the Accelerator, got {type(accelerator).__name__}")

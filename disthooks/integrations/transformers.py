@@ -1,0 +1,158 @@
+"""Transformers' ``Trainer`` and those made of it (TRL's ``SFTTrainer``): one callback, nothing else to change."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disthooks.config import Plan, Prepared
+from disthooks.errors import UsageError
+from disthooks.grads.attached import Gradients
+from disthooks.grads.sinks.records import portable, scalars
+from disthooks.integrations.accelerate import connect, load_into, plan_of
+from disthooks.saved.report import SavedReport
+
+_transformers: Any = importlib.import_module("transformers")
+
+
+class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
+    """Attach what a configuration says while a ``Trainer`` trains.
+
+    ``Trainer(..., callbacks=[DisthooksCallback("hooks.yaml")])``. It attaches when training begins, to the model as the
+    engine has it, and detaches when it ends. Rules and statistics come before the Trainer's own clipping: without
+    rules, ``gradients/grad_norm`` is the Trainer's ``grad_norm``. With rules, the Trainer's is what they left.
+
+    The numbers of each step that the Trainer logs are in its log: ``trainer.state.log_history``, TensorBoard
+    (``train/gradients/grad_norm``) and whatever else it reports to; of saved tensors what moved and how long was
+    waited. Sinks of the configuration have all there is of those steps, and of each ``every``-th. What rules and
+    statistics have learned is in each checkpoint, as ``disthooks.pt``.
+
+    Args:
+        config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
+            DeepSpeed, else ``disthooks.yaml`` in the working directory.
+        prefix: put in front of every name in the Trainer's log.
+
+    Attributes:
+        prepared: what is attached: ``saving``, ``gradients``; None while the Trainer does not train.
+        saved: the report on saved tensors of the last training, on this rank; None without ``save``.
+
+    Raises:
+        UsageError: when ``prefix`` is no text, or empty: the Trainer has a ``grad_norm`` of its own.
+        ConfigError, MatchError, AttachError: when training begins; see :func:`disthooks.prepare`.
+
+    >>> callback = DisthooksCallback({"watch": {"stats": [{"kind": "Norm"}]}})
+    >>> callback.prepared, callback.saved
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Plan | None = None,
+        prefix: str = "gradients/",
+    ) -> None:
+        if not isinstance(prefix, str) or not prefix:
+            raise UsageError(f"prefix={prefix!r}: give a text, as 'gradients/'; the Trainer has a grad_norm of its own")
+        self.config, self.prefix = config, prefix
+        self.prepared: Prepared | None = None
+        self.saved: SavedReport | None = None
+        self._logged = -1
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go before the callbacks that report what is logged."""
+        self._to_the_front(_calling(self)[0])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach."""
+        self.remove()  # of a training that raised, or that begins again with a smaller batch
+        trainer, variables = _calling(self)
+        self._to_the_front(trainer)
+        model, optimizer = trainer.model_wrapped, trainer.optimizer
+        self.prepared = plan_of(self.config, model).prepare(model, optimizer)
+        self.saved, self._logged = None, state.global_step - 1
+        if (gradients := self.prepared.gradients) is not None:
+            try:
+                self._connect(trainer, gradients, variables.get("resume_from_checkpoint"))
+            except BaseException:
+                self.remove()
+                raise
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Put the numbers of the step that is logged into the log; the Trainer has waited for its loss by now."""
+        gradients = self.prepared and self.prepared.gradients
+        if not gradients or not logs or "loss" not in logs:  # of an evaluation, or of the whole training
+            return
+        gradients.flush()
+        step = gradients.latest.get("step", -1)
+        if step <= self._logged:
+            return
+        self._logged = step
+        told = {name: value for name, value in scalars(gradients.latest).items() if _is_short(name)}
+        more = {portable(self.prefix + name): value for name, value in told.items()}
+        logs.update(more)
+        if state.log_history:
+            state.log_history[-1].update(more)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the state into the checkpoint that the Trainer has just made."""
+        if self.prepared is None or self.prepared.gradients is None:
+            return
+        kept = self.prepared.gradients.state_dict()  # every rank, since it may flush
+        trainer, variables = _calling(self)
+        folder = trainer._get_output_dir(variables.get("trial"))  # of its own in a search for hyperparameters
+        if args.should_save:
+            torch.save(kept, pathlib.Path(folder, f"checkpoint-{state.global_step}", "disthooks.pt"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Detach."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Detach now; for a training that raised, whose end no callback sees."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None:
+            return
+        if prepared.saving is not None:
+            self.saved = prepared.saving.report()
+        prepared.remove()
+
+    def _connect(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
+        connect(trainer.accelerator, gradients)
+        if not resumed or not load_into(gradients, pathlib.Path(resumed, "disthooks.pt")):
+            gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
+        if trainer.args.logging_strategy == "steps":
+            first, every = trainer.args.logging_first_step, trainer.state.logging_steps
+            gradients.log_also(lambda step: (step + 1) % every == 0 or (first and step == 0))
+
+    def _to_the_front(self, trainer: Any) -> None:
+        """What reports a log is called in order, and shall have our numbers too."""
+        callbacks = trainer.callback_handler.callbacks  # somebody may be going through it: no place changes behind ours
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
+
+def _is_short(name: str) -> bool:
+    """Whether the Trainer's log shall have it: all of the gradients; of saved tensors what moved, and the waiting."""
+    return not name.startswith("saved/") or name in ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds")
+
+
+def _calling(callback: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The ``Trainer`` that is calling a callback, and the variables of the method that does.
+
+    It tells its callbacks neither itself nor the model as the engine has it, so its own frame is asked.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, _transformers.Trainer) and callback in found.callback_handler.callbacks:
+            return found, frame.f_locals
+        frame = frame.f_back
+    raise UsageError(
+        "DisthooksCallback is called by transformers' Trainer and those derived from it, and none is calling: in a "
+        "loop of your own use disthooks.prepare(model, optimizer), with Accelerate that of its integration"
+    )

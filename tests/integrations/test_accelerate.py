@@ -1,0 +1,307 @@
+"""Accelerate, for real: what it prepares, clips, saves, logs and compiles, with hooks before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from accelerated import ENGINES, LIMIT, accelerator, llama, step, told, weights
+from harness import Ranks
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import UsageError
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from disthooks.integrations import accelerate as integration
+
+STEPS = 3
+LAYERS = "model.layers.*"
+
+
+def _trained(rank: int, engine: str, when: str, folder: str) -> dict[str, Any]:
+    """Losses, norms and weights; with hooks attached before ``prepare``, after, or not at all."""
+    with accelerator(engine) as acc, told() as messages:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        saving = dh.save_activations(model, LAYERS, dh.OnDisk("/tmp")) if when == "before" else None
+        model, optimizer = acc.prepare(model, optimizer)
+        saving = dh.save_activations(model, LAYERS, dh.OnDisk("/tmp")) if when == "after" else saving
+        found: dict[str, Any] = {"steps": [], "norms": []}
+        rules = [dh.ClipZScore()]  # which clips nothing at first, and remembers
+        watch = None
+        if saving is not None:
+            watch = dh.gradients(model, optimizer, rules=rules, stats=[dh.stats.Norm()], every=1)
+            integration.connect(acc, watch)
+        for number in range(STEPS):
+            found["steps"].append(step(acc, model, optimizer, number, rank))
+            if watch is not None:
+                watch.flush()
+                found["norms"].append(watch.latest["grad_norm"])
+        if not engine.endswith("ac"):
+            acc.save_state(f"{folder}/{when}")
+        found |= {"weights": weights(model), "report": saving and saving.report()}
+        found["state"] = watch and watch.state_dict()
+        for attached in (watch, saving):
+            if attached is not None:
+                attached.remove()
+    return found | {"told": messages, "left": sorted({"clip_grad_norm_", "end_training"} & vars(acc).keys())}
+
+
+def _loaded(rank: int, engine: str, folder: str, hooked: bool) -> dict[str, Any]:
+    """What a new run goes on with after ``load_state``."""
+    with accelerator(engine) as acc, told() as messages:
+        torch.manual_seed(1)
+        model = llama().requires_grad_(True)
+        nn.init.zeros_(model.lm_head.weight)
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        watch = None
+        if hooked:
+            rules = [dh.ClipZScore()]
+            watch = dh.gradients(model, optimizer, rules=rules, stats=[dh.stats.Norm()], every=1)
+            integration.connect(acc, watch)
+        acc.load_state(folder)
+        return {"weights": weights(model), "state": watch and watch.state_dict(), "told": messages}
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hooks_before_and_after_prepare_and_checkpoints(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
+    made = {when: ranks(_trained, engine, when, str(tmp_path), timeout=180) for when in ("never", "before", "after")}
+    for bare, *others in zip(*made.values(), strict=True):
+        for one in others:
+            assert same([bare["steps"], bare["weights"]], [one["steps"], one["weights"]])
+            assert one["report"].moved > 0
+            assert one["report"].held == 0
+            assert one["norms"] == pytest.approx([norm for _, norm in bare["steps"]], rel=1e-6)
+            assert (one["left"], one["told"]) == ([], [])
+        assert all(norm > LIMIT for _, norm in bare["steps"])  # so that all of it was clipped
+    never, before = (
+        {str(p.relative_to(at)) for p in at.rglob("*")} for at in (tmp_path / "never", tmp_path / "before")
+    )
+    assert before - never == {"disthooks.pt"}
+    for folder, hooked in (("after", False), ("after", True), ("never", True)):
+        found = ranks(_loaded, engine, f"{tmp_path}/{folder}", hooked, timeout=180)
+        for one, truth in zip(found, made["after"], strict=True):
+            assert same(one["weights"], truth["weights"])
+            if hooked and folder == "after":
+                assert one["state"]["steps"] == STEPS
+                assert same(one["state"], truth["state"])
+            assert len(one["told"]) == (folder == "never")
+            assert all("made without disthooks" in message for message in one["told"])
+
+
+@pytest.mark.parametrize("engine", ["fsdp1ac", "fsdp2ac"])
+def test_with_the_plugins_activation_checkpointing(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
+    """Around the checkpoint its inputs are moved; inside it hooks step back, and say so."""
+    bare, before, after = (
+        ranks(_trained, engine, when, str(tmp_path), timeout=180)[0] for when in ("never", "before", "after")
+    )
+    for hooked in (before, after):
+        assert same([bare["steps"], bare["weights"]], [hooked["steps"], hooked["weights"]])
+    inputs = STEPS * 2 * 4 * 64 * 32 * 4  # of two layers, in float32
+    assert inputs <= after["report"].moved < 2 * inputs
+    assert after["told"] == []
+    assert before["report"].moved == 0
+    assert before["report"].passed == {"checkpoint": 4 * STEPS}
+    assert len(before["told"]) == 1
+    assert "attach to the module around the checkpoint" in before["told"][0]
+
+
+def _zero(rank: int) -> list[Any]:
+    with accelerator("zero") as acc:
+        model = llama()
+        model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        with integration.prepare(acc, model, optimizer) as prepared:  # configured in DeepSpeed's own JSON
+            norms = [step(acc, model, optimizer, number, rank)[1] for number in range(2)]
+            prepared.gradients.flush()
+            return [norms[-1], prepared.gradients.latest["grad_norm"], prepared.gradients.steps]
+
+
+def test_deepspeed_configured_in_its_own_json(ranks: Ranks) -> None:
+    for theirs, ours, steps in ranks(_zero, timeout=180):
+        assert (math.isclose(theirs, ours / 2, rel_tol=1e-5), steps) == (True, 2)  # theirs is after our rule
+
+
+# --- in one process
+
+CONFIG = {"watch": {"every": 1, "stats": [{"kind": "Norm"}], "rules": [{"kind": "Scale", "factor": 0.5}]}}
+
+
+def _pair(acc: Any, seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    return acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _backward(acc: Any, model: nn.Module, seed: int, scale: float = 10.0) -> float:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+    acc.backward(model(x).square().mean() * scale)
+    scaled = acc.scaler.get_scale() if acc.scaler else 1.0
+    return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()) / scaled
+
+
+def _norm(model: nn.Module) -> float:
+    return float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+
+
+def test_accumulation_and_both_ways_of_clipping() -> None:
+    with accelerator("one", gradient_accumulation_steps=2) as acc:
+        model, optimizer = _pair(acc)
+        prepared = integration.prepare(acc, model, optimizer, CONFIG)
+        for batch in range(4):
+            with acc.accumulate(model):
+                true = _backward(acc, model, batch)
+                acc.unscale_gradients()  # which some do in every micro-batch
+                if acc.sync_gradients:
+                    theirs = acc.clip_grad_norm_(model.parameters(), 0.5)
+                    acc.clip_grad_value_(model.parameters(), 0.2)
+                optimizer.step()
+                if acc.sync_gradients:
+                    prepared.gradients.flush()
+                    assert prepared.gradients.latest["grad_norm"] == pytest.approx(true)
+                    assert (float(theirs), _norm(model) <= 0.5) == (pytest.approx(true / 2), True)
+                optimizer.zero_grad()
+        assert prepared.gradients.steps == 2
+        prepared.remove()
+        assert not {"clip_grad_norm_", "clip_grad_value_", "unscale_gradients", "end_training"} & vars(acc).keys()
+
+
+def test_a_loop_that_does_not_clip_or_asks_for_unscaled_gradients() -> None:
+    with accelerator("one") as acc:
+        model, optimizer = _pair(acc)
+        with integration.prepare(acc, model, optimizer, CONFIG) as prepared:
+            for seed in range(4):
+                true = _backward(acc, model, seed)
+                if seed % 2:
+                    acc.unscale_gradients(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                prepared.gradients.flush()
+                assert prepared.gradients.latest["grad_norm"] == pytest.approx(true)
+                assert _norm(model) == pytest.approx(0.1 if seed % 2 else true / 2, rel=1e-4)
+                optimizer.zero_grad()
+            assert prepared.gradients.steps == 4
+
+
+def test_of_two_models_the_one_that_is_clipped() -> None:
+    with accelerator("one") as acc:
+        pairs = [_pair(acc, seed) for seed in range(2)]
+        both = [integration.prepare(acc, *pair, CONFIG) for pair in pairs]
+        for seed in range(2):
+            true = []
+            for model, _ in pairs:
+                true.append(_backward(acc, model, seed))
+                acc.clip_grad_norm_(iter(list(model.parameters())), 0.1)
+            for prepared, (_, optimizer), norm in zip(both, pairs, true, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                prepared.gradients.flush()
+                assert prepared.gradients.latest["grad_norm"] == pytest.approx(norm)
+        both[0].remove()
+        assert [prepared.gradients.steps for prepared in both] == [2, 2]
+        assert "clip_grad_norm_" in vars(acc)  # the other one needs it
+        both[1].remove()
+        assert "clip_grad_norm_" not in vars(acc)
+
+
+def test_under_its_grad_scaler() -> None:
+    """Accelerate allows float16 on GPUs alone; its scaler works here too. A step that overflows is never made."""
+    with accelerator("one") as acc:
+        acc.scaler, acc.native_amp, acc.state._mixed_precision = (
+            torch.amp.GradScaler("cpu", init_scale=8.0),
+            True,
+            "fp16",
+        )
+        model, optimizer = _pair(acc)
+        with integration.prepare(acc, model, optimizer, CONFIG) as prepared:
+            for seed, scale in enumerate((10.0, math.inf, 10.0)):
+                before = model.weight.detach().clone()
+                true = _backward(acc, model, seed, scale)
+                theirs = acc.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                prepared.gradients.flush()
+                assert optimizer.step_was_skipped == torch.equal(before, model.weight) == (scale == math.inf)
+                if scale < math.inf:
+                    assert prepared.gradients.latest["grad_norm"] == pytest.approx(true, rel=1e-3)
+                    assert float(theirs) == pytest.approx(true / 2, rel=1e-3)
+
+
+def test_a_tracker_with_their_numbers_and_ours(tmp_path: pathlib.Path) -> None:
+    with accelerator("one", log_with="disthooks", project_dir=str(tmp_path)) as acc:
+        model, optimizer = _pair(acc)
+        prepared = integration.prepare(acc, model, optimizer, CONFIG)
+        acc.init_trackers("run", config={"lr": 0.1, "path": tmp_path})
+        true = []
+        for seed in range(3):
+            true.append(_backward(acc, model, seed))
+            acc.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            acc.log({"loss": torch.tensor(float(seed))}, step=seed)
+        acc.end_training()
+        lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+        prepared.remove()
+    assert [line["loss"] for line in lines if "loss" in line] == [0.0, 1.0, 2.0]
+    ours = [line for line in lines if "gradients/grad_norm" in line]
+    assert [(line["step"], line["gradients/grad_norm"]) for line in ours] == [
+        (seed, pytest.approx(norm)) for seed, norm in enumerate(true)
+    ]
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_regional_compilation(when: str) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    torch._dynamo.reset()
+    found = []
+    for hooked in (False, True):
+        with accelerator(
+            "one", dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+        ) as acc:
+            model = llama()
+            model.train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            saving = dh.save_activations(model, LAYERS, dh.OnDisk("/tmp")) if hooked and when == "before" else None
+            model, optimizer = acc.prepare(model, optimizer)
+            if hooked and when == "after":
+                saving = dh.save_activations(model, LAYERS, dh.OnDisk("/tmp"))
+            steps = [step(acc, model, optimizer, number, 0) for number in range(2)]
+            found.append((steps, {name.replace("_orig_mod.", ""): p.clone() for name, p in model.named_parameters()}))
+    assert saving is not None
+    assert saving.report().moved > 0
+    assert same(*found)
+
+
+def test_it_is_told_what_is_no_accelerator() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="give the Accelerator, got Linear"):
+        integration.prepare(model, model)
+
+
+def test_a_checkpoint_of_other_rules_is_refused_with_its_name(tmp_path: pathlib.Path) -> None:
+    with accelerator("one") as acc:
+        model, optimizer = _pair(acc)
+        with integration.prepare(acc, model, optimizer, CONFIG):
+            acc.save_state(str(tmp_path))
+        other = {"watch": {"rules": [{"kind": "ClipNorm", "max_norm": 1.0}]}}
+        with (
+            integration.prepare(acc, model, optimizer, other),
+            pytest.raises(UsageError, match=r"disthooks\.pt: the state is of the rules \['Scale'\]"),
+        ):
+            acc.load_state(str(tmp_path))

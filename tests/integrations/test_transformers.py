@@ -1,0 +1,330 @@
+"""Transformers' Trainer and TRL's, for real: norms before clipping, logs, checkpoints, what is trained again."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from accelerated import llama, surroundings, tokens
+from harness import Ranks
+
+import disthooks as dh
+from disthooks.errors import MatchError, UsageError
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from disthooks.integrations.transformers import DisthooksCallback
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+LAYERS = {"modules": "model.layers.*", "store": {"kind": "OnDisk", "directory": "/tmp"}}
+NORM = [{"kind": "Norm"}]
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        x = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": x, "labels": x}
+
+
+def config(rules: Any = (), save: Any = (LAYERS,), every: int = 1, sinks: Any = ()) -> dict[str, Any]:
+    return {
+        "save": list(save),
+        "watch": {"every": every, "stats": NORM, "rules": list(rules), "sinks": list(sinks)},
+    }
+
+
+def trainer(folder: Any, callbacks: Any, model: Any = None, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    defaults = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_grad_norm": 0.1,
+        "learning_rate": 1e-2,
+    }
+    args = TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    return Trainer(model=model or llama(), args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+
+
+def logged(made: Any) -> list[dict[str, Any]]:
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+def agree(entries: list[dict[str, Any]], share: float = 1.0) -> bool:
+    """Whether the Trainer's norm is ours; with a rule that scales, a share of it."""
+    pairs = [(entry["grad_norm"], entry["gradients/grad_norm"] * share) for entry in entries]
+    return bool(pairs) and all(math.isclose(*pair, rel_tol=1e-6) for pair in pairs)
+
+
+def _ddp(rank: int, folder: str) -> dict[str, Any]:
+    """Accumulation, clipping, evaluation, checkpoints, on two ranks; without hooks, with them, gone on with."""
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps"}
+    options |= {"eval_steps": 2, "ddp_backend": "gloo"}
+    found: dict[str, Any] = {}
+    for kind in ("bare", "hooked", "resumed"):
+        with surroundings("ddp"):
+            callback = DisthooksCallback(config(rules=[{"kind": "ClipZScore"}]))
+            hooks = [] if kind == "bare" else [callback]
+            made = trainer(f"{folder}/{kind}", hooks, **options)
+            made.train(resume_from_checkpoint=f"{folder}/hooked/checkpoint-2" if kind == "resumed" else None)
+            entries = logged(made)
+            found[kind] = [
+                [(entry["loss"], entry["grad_norm"]) for entry in entries],
+                {name: p.detach().clone() for name, p in made.model.named_parameters()},
+            ]
+            if kind != "bare":
+                found[kind] += [agree(entries), callback.saved, callback.prepared]
+    return found
+
+
+def test_on_two_ranks(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for found in ranks(_ddp, str(tmp_path), timeout=240):
+        for kind in ("hooked", "resumed"):
+            numbers, weights, agrees, saved, left = found[kind]
+            assert numbers == found["bare"][0]
+            assert len(numbers) == 4
+            assert all(torch.equal(weights[name], value) for name, value in found["bare"][1].items())
+            assert (agrees, saved.held, left) == (True, 0, None)
+            assert all(norm > 0.1 for _, norm in numbers)  # all of it was clipped, and ours is from before
+            assert saved.moved > 0
+            assert saved.passed["no_grad"] > 0
+    first, last = (
+        torch.load(tmp_path / "hooked" / f"checkpoint-{step}" / "disthooks.pt", weights_only=True) for step in (2, 4)
+    )
+    again = torch.load(tmp_path / "resumed" / "checkpoint-4" / "disthooks.pt", weights_only=True)
+    assert (first["steps"], last["steps"], again["steps"]) == (2, 4, 4)
+    assert again["rules"][0][1] == last["rules"][0][1]
+    assert int(last["rules"][0][1]["count"]) == 4
+    names = [{p.name for p in (tmp_path / kind / "checkpoint-4").iterdir()} for kind in ("bare", "hooked")]
+    assert names[1] - names[0] == {"disthooks.pt"}
+
+
+def _fsdp(rank: int, folder: str) -> list[Any]:
+    """FSDP2 with its activation checkpointing, gone on with from a sharded checkpoint."""
+    wrap = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    plugin = {"version": 2, "activation_checkpointing": True, "state_dict_type": "SHARDED_STATE_DICT", **wrap}
+    options = {"use_cpu": False, "fsdp": True, "fsdp_config": plugin, "save_strategy": "steps", "save_steps": 2}
+    found: list[Any] = []
+    for resumed in (False, True):
+        with surroundings("fsdp2"):
+            callback = DisthooksCallback(config(rules=[{"kind": "ClipZScore"}]))
+            made = trainer(folder, [callback], **options)
+            made.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resumed else None)
+            entries = logged(made)
+            found += [agree(entries), callback.saved.moved > 0, [entry["grad_norm"] for entry in entries][2:]]
+    state = torch.load(f"{folder}/checkpoint-4/disthooks.pt", weights_only=True)
+    return [*found, type(made.model_wrapped).__name__, state["steps"], int(state["rules"][0][1]["count"])]
+
+
+def test_on_two_ranks_of_fsdp(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    for first, moved, norms, again, moved_again, same, kind, steps, count in ranks(_fsdp, str(tmp_path), timeout=240):
+        assert (first, moved, again, moved_again, kind) == (True, True, True, True, "FSDPLlamaForCausalLM")
+        assert same == pytest.approx(norms, rel=1e-6)
+        assert (steps, count) == (4, 4)
+
+
+def test_logs_tensorboard_and_sinks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer logs each third step, the configuration each second one; rules come before the Trainer's norm."""
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    sink = {"kind": "Jsonl", "path": str(tmp_path / "run.jsonl")}
+    made_of = config(rules=[{"kind": "Scale", "factor": 0.5}], save=(), every=4, sinks=[sink])
+    callback = DisthooksCallback(made_of)
+    made = trainer(tmp_path, [callback], report_to="tensorboard", logging_steps=3, max_steps=7, logging_first_step=True)
+    assert made.callback_handler.callbacks[0] is callback
+    made.train()
+    entries = logged(made)
+    assert [entry["step"] for entry in entries] == [1, 3, 6]
+    assert agree(entries, 0.5)
+    assert "gradients/grad_norm" not in made.state.log_history[-1]  # of the whole training
+    events = tensorboard.EventAccumulator(str(tmp_path / "tb")).Reload()
+    ours, theirs = (events.Scalars(f"train/{name}") for name in ("gradients/grad_norm", "grad_norm"))
+    assert [event.step for event in ours] == [event.step for event in theirs] == [1, 3, 6]
+    assert [event.value / 2 for event in ours] == pytest.approx([event.value for event in theirs])
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4, 5]
+
+
+def test_trained_twice_and_after_a_training_that_raised(tmp_path: pathlib.Path) -> None:
+    callback = DisthooksCallback(config())
+
+    class Stops(type(callback).__mro__[1]):  # type: ignore[misc]
+        armed = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.armed and state.global_step == 2:
+                raise KeyboardInterrupt
+
+    stops = Stops()
+    made = trainer(tmp_path, [callback, stops])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert callback.prepared is not None
+    stops.armed = False
+    for _ in range(2):
+        made.train()
+        assert agree(logged(made))
+        assert len(logged(made)) == 4
+        assert callback.prepared is None
+        assert callback.saved.moved > 0
+        assert not {"clip_grad_norm_", "unscale_gradients"} & vars(made.accelerator).keys()
+    callback.remove()
+
+
+def test_without_clipping_and_with_an_epoch_at_a_time(tmp_path: pathlib.Path) -> None:
+    """With max_grad_norm=0 the Trainer measures all the same."""
+    callback = DisthooksCallback(config(save=()))
+    options = {"max_grad_norm": 0.0, "logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}
+    made = trainer(tmp_path, [callback], per_device_train_batch_size=16, **options)
+    made.train()
+    assert len(logged(made)) == 2
+    assert agree(logged(made))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradient_checkpointing(tmp_path: pathlib.Path, inside: bool) -> None:
+    """A layer holds its checkpoint inside, so attaching to it moves the inputs; what is inside steps back aloud."""
+    found = []
+    modules = "model.layers.*.mlp" if inside else "model.layers.?"
+    callback = DisthooksCallback(config(save=[{**LAYERS, "modules": modules, "at_least": 0}]))
+    for hooks in ([], [callback]):
+        made = trainer(tmp_path, hooks, gradient_checkpointing=True, max_steps=2)
+        if hooks and inside:
+            with pytest.warns(UserWarning, match="attach to the module around the checkpoint"):
+                made.train()
+        else:
+            made.train()
+        found.append([(entry["loss"], entry["grad_norm"]) for entry in logged(made)])
+    assert found[0] == found[1]
+    assert agree(logged(made))
+    assert (callback.saved.moved > 0, "checkpoint" in callback.saved.passed) == (not inside, inside)
+
+
+def test_found_by_the_precedence(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
+    monkeypatch.setenv("DISTHOOKS_CONFIG", str(tmp_path / "hooks.yaml"))
+    made = trainer(tmp_path, [DisthooksCallback], max_steps=1)
+    made.train()
+    assert agree(logged(made))
+
+
+def test_what_is_wrong_is_told_before_training(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="the Trainer has a grad_norm of its own"):
+        DisthooksCallback(prefix="")
+    with pytest.raises(UsageError, match="none is calling"):
+        DisthooksCallback(config()).on_train_begin(None, None, None)
+    callback = DisthooksCallback(config(save=[{**LAYERS, "modules": "layers.*"}]))
+    made = trainer(tmp_path, [callback])
+    before = made.model.lm_head.weight.detach().clone()
+    with pytest.raises(MatchError, match="matches no module"):
+        made.train()
+    assert torch.equal(before, made.model.lm_head.weight)
+    assert callback.prepared is None
+
+
+def test_a_checkpoint_without_our_state(tmp_path: pathlib.Path) -> None:
+    trainer(tmp_path, [], save_strategy="steps", save_steps=2, max_steps=2).train()
+    made = trainer(tmp_path, [DisthooksCallback(config())])
+    with pytest.warns(RuntimeWarning, match="made without disthooks"):
+        made.train(resume_from_checkpoint=True)
+    assert [entry["step"] for entry in logged(made)][-2:] == [3, 4]
+    assert agree(logged(made)[-2:])
+
+
+# --- PEFT and TRL
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def test_lora_in_the_trainer(tmp_path: pathlib.Path) -> None:
+    """Adapters alone are held by the optimizer; patterns name what peft made of the model."""
+    made_of = config(rules=[{"kind": "only", "pattern": "*.lora_A.*", "rule": {"kind": "Scale", "factor": 0.5}}])
+    made_of["save"][0] = {**LAYERS, "modules": "*.layers.?"}
+    made_of["watch"]["groups"] = {"down": "*.lora_A.*", "up": "*.lora_B.*"}
+    callback = DisthooksCallback(made_of)
+    made = trainer(tmp_path, [callback], _lora(llama()))
+    frozen = {name: p.detach().clone() for name, p in made.model.named_parameters() if not p.requires_grad}
+    made.train()
+    for entry in logged(made):
+        down, up = (entry[f"gradients/grad_norm/group/{name}"] for name in ("down", "up"))
+        assert math.isclose(entry["gradients/grad_norm"], math.hypot(down, up), rel_tol=1e-6)
+        assert math.isclose(entry["grad_norm"], math.hypot(down / 2, up), rel_tol=1e-6)
+    assert frozen
+    assert all(torch.equal(p, frozen[name]) for name, p in made.model.named_parameters() if name in frozen)
+    assert callback.saved.moved > 0
+
+
+def test_hooks_attached_before_peft_wraps_the_layers() -> None:
+    """peft puts its layers into the module tree: what was attached around them stays, and is right."""
+    found = []
+    for hooked in (False, True):
+        model = llama()
+        saving = dh.save_activations(model, "model.layers.?", dh.OnDisk("/tmp")) if hooked else None
+        model = _lora(model)
+        model(**tokens(0, 0)).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == 8
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert saving is not None
+    assert saving.report().moved > 0
+
+
+def test_sft_trainer_with_lora(tmp_path: pathlib.Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    texts = [" ".join(f"w{(i * j) % 61}" for j in range(24)) for i in range(16)]
+    callback = DisthooksCallback(config(save=[{**LAYERS, "modules": "*.layers.?"}]))
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.1,
+        gradient_checkpointing=True,
+    )
+    made = trl.SFTTrainer(
+        model=llama(),
+        args=args,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
+        callbacks=[callback],
+    )
+    made.train()
+    assert len(logged(made)) == 3
+    assert agree(logged(made))
+    assert "mean_token_accuracy" in logged(made)[0]
+    assert callback.saved.moved > 0

@@ -1,0 +1,235 @@
+"""A step that is begun before the loop clips: measured before, ruled before, and not again in the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from trained import close, gathered, is_fsdp1, loss_of, make, whole
+
+import disthooks as dh
+from disthooks.grads.rules import Rule
+from disthooks.grads.rules.base import Work
+
+LR = 0.01
+ENGINES = ["plain", "ddp", "fsdp1", "fsdp1flat", "fsdp2"]
+
+
+@dataclass(frozen=True)
+class SkipAt(Rule):
+    """Leaves one step out, whatever its gradients are."""
+
+    step: int = 1
+    rewrites = False
+
+    def rewrite(self, work: Work) -> None:
+        work.skips.append(torch.tensor(work.step == self.step))
+
+
+def clip(model: nn.Module, limit: float) -> float:
+    if is_fsdp1(model):
+        return float(model.clip_grad_norm_(limit))
+    return float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+
+
+def backward(model: nn.Module, step: int, engine: str, rank: int) -> None:
+    model.zero_grad()
+    loss_of(model, step, engine, rank).backward()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    if is_fsdp1(model):
+        from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+
+        with Fsdp.summon_full_params(model, writeback=False):
+            named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+            return {name: p.detach().clone() for name, p in named}
+    return {name.removeprefix("module."): whole(p) for name, p in model.named_parameters()}
+
+
+def _norm(grads: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
+
+
+def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    if is_fsdp1(model):
+        return gathered(model)
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _clipped(rank: int, engine: str) -> list[Any]:
+    """Two attachments, a rule that must not act twice, and the loop's own clipping after it, in every step."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    norm, found = [dh.stats.Norm()], []
+    with (
+        dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], stats=norm, every=1) as watch,
+        dh.gradients(model, optimizer, stats=norm, every=1) as other,
+    ):
+        for step in range(3):
+            backward(model, step, engine, rank)
+            true = _norm(_grads(model))
+            for _ in range(2):
+                watch.begin_step()
+            halved, limit = _norm(_grads(model)), true / 8
+            seen = clip(model, limit)
+            before = weights(model)
+            optimizer.step()
+            moved = _norm({name: (before[name] - after) / LR for name, after in weights(model).items()})
+            watch.flush(), other.flush()
+            truth = [true, true / 2, true / 2, true / 2, limit]  # the second one sees what the first one made
+            found.append(
+                close([watch.latest["grad_norm"], other.latest["grad_norm"], halved, seen, moved], truth, 1e-3)
+            )
+            found.append(math.isclose(watch.latest["grad_norm"], true, rel_tol=1e-6))
+        found.append([watch.steps, other.steps])
+    return found
+
+
+def _never_made(rank: int, engine: str) -> list[Any]:
+    """A step that was begun does not come, as when a GradScaler keeps it back; the next one is begun, or is not."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    found = []
+    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], stats=[dh.stats.Norm()], every=1) as watch:
+        for step, begins in enumerate((True, False)):
+            backward(model, 2 * step, engine, rank)
+            watch.begin_step()  # and no step
+            backward(model, 2 * step + 1, engine, rank)
+            true = _norm(_grads(model))
+            if begins:
+                watch.begin_step()
+                clip(model, math.inf)
+            optimizer.step()
+            watch.flush()
+            found.append(close([watch.latest["grad_norm"], _norm(_grads(model))], [true, true / 2], 1e-5))
+        found.append(watch.steps)
+    return found
+
+
+def _left_out(rank: int, engine: str) -> list[Any]:
+    """A decision that was made before the clipping holds in the step, and so does what is withheld."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    rules = [SkipAt(1)] if engine == "fsdp1flat" else [dh.only("embed.*", dh.Freeze()), SkipAt(1)]
+    found = []
+    with dh.gradients(model, optimizer, rules=rules, every=1) as watch:
+        for step in range(3):
+            backward(model, step, engine, rank)
+            true, before = _grads(model), weights(model)
+            watch.begin_step()
+            frozen = engine != "fsdp1flat"
+            rest = {name: grad for name, grad in true.items() if not (frozen and "embed" in name)}
+            seen = clip(model, math.inf)
+            optimizer.step()
+            still = {name for name, after in weights(model).items() if torch.equal(before[name], after)}
+            right = set(before) if step == 1 else {name for name in before if frozen and name.startswith("embed")}
+            found += [math.isclose(seen, _norm(rest), rel_tol=1e-4), still == right, close(_grads(model), true)]
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_was_begun(ranks: Ranks, engine: str) -> None:
+    for part, truth in ((_clipped, [True] * 6 + [[3, 3]]), (_never_made, [True, True, 4]), (_left_out, [True] * 9)):
+        assert ranks(part, engine) == [truth] * 2, part.__doc__
+
+
+def _buckets(rank: int) -> list[bool]:
+    """The gradient of the next step lies where the last one's lay."""
+    model = nn.parallel.DistributedDataParallel(make("plain"), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    found = []
+    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
+        for step in range(3):
+            backward(model, step, "ddp", rank)
+            if step == 1:
+                watch.begin_step()
+                continue
+            true = _norm(_grads(model))
+            optimizer.step()
+            found.append(math.isclose(_norm(_grads(model)), true / 2, rel_tol=1e-5))
+    return found
+
+
+def test_buckets_that_are_used_again(ranks: Ranks) -> None:
+    assert ranks(_buckets) == [[True, True]] * 2
+
+
+def test_another_loss_between_does_not_begin_it_again() -> None:
+    """Two networks that are trained against each other: both are clipped before either steps."""
+    nets = [make("plain"), make("plain")]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=LR) for net in nets]
+    pairs = zip(nets, optimizers, strict=True)
+    watches = [dh.gradients(net, optimizer, rules=[dh.Scale(0.5)], every=1) for net, optimizer in pairs]
+    for step in range(2):
+        true = []
+        for net, watch in zip(nets, watches, strict=True):
+            backward(net, step, "plain", 0)
+            true.append(_norm(_grads(net)))
+            watch.begin_step()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [_norm(_grads(net)) for net in nets] == pytest.approx([norm / 2 for norm in true])
+    assert [watch.steps for watch in watches] == [2, 2]
+    for watch in watches:
+        watch.remove()
+
+
+def test_a_loop_that_puts_other_gradients_in_their_place() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5)], every=1) as watch:
+        backward(model, 0, "plain", 0)
+        true = _norm(_grads(model))
+        watch.begin_step()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad * 0.1
+        optimizer.step()
+        assert _norm(_grads(model)) == pytest.approx(true / 20)
+        assert watch.steps == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_grad_scaler(fused: bool) -> None:
+    """Local gradients are known to be scaled; a rule's decision and the scaler's own both hold."""
+    model = make("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    stats = [dh.stats.Norm(), dh.stats.Spread()]
+    moved, norms = [], []
+    with dh.gradients(model, optimizer, rules=[dh.Scale(0.5), SkipAt(1)], stats=stats, every=1) as watch:
+        for step in range(4):
+            model.zero_grad()
+            loss = loss_of(model, step, "plain") * (math.inf if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            true, before = _norm(_grads(model)), weights(model)
+            watch.begin_step(scaler)
+            clip(model, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            watch.flush()
+            now = weights(model)
+            moved.append(any(not torch.equal(now[name], before[name]) for name in now))
+            norms.append(
+                step == 2 or close([watch.latest["grad_norm"], watch.latest["grad_norm/max_rank"]], [true] * 2)
+            )
+    assert (moved, norms) == ([True, False, False, True], [True] * 4)
+    assert (scaler.get_scale(), watch.steps, hasattr(optimizer, "found_inf")) == (4.0, 4, False)
+
+
+def test_more_steps_are_logged_when_asked() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    records: list[Any] = []
+    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=4) as watch:
+        watch.log_also(lambda step: step in (1, 6))
+        for step in range(8):
+            backward(model, step, "plain", 0)
+            optimizer.step()
+    assert [record["step"] for record in records] == [0, 1, 4, 6]
