@@ -16,7 +16,7 @@ RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 .PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gradients bench-gpu lint type fmt clean
 
 demo: $(READY)
-	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" launch/local.sh demo/train.py $(ARGS)
+	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)

@@ -3,9 +3,11 @@
 #
 #   launch/local.sh SCRIPT [ARGUMENTS...]
 #
-# NPROC=4      that many processes instead
-# PYTHON=...   that Python instead of the first one on PATH
-# LOGS=folder  what each rank prints and its error.json go to files there, besides the terminal
+# NPROC=4           that many processes instead
+# HOOKS=hooks.yaml  attach disthooks as that file says, without a change to the script
+# MAX_RESTARTS=3    so often all processes are started again when one fails; default: 0
+# LOGS=folder       what each rank prints, and its error.json; default: runs/logs; LOGS= for none, and a plain terminal
+# PYTHON=...        that Python instead of the first one on PATH
 set -euo pipefail
 
 if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
@@ -13,6 +15,7 @@ if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
     exit $(($# == 0))
 fi
 [[ -f $1 ]] || { echo "launch/local.sh: no script $1" >&2; exit 2; }
+[[ -z ${HOOKS:-} || -f $HOOKS ]] || { echo "launch/local.sh: no file HOOKS=$HOOKS" >&2; exit 2; }
 
 # The Python of the environment that is active; `python` is missing where only python3 is installed.
 python=${PYTHON:-$(command -v python || command -v python3)}
@@ -30,16 +33,24 @@ cores=$(getconf _NPROCESSORS_ONLN)
 threads=$((cores / nproc))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-# A restart (--max-restarts) never comes up again with the rendezvous store shared, seen with torch 2.13 and gloo.
+# Without this a restart meets the keys of the life before in the store, and never comes up (torch 2.13, gloo).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 
 # -m and not the torchrun script: it need not be on PATH. --standalone: a free port, this machine alone.
 command=("$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc")
-# Redirect and tee both streams of every rank; after a crash read every rank, the first to fall may be a victim.
-[[ -z ${LOGS:-} ]] || command+=(--log-dir "$LOGS" --redirects 3 --tee 3)
+# None by default: on one machine a failure is more often a mistake than a lost neighbour.
+command+=(--max-restarts "${MAX_RESTARTS:-0}")
+# Both streams of every rank go to files and the terminal; after a crash read every rank, the first to fall may be a
+# victim. The launcher writes each line with its rank, so progress bars want LOGS=.
+logs=${LOGS-runs/logs}
+[[ -z $logs ]] || command+=(--log-dir "$logs" --redirects 3 --tee 3)
 
 # "--": else the launcher takes a script's option for an abbreviation of its own (--run, of --run-path) and stops.
-command+=(--)
+if [[ -n ${HOOKS:-} ]]; then
+    command+=(-m -- disthooks.run --hooks "$HOOKS")
+else
+    command+=(--)
+fi
 
 echo "launch/local.sh: $gpus GPU(s), $cores core(s): OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]} $*"
 exec "${command[@]}" "$@"

@@ -35,7 +35,7 @@ class Run(NamedTuple):
 def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """``launch/local.sh`` with this Python, two processes on the CPU."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC": "2", "CUDA_VISIBLE_DEVICES": ""}
+    fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC": "2", "LOGS": "", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(ROOT / "launch" / "local.sh"), *arguments]
     return subprocess.run(
         command, env=os.environ | fixed | environment, cwd=ROOT, capture_output=True, text=True, timeout=120

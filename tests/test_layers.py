@@ -109,9 +109,11 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "integrations.accelerate": (4, "integrations", 0),
     "integrations.lightning": (4, "integrations", 0),
     "integrations.transformers": (4, "integrations", 1),
+    "run": (4, "run", 0),
+    "launching": (4, "run", 1),
     "cli": (5, "", 0),
 }
-DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "cli")
+DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "launching", "cli")
 
 
 def _name(file: pathlib.Path) -> str:

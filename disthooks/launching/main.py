@@ -1,0 +1,95 @@
+"""From the command line to the launcher's exit code."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from disthooks.config import from_config
+from disthooks.config.find import VARIABLE
+from disthooks.errors import ConfigError, DisthooksError
+from disthooks.launching import child, line, section, story
+from disthooks.run.command import Command
+from disthooks.run.main import configuration
+from disthooks.run.records import VARIABLE as RECORDS
+
+_FAULTY = 2
+USAGE = """usage: disthooks launch [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
+       disthooks launch torchrun [OPTIONS of torchrun] SCRIPT ARGS...
+       disthooks launch deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
+
+Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. A 'disthooks' section in accelerate's
+configuration is taken out of it and used; else the configuration is that of disthooks.run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch a job and wait for it.
+
+    Args:
+        argv: what stands after ``disthooks launch``.
+
+    Returns:
+        The launcher's exit code; 2, with nothing started, when the command line or the configuration is wrong.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else _FAULTY
+    with tempfile.TemporaryDirectory(prefix="disthooks-") as folder:
+        try:
+            asked = line.read(argv)
+            asked, hooks = _configured(asked, pathlib.Path(folder))
+        except DisthooksError as error:
+            print(f"disthooks: {error}", file=sys.stderr)
+            return _FAULTY
+        return _launched(asked, hooks, folder)
+
+
+def _launched(asked: line.Line, hooks: str | None, folder: str) -> int:
+    records = os.environ.get(RECORDS) or os.path.join(folder, "records")
+    began = time.time()
+    environment = {RECORDS: os.path.abspath(records)} | ({VARIABLE: hooks} if hooks else {})
+    code, signals = child.run(asked.launcher, line.command(asked, hooks), environment)
+    told = story.read(pathlib.Path(records), since=began)
+    child.end_workers([one.values for one in told if not one.ended], f"{RECORDS}={environment[RECORDS]}")
+    if code:
+        sys.stdout.flush()
+        told = story.read(pathlib.Path(records), since=began)
+        print(story.tell(told, signals), end="", file=sys.stderr, flush=True)
+    return code
+
+
+def _configured(asked: line.Line, folder: pathlib.Path) -> tuple[line.Line, str | None]:
+    """The command line without the section, and the path of the configuration; None if DeepSpeed's JSON has it."""
+    if asked.launcher == "accelerate":
+        named = asked.chosen.config_file
+        found = section.split(named or section.default_file() or os.devnull, folder) if _there(named) else None
+        if found is not None:
+            _check(found[0], named or str(section.default_file()))
+            return _without_section(asked, found[1]), found[0]
+    source: Any = configuration(Command(asked.script, asked.module, asked.args)).source
+    from_config(source)
+    return asked, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
+
+
+def _there(named: str | None) -> bool:
+    return os.path.isfile(named) if named else section.default_file() is not None
+
+
+def _check(path: str, shown: str) -> None:
+    """Read the section; what is wrong stands in the file that the user knows."""
+    try:
+        from_config(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(path, shown)) from None
+    if os.environ.get(VARIABLE):
+        print(f"disthooks: {shown} has a disthooks section: {VARIABLE} is not read", file=sys.stderr)
+
+
+def _without_section(asked: line.Line, path: str) -> line.Line:
+    options = [*asked.options, "--config_file", path]  # the last one counts
+    return line.Line(asked.launcher, tuple(options), asked.script, asked.args, asked.chosen)

@@ -1,0 +1,93 @@
+"""The ``disthooks`` section of an accelerate configuration, taken out of it; lines and columns stay where they were."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+from typing import Any
+
+from disthooks.errors import ConfigError
+
+_KEY = "disthooks"
+
+
+def split(path: str, folder: pathlib.Path) -> tuple[str, str] | None:
+    """Write the section and the rest into two files of ``folder``; None if there is no section.
+
+    Args:
+        path: of accelerate's configuration, YAML or JSON.
+        folder: where the files go.
+
+    Returns:
+        The paths of the section and of the rest.
+
+    Raises:
+        ConfigError: when the file cannot be read, or is not what its name says.
+    """
+    text = _text(path)
+    parts = _of_json(path, text) if path.endswith(".json") else _of_yaml(path, text)
+    if parts is None:
+        return None
+    files = [folder / f"{_KEY}.yaml", folder / f"accelerate{pathlib.Path(path).suffix or '.yaml'}"]
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(part, encoding="utf-8")
+    return str(files[0]), str(files[1])
+
+
+def _text(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _of_json(path: str, text: str) -> tuple[str, str] | None:
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(whole, dict) or _KEY not in whole:
+        return None
+    section = whole.pop(_KEY)
+    return json.dumps(section), json.dumps(whole)
+
+
+def _of_yaml(path: str, text: str) -> tuple[str, str] | None:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("reading a configuration file needs PyYAML: pip install 'disthooks[config]'") from error
+    try:
+        root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        whole = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if not isinstance(whole, dict) or _KEY not in whole:
+        return None
+    key, value = next((key, value) for key, value in root.value if key.value == _KEY)
+    start, begin, end = key.start_mark.index, value.start_mark.index, value.end_mark.index
+    section, rest = whole.pop(_KEY), whole
+    parts = _blank(text[:begin]) + text[begin:end], text[:start] + _blank(text[start:end]) + text[end:]
+    # An alias of an anchor in the other part has lost it: then the content counts, and not where it stood.
+    both = zip(parts, (section, rest), strict=True)
+    kept = [text if _loads(yaml, text, one) else yaml.safe_dump(one) for text, one in both]
+    return kept[0], kept[1]
+
+
+def _blank(text: str) -> str:
+    return "".join(character if character == "\n" else " " for character in text)
+
+
+def _loads(yaml: Any, text: str, wanted: Any) -> bool:
+    try:
+        return bool(yaml.safe_load(text) == wanted)
+    except yaml.YAMLError:
+        return False
+
+
+def default_file() -> str | None:
+    """The configuration that accelerate reads when it is told of none."""
+    config: Any = importlib.import_module("accelerate.commands.config.config_args")
+    return str(config.default_config_file) if os.path.isfile(config.default_config_file) else None

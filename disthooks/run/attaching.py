@@ -1,0 +1,112 @@
+"""What a session has attached to one model, and the entries of ``save`` spread over several models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from disthooks._match import inside, match_modules
+from disthooks.config import Plan
+from disthooks.errors import MatchError
+
+
+class Saves:
+    """The entries of a plan's ``save``; each has to match in one model at least."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._missed: dict[int, MatchError] = {}
+        self._matched: set[int] = set()
+        self._models: list[nn.Module] = []
+
+    def plan_for(self, model: nn.Module, more_to_come: bool) -> Plan:
+        """The plan with those entries that match in ``model``; without any for a model that has them already.
+
+        Raises:
+            MatchError: when one matches here and in no other model, and no other is to come.
+        """
+        if any(inside(model) is one for one in self._models):
+            return _part(self._plan, [])
+        here = [i for i, (patterns, _) in enumerate(self._plan.saves) if self._matches(i, patterns, model)]
+        left = [] if more_to_come else self._left()
+        if left and self._models:
+            raise self._missed[left[0]]
+        self._models.append(inside(model))
+        # With one model only, attaching the whole plan tells of what is missed, with its line.
+        return self._plan if left or len(here) == len(self._plan.saves) else _part(self._plan, here)
+
+    def unmatched(self) -> list[str]:
+        """What matched in no model."""
+        return [str(self._missed[i]) for i in self._left()]
+
+    def _matches(self, index: int, patterns: Any, model: nn.Module) -> bool:
+        try:
+            match_modules(model, patterns)
+        except MatchError as error:
+            self._missed[index] = error
+            return False
+        self._matched.add(index)
+        return True
+
+    def _left(self) -> list[int]:
+        return [i for i in self._missed if i not in self._matched]
+
+
+def _part(plan: Plan, entries: Sequence[int]) -> Plan:
+    """The plan with some entries of ``save``; all else of it, also where it was read, stays."""
+    part = copy.copy(plan)
+    object.__setattr__(part, "saves", tuple(plan.saves[i] for i in entries))
+    return part
+
+
+class Attached:
+    """The attachments to one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.saving: Any = None
+        self.held = 0
+        self.watching: list[Any] = []
+
+    def attach(self, plan: Plan, optimizers: Sequence[Any], before: int) -> None:
+        """Attach ``plan``; from the second optimizer of the script on, its records say which one it is.
+
+        Args:
+            plan: what :meth:`Saves.plan_for` gave.
+            optimizers: those that hold the model's parameters; None for DeepSpeed's.
+            before: how many optimizers are watched already.
+        """
+        rest, self.held = list(optimizers), len(optimizers)
+        if not before:  # on all ranks or on none
+            prepared = plan.prepare(self.model, rest.pop(0))
+            self.saving = prepared.saving
+            self.watching += [prepared.gradients] if prepared.gradients else []
+        elif plan.saves:
+            self.saving = plan.save(self.model)
+        for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
+            self._watch(plan, optimizer, number)
+
+    def _watch(self, plan: Plan, optimizer: Any, number: int) -> None:
+        also: list[Any] = [lambda: {"optimizer": number}]
+        self.watching.append(plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
+
+    def told(self) -> dict[str, Any]:
+        """What became of it so far, on this rank."""
+        report = self.saving.report() if self.saving else None
+        seen = [watching.report() for watching in self.watching]
+        return {
+            "model": type(inside(self.model)).__name__,
+            "engine": seen[0].engine if seen else None,
+            "saved": {"stored": report.stored, "moved": report.moved, "calls": report.calls} if report else None,
+            "watched": {"steps": seen[0].steps, "parameters": sum(one.parameters for one in seen)} if seen else None,
+        }
+
+    def remove(self) -> None:
+        """Take them off, which writes what is still to be logged."""
+        for watching in self.watching:
+            watching.remove()
+        if self.saving:
+            self.saving.remove()

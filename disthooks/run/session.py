@@ -1,0 +1,232 @@
+"""From a plan to attachments, while a script that knows nothing of it trains."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._tensors import format_bytes
+from disthooks.config import Plan, from_config
+from disthooks.config.find import Found, engine_config, find
+from disthooks.engines.base import is_a
+from disthooks.errors import AttachError
+from disthooks.run import world
+from disthooks.run.attaching import Attached, Saves
+from disthooks.run.seams import Seams, only_fills_state
+
+_LOOKS = 4  # times a module is looked at for the optimizers that wait
+
+
+class Session:
+    """Attaches a plan to the models whose parameters the script's optimizers hold.
+
+    A model is attached to when it is first called with gradients on: every wrapper is around it by then, and
+    checkpointing in it; the same moment on every rank. Evaluation before it, a teacher and other modules that no
+    optimizer holds are passed by.
+    """
+
+    def __init__(self, plan: Plan, found: Found | None = None, given: str | None = None) -> None:
+        self.plan = plan
+        self._origin, self._given = _shown(found), given
+        self._saves, self._seams = Saves(plan), Seams(self)
+        self._waiting: list[weakref.ref[Any]] = []
+        self._done: list[weakref.ref[Any]] = []  # attached, or nothing to attach for
+        self._looked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._why: dict[int, str] = {}
+        self._parts: list[Attached] = []
+        self._steps = 0
+        self._busy = self._back = self._over = False
+
+    def arm(self) -> None:
+        """Begin to listen."""
+        self._seams.open()
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for the model of ``optimizer``."""
+        if not self._back and not self._over:
+            self._waiting.append(weakref.ref(optimizer))
+            self._looked.clear()
+            self._seams.hear_calls(True)
+
+    def called(self, module: nn.Module, outermost: bool) -> None:
+        """Attach, if an optimizer that waits holds parameters of ``module`` and of nothing else."""
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if self._busy or tracing or self._looked.get(module, 0) >= _LOOKS:
+            return
+        self._looked[module] = self._looked.get(module, 0) + 1
+        model = world.unwrapped(module)
+        optimizers = self._of_engine(model) if is_a(model, "DeepSpeedEngine") else self._held_by(model, outermost)
+        if not optimizers:
+            return
+        if reason := world.refusal(model):
+            self._why |= {id(optimizer): reason for optimizer in optimizers}
+            return
+        self._attach(model, optimizers)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing may step that should be watched and is not.
+
+        Raises:
+            AttachError: when nothing is attached, or ``optimizer`` has a model that could not be.
+        """
+        if self._back or _among(optimizer, self._done):
+            self._steps += 1
+            return
+        if not _among(optimizer, self._waiting) or only_fills_state():
+            return  # made by another optimizer, for itself
+        why = self._why.get(id(optimizer))
+        if not self._parts or why:
+            raise AttachError(_nothing_attached(optimizer, why))
+        _say(f"{type(optimizer).__name__} holds parameters of no module that was called: it is not watched")
+        self._settle([optimizer])
+
+    def steps_back(self) -> None:
+        """The script attaches itself: what is attached here comes off, and nothing more is."""
+        if self._busy or self._back:
+            return
+        self._back = True
+        self._waiting.clear()
+        self._seams.hear_calls(False)
+        self._detach()
+
+    def finish(self, process: int, failed: bool = False) -> dict[str, Any]:
+        """Take everything off and say on the first rank what was done.
+
+        Args:
+            process: the id of the process that the script began in: a fork of it has nothing to finish.
+            failed: whether the script did: then nobody is told of what did not come to pass.
+
+        Returns:
+            What the record of this rank keeps: models attached to, steps, bytes saved and moved.
+        """
+        if os.getpid() != process:
+            return {}
+        self._over = True
+        told = [part.told() for part in self._parts]
+        self._detach()
+        self._seams.close()
+        if os.environ.get("RANK", "0") == "0":
+            self._tell(told, failed)
+        return {"attached": told, "optimizer_steps": self._steps}
+
+    def _held_by(self, model: nn.Module, outermost: bool) -> list[Any]:
+        if outermost:
+            world.reshard(model)
+        mine = {id(parameter) for parameter in model.parameters()}
+        whole = []
+        for optimizer in self._alive():
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if held and held <= mine:
+                whole.append(optimizer)
+            elif held & mine:
+                self._why.setdefault(id(optimizer), _a_part(optimizer, model))
+        return whole
+
+    def _of_engine(self, engine: Any) -> list[Any]:
+        """DeepSpeed's optimizers hold flat partitions, not what the model has."""
+        own = (getattr(engine, "basic_optimizer", None), getattr(engine, "optimizer", None))
+        if own[0] is None:
+            return []
+        return [optimizer for optimizer in self._alive() if any(optimizer is one for one in own)]
+
+    def _attach(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._busy = True
+        try:
+            self._read_again(model)
+            plan = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
+            before = sum(part.held for part in self._parts)
+            self._parts.append(Attached(model))
+            self._parts[-1].attach(plan, [None] if is_a(model, "DeepSpeedEngine") else optimizers, before)
+        finally:
+            self._busy = False
+        self._settle(optimizers)
+
+    def _read_again(self, model: Any) -> None:
+        """DeepSpeed's own configuration comes before ./disthooks.yaml, and is known only now."""
+        config = engine_config(model)
+        if config is None or "disthooks" not in config or self._parts:
+            return
+        found = find(self._given, config)
+        if _shown(found) != self._origin:
+            source: Any = found.source
+            self.plan, self._origin = from_config(source), _shown(found)
+            self._saves = Saves(self.plan)
+
+    def _settle(self, optimizers: Sequence[Any]) -> None:
+        self._done += [weakref.ref(optimizer) for optimizer in optimizers]
+        self._waiting = [ref for ref in self._waiting if not _among(ref(), self._done) and ref() is not None]
+        self._seams.hear_calls(bool(self._waiting))
+
+    def _alive(self) -> list[Any]:
+        return [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
+
+    def _detach(self) -> None:
+        while self._parts:
+            try:
+                self._parts.pop(0).remove()
+            except Exception as error:
+                _say(f"rank {os.environ.get('RANK', '0')}: while detaching: {type(error).__name__}: {error}")
+
+    def _tell(self, told: Sequence[dict[str, Any]], failed: bool) -> None:
+        if failed and not told:
+            return
+        if self._back:
+            _say(f"the script attaches what it needs itself; {self._origin} was not used")
+            return
+        if not told:
+            _say(f"WARNING: the script ended and no model was trained: {self._origin} was not used")
+            return
+        for pattern in self._saves.unmatched():
+            _say(f"WARNING: {pattern} matched no module of any model, and nothing was saved for it")
+        for each in told:
+            _say(_line(each))
+
+
+def _shown(found: Found | None) -> str:
+    """Where the plan comes from: the file, or what held it."""
+    if found is None:
+        return "the plan"
+    return os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else found.origin
+
+
+def _line(told: dict[str, Any]) -> str:
+    parts = [f"{told['model']} on {told['engine'] or 'its engine'}"]
+    if told["saved"]:
+        stored, moved = (format_bytes(told["saved"][name]) for name in ("stored", "moved"))
+        parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank)")
+    if told["watched"]:
+        parts.append(f"watched {told['watched']['steps']} steps of {told['watched']['parameters']} parameters")
+    return "; ".join(parts)
+
+
+def _among(optimizer: Any, refs: Sequence[weakref.ref[Any]]) -> bool:
+    return any(ref() is optimizer for ref in refs)
+
+
+def _a_part(optimizer: Any, model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} was called and has only some of the parameters that {type(optimizer).__name__} holds; "
+        "call the whole model, or attach in the script with disthooks.prepare(model, optimizer)"
+    )
+
+
+def _nothing_attached(optimizer: Any, why: str | None) -> str:
+    reason = (
+        why
+        or world.alone()
+        or (
+            "no module that holds its parameters was called with gradients on (outside of what torch.compile traces); "
+            "attach in the script with disthooks.prepare(model, optimizer)"
+        )
+    )
+    return f"the first step of {type(optimizer).__name__} begins and nothing is attached to its model: {reason}"
+
+
+def _say(text: str) -> None:
+    print(f"disthooks: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""How many processes there should be, how many there are, and who can be attached to."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from disthooks.engines.base import is_a
+from disthooks.engines.data_parallel import DataParallel
+from disthooks.engines.find import find
+from disthooks.engines.plain import Plain
+from disthooks.errors import AttachError
+
+
+def started() -> int:
+    """How many processes the launcher started, or the process group has.
+
+    >>> started()
+    1
+    """
+    try:
+        told = int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        told = 1
+    return max(told, joined())
+
+
+def joined() -> int:
+    """How many processes the process group has; 0 without one."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 0
+
+
+def alone() -> str | None:
+    """What to do when several were started and this one believes to be the only one; None if all is well."""
+    if started() == 1 or joined() > 1:
+        return None
+    there = "a process group of one" if joined() else "no process group"
+    return (
+        f"{started()} processes were started and this one has {there}: each trains alone. Call "
+        "torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs set "
+        "ACCELERATE_USE_CPU=true"
+    )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given."""
+    while is_a(module, "OptimizedModule"):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why a model that is called cannot be the one to attach to; None if it can."""
+    try:
+        engine = find(model)
+    except AttachError as error:
+        return str(error)
+    if isinstance(engine, (Plain, DataParallel)) and started() > 1:
+        return alone() or (
+            f"{type(model).__name__} was called without a wrapper, and there are {started()} processes: wrap it with "
+            "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
+            "Accelerator.prepare, and call what that returns"
+        )
+    return alone()
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 put its own parameters back: after a forward without gradients the root's are still whole ones."""
+    for part in model.modules():
+        if is_a(part, "FSDPModule"):
+            part.reshard()  # type: ignore[operator]

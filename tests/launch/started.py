@@ -1,0 +1,85 @@
+"""Jobs for the tests of launching: real launchers and real processes, all of them gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SCRIPTS = pathlib.Path(__file__).parent / "scripts"
+ROOT = pathlib.Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LAUNCH = (sys.executable, "-m", "disthooks.launching")
+RUN = (sys.executable, "-m", "disthooks.run")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What became of one."""
+
+    code: int
+    out: str
+    err: str
+    folder: pathlib.Path
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines()]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the script printed as JSON."""
+        return [json.loads(line) for line in self.out.splitlines() if line.startswith('{"step"')]
+
+    def logged(self) -> list[dict[str, Any]]:
+        """What the sink wrote."""
+        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """What each rank left."""
+        return [json.loads(path.read_text()) for path in sorted((self.folder / "records").glob("*.json"))]
+
+    def story(self) -> str:
+        """What disthooks launch said at the end."""
+        return self.err[self.err.rfind("\ndisthooks: rank") + 1 :]
+
+
+def start(command: Sequence[object], folder: pathlib.Path, **more: str) -> subprocess.Popen[str]:
+    """Start a job in ``folder``; it is not waited for."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "DISTHOOKS_CONFIG")}
+    env = kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTHOOKS_RECORDS": str(folder / "records")} | more
+    words = [str(word) for word in command]
+    return subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process: subprocess.Popen[str], folder: pathlib.Path, timeout: float = 90) -> Job:
+    """Wait for a job."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+        raise AssertionError(f"the job did not end in {timeout} seconds\n{out}\n{err}") from None
+    return Job(process.returncode, out, err, folder)
+
+
+def job(command: Sequence[object], folder: pathlib.Path, **more: str) -> Job:
+    """Run a job to its end."""
+    return ended(start(command, folder, **more), folder)
+
+
+def left(folder: pathlib.Path) -> list[str]:
+    """Command lines of processes of a job that still run."""
+    mark = f"DISTHOOKS_RECORDS={folder / 'records'}".encode()
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in process.joinpath("environ").read_bytes():
+                found.append(process.joinpath("cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,38 @@
+"""``accelerate launch`` with every file of launch/accelerate, and the deepspeed launcher: one truth for all of them.
+
+On the CPU by way of launch/cpu (accelerate and DeepSpeed ask for CUDA); the script, launch/train_accelerate.py, is the
+same for all, and hooks.yaml too.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+from folder import as_the_truth, command, folder
+
+pytestmark = pytest.mark.dist
+FULL = pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"])
+def test_accelerate_launch(tmp_path: pathlib.Path, name: str) -> None:
+    pytest.importorskip("accelerate")
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    with folder(tmp_path) as made:
+        line = command("accelerate launch", "fsdp2.yaml").replace("fsdp2", name)
+        output = made.succeed(line)
+        assert "attempt_0" in str(list((tmp_path / "runs" / "logs").rglob("stdout.log")))
+        kind = {"ddp": "MULTI_GPU", "fsdp1": "FSDP", "fsdp2": "FSDP"}.get(name, "DEEPSPEED")
+        assert f"DistributedType.{kind}: loss" in output, "not what it was started for"
+        as_the_truth(made)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), 2, pytest.param(3, marks=FULL)])
+def test_the_deepspeed_launcher(tmp_path: pathlib.Path, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    with folder(tmp_path) as made:
+        made.succeed(command("deepspeed --num_gpus", "zero2.json").replace("zero2", f"zero{stage}"))
+        as_the_truth(made)

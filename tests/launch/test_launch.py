@@ -1,0 +1,187 @@
+"""``disthooks launch`` when something goes wrong: the first real error, exit codes, signals, and no process left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+import yaml
+from started import LAUNCH, RUN, SCRIPTS, ended, job, left, start
+
+from disthooks.errors import UsageError
+from disthooks.launching import line, story
+from disthooks.launching.section import split
+from disthooks.run.command import Command
+from disthooks.run.main import configuration
+
+pytestmark = pytest.mark.dist
+FAILS = SCRIPTS / "fails.py"
+HOOKS = "watch: {stats: [{kind: Norm}]}"
+TWO = ("torchrun", "--nproc-per-node", 2)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "disthooks.yaml").write_text(HOOKS)
+    return tmp_path
+
+
+def test_a_rank_that_raises_and_after_a_restart_one_that_is_killed(folder: pathlib.Path) -> None:
+    command = [*LAUNCH, *TWO, "--max-restarts", 1, FAILS, "raises", "killed"]
+    done = job(command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.code == 1  # torchrun's
+    said = done.story()
+    assert "rank 1" in said.splitlines()[0]
+    assert "the first error" in said.splitlines()[0]
+    assert "killed from outside (SIGKILL: out of memory?)" in said
+    assert "saw another rank go" in said or "was stopped by the launcher (SIGTERM)" in said
+    assert "fails.py" in said.split("rank 0")[1]  # and where it was
+    assert "attempt 0, before a restart: rank 1" in said
+    assert "KeyError: 'the batch of this rank'" in said
+    attempts = {(one["attempt"], one["rank"]): one for one in done.records()}
+    assert set(attempts) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert attempts[0, 1]["traceback"].splitlines()[1].endswith("in <module>")  # nothing of disthooks in it
+    assert str(FAILS) in attempts[0, 1]["traceback"].splitlines()[1]
+    assert "the batch of this rank" in done.err[: -len(said)]  # torchrun's own report has it too: @record
+    assert left(folder) == []
+
+
+def test_deepspeed_passes_the_exit_code_on(folder: pathlib.Path) -> None:
+    options = ["--num_gpus", 2, "--master_port", 29900 + os.getpid() % 90]
+    done = job([*LAUNCH, "deepspeed", *options, FAILS, "exits"], folder)
+    assert done.code == 3
+    assert "rank 1" in done.story()
+    assert "it ended with exit code 3" in done.story()
+    assert "was stopped by the launcher (SIGTERM), at" in done.story()
+    assert left(folder) == []
+
+
+def test_accelerate_and_one_process(folder: pathlib.Path) -> None:
+    elastic = folder / "error.json"
+    done = job([*LAUNCH, "--num_processes", 1, "--cpu", FAILS, "raises"], folder, TORCHELASTIC_ERROR_FILE=str(elastic))
+    assert done.code == 1
+    message = json.loads(elastic.read_text())["message"]  # as torch's @record writes it
+    assert message["message"] == "KeyError: 'the batch of this rank'"
+    assert message["extraInfo"]["py_callstack"].startswith("Traceback")
+    assert "rank 0" in done.story()
+    assert "KeyError: 'the batch of this rank'" in done.story()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, number: signal.Signals) -> None:
+    process = start([*LAUNCH, *TWO, FAILS, "waits"], folder)
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("ready.*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(left(folder)) >= 3  # the launcher and two ranks
+    process.send_signal(number)
+    done = ended(process, folder, timeout=60)
+    assert done.code not in (0, 2)
+    assert done.out.count("waits") == 2  # came as it was printed
+    assert left(folder) == []
+    assert f"disthooks: {number.name} ended the job" in done.err
+    assert done.err.count("was stopped by the launcher (SIGTERM), at") == 2
+    assert {one.stopped for one in story.read(folder / "records")} == {True}
+
+
+def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
+    (folder / "disthooks.yaml").write_text("watch: {stats: [{kind: Nurm}]}")
+    for command in ([*LAUNCH, *TWO, FAILS, "waits"], [*RUN, FAILS, "waits"]):
+        done = job(command, folder)
+        assert done.code == 2
+        assert done.err.startswith("disthooks: ")
+        assert len(done.err.splitlines()) == 1
+        assert "did you mean 'Norm'" in done.err
+        assert not list(folder.glob("ready.*"))
+
+
+def test_an_error_in_a_section_is_told_in_the_users_file(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from disthooks.launching import main
+
+    file = folder / "accelerate.yaml"
+    file.write_text("num_processes: 2\n\ndisthooks:\n  watch:\n    stats: [{kind: Nurm}]\ndistributed_type: 'NO'\n")
+    assert main(["--config_file", str(file), str(FAILS)]) == 2
+    assert f"disthooks: {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nonsense", "1", "a.py"]])
+def test_what_is_no_command_line(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match="no script"):
+        line.read(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "script", "args"),
+    [
+        ("torchrun --standalone --nproc-per-node=2 a.py --run x", "--standalone --nproc-per-node=2", "a.py", "--run x"),
+        ("torchrun --stand -r3 -t 3 a.py -m --", "--stand -r3 -t 3", "a.py", "-m --"),
+        ("torchrun --nproc-per-node 2 -- a.py --nnodes 3", "--nproc-per-node 2", "a.py", "--nnodes 3"),
+        ("torchrun -m pkg.train -m x", "-m", "pkg.train", "-m x"),
+        ("--cpu --config_file c.yaml a.py --config_file d", "--cpu --config_file c.yaml", "a.py", "--config_file d"),
+        ("accelerate launch --num-processes=2 -m a.b -x", "--num-processes=2 -m", "a.b", "-x"),
+        ("deepspeed --num_gpus 2 --module a.b --deepspeed", "--num_gpus 2 --module", "a.b", "--deepspeed"),
+        ("deepspeed -H hosts --no_local_rank a.py --no y", "-H hosts --no_local_rank", "a.py", "--no y"),
+    ],
+)
+def test_everything_after_the_script_is_the_scripts(argv: str, options: str, script: str, args: str) -> None:
+    found = line.read(argv.split())
+    assert (" ".join(found.options), found.script, " ".join(found.args)) == (options, script, args)
+    command = line.command(found, None)
+    assert command[-len(found.args) - 2 :] == ["-m" if found.module else "--", script, *found.args]
+    again = line._PARSES[found.launcher]()(command)  # and the launcher reads it so
+    words = vars(again)
+    assert (words.get("training_script") or words.get("user_script")) == "disthooks.run"
+    assert again.module
+
+
+def test_the_configuration_of_deepspeed_is_found_among_the_arguments(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "disthooks": {"watch": {"stats": [{"kind": "Norm"}]}}}))
+    for args in (["--deepspeed", str(file)], [f"--deepspeed_config={file}"]):
+        found = configuration(Command("train.py", args=tuple(args)))
+        assert found.source == {"watch": {"stats": [{"kind": "Norm"}]}}
+    assert configuration(Command("train.py", args=(str(file),), hooks="mine.yaml")).source == "mine.yaml"
+
+
+def test_a_section_keeps_its_lines_and_columns(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "a.yaml"
+    text = "x: &n 2  # two\ndisthooks:\n  watch:\n    every: 3\n\ny: [1,\n 2]\n"
+    file.write_text(text)
+    section, rest = (pathlib.Path(path).read_text() for path in split(str(file), tmp_path) or ())
+    assert section.splitlines()[2:4] == ["  watch:", "    every: 3"]
+    assert (yaml.safe_load(section), yaml.safe_load(rest)) == ({"watch": {"every": 3}}, {"x": 2, "y": [1, 2]})
+    assert rest.splitlines()[5] == "y: [1,"
+    file.write_text(text.replace("every: 3", "every: *n"))  # its anchor is in the other part
+    section = pathlib.Path((split(str(file), tmp_path) or ("",))[0]).read_text()
+    assert yaml.safe_load(section) == {"watch": {"every": 2}}
+    file.write_text("disthooks: {watch: {every: 3}}\nx: 1\n")
+    section, rest = (pathlib.Path(path).read_text() for path in split(str(file), tmp_path) or ())
+    assert (yaml.safe_load(section), yaml.safe_load(rest)) == ({"watch": {"every": 3}}, {"x": 1})
+    file.write_text("x: 1\n")
+    assert split(str(file), tmp_path) is None
+
+
+def rank(number: int, **values: object) -> dict[str, object]:
+    return {"rank": number, "attempt": 0, "host": "a", "pid": 100 + number, "started": 0.0, **values}
+
+
+def test_the_first_error_is_not_the_first_that_is_seen() -> None:
+    lost = {"kind": "exception", "exception": "DistBackendError", "traceback": "T"}
+    peers = [story.Rank(rank(i, ended=1.0, message="NCCL communicator was aborted", **lost)) for i in (0, 1)]
+    real = story.Rank(rank(2, ended=5.0, kind="exception", exception="KeyError", message="x", traceback="T"))
+    gone, crashed = story.Rank(rank(3)), story.Rank(rank(4), "Fatal Python error: Segmentation fault\n")
+    later = story.Rank(rank(5, ended=6.0, kind="exit", code=3))
+    assert story.first([*peers, gone, later, real]) is real
+    assert story.first([*peers, gone]) is gone  # nobody else says why
+    assert story.first([*peers, later, crashed]) is crashed  # it had no time to tell the time
+    assert story.first(peers) is peers[0]
+    assert story.first([story.Rank(rank(0, ended=1.0, kind="finished"))]) is None
+    told = story.tell([*peers, crashed])
+    assert "Segmentation fault" in told
+    assert "rank 1 (host a, pid 101): saw another rank go: DistBackendError" in told

@@ -1,0 +1,71 @@
+"""launch/local.sh as launch/README.md writes it: hooks without a line in the script, and restarts that restart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+
+import pytest
+from folder import as_the_truth, command, folder
+
+pytestmark = pytest.mark.dist
+
+
+def test_a_script_as_it_is(tmp_path: pathlib.Path) -> None:
+    with folder(tmp_path) as made:
+        assert "rank 1 of 2" in made.succeed(command("local.sh", "launch/train.py --engine ddp"))
+        as_the_truth(made, clip=None)
+        logs = sorted(str(p.relative_to(tmp_path)) for p in (tmp_path / "runs" / "logs").rglob("stdout.log"))
+        assert [log.rpartition("attempt_0/")[2] for log in logs] == ["0/stdout.log", "1/stdout.log"]
+
+
+def test_hooks_are_attached_and_a_killed_rank_comes_back(tmp_path: pathlib.Path) -> None:
+    """Rank 1 is killed (SIGKILL) in its third step; the second life goes on from the checkpoint."""
+    with folder(tmp_path) as made:
+        output = made.succeed(command("local.sh", "HOOKS", "--die 2"))
+        assert "Model on DDP" in output, "what disthooks says at the end"
+        assert len(list((tmp_path / "runs" / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
+        as_the_truth(made)
+        assert [row["step"] for row in made.rows("gradients.jsonl")] == [0, 1, 2, 0, 1, 2], "each life counts anew"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set: it waits for gloo to give up"
+)
+def test_a_restart_needs_a_store_of_its_own(tmp_path: pathlib.Path) -> None:
+    """Why the launchers set TORCH_DISABLE_SHARE_RDZV_TCP_STORE; when this fails, torch has mended it."""
+    line = command("local.sh", "HOOKS", "--die 2").replace("MAX_RESTARTS=3", "MAX_RESTARTS=1")
+    with folder(tmp_path) as made:
+        process = made.start(line, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it fails, or waits for half an hour
+            process.wait(90)
+        made.kill()
+        assert "onnection refused" in made.wait(process).output
+        assert len(made.rows("example/losses.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("launch/local.sh || exit 2", "launch/local.sh SCRIPT"),
+        ("launch/multinode.sh || exit 2", "launch/multinode.sh SCRIPT"),
+        ("launch/local.sh none.py", "no script none.py"),
+        ("HOOKS=none.yaml launch/local.sh launch/train.py", "no file HOOKS=none.yaml"),
+        ("NPROC=none launch/local.sh launch/train.py", "NPROC=none is not a number"),
+        ("launch/multinode.sh launch/train.py", "RDZV=host[:port] is missing"),
+        ("launch/multinode.sh none.py", "no script none.py"),
+        (
+            "RDZV=nowhere.invalid launch/multinode.sh launch/train.py",
+            "the address of nowhere.invalid:29500 is not known",
+        ),
+        ("launch/slurm.sbatch", "usage: sbatch launch/slurm.sbatch SCRIPT"),
+    ],
+)
+def test_wrong_use_ends_at_once_and_says_what_is_right(tmp_path: pathlib.Path, line: str, says: str) -> None:
+    with folder(tmp_path) as made:
+        done = made.run(line)
+        assert done.code == 2
+        assert says in done.output

@@ -1,0 +1,142 @@
+"""One unchanged script and one hooks.yaml under every launcher: the same losses, the same statistics, bytes moved."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import runpy
+import sys
+
+import pytest
+from started import LAUNCH, RUN, SCRIPTS, TORCHRUN, Job, job
+
+pytestmark = pytest.mark.dist
+TRAIN = SCRIPTS / "train.py"
+HOOKS = """
+save:
+  - modules: "blocks.*"
+    store: {kind: OnDisk, directory: FOLDER}
+watch:
+  every: 1
+  rules: [{kind: ClipNorm, max_norm: 0.3}]
+  stats: [{kind: Norm}, {kind: MaxAbs}, {kind: Spread}]
+  sinks: [{kind: Jsonl, path: log.jsonl}]
+"""
+ACCELERATE = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+disthooks:  # indented as it is
+HOOKS
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+"""
+SAME = "grad_norm", "grad_norm_clipped", "clip_ratio", "grad_max_abs"
+CLIPPED = "--clip", "0.3"  # the truth clips with torch, as the rule of the file does in the others
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[float]:
+    """The losses of one process without disthooks, which clips by itself."""
+    said, argv = io.StringIO(), sys.argv
+    sys.argv = [str(TRAIN), "--engine", "plain", *CLIPPED]
+    try:
+        with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE"):
+                patch.delenv(name, raising=False)
+            runpy.run_path(str(TRAIN), run_name="__main__")
+    finally:
+        sys.argv = argv
+    return [json.loads(line)["loss"] for line in said.getvalue().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    file = tmp_path_factory.mktemp("hooks") / "hooks.yaml"
+    file.write_text(HOOKS.replace("FOLDER", str(file.parent)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def alone(hooks: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job([*RUN, "--hooks", hooks, TRAIN, "--engine", "plain"], tmp_path_factory.mktemp("alone"))
+
+
+def proven(done: Job, truth: list[float], alone: Job, ranks: int, models: int = 1, near: float = 1e-12) -> None:
+    """The same losses as without disthooks, the same statistics as in one process, and bytes moved on every rank."""
+    assert done.code == 0, done.err
+    assert done.losses == pytest.approx(truth * models, rel=near)
+    logged = sorted(done.logged(), key=lambda record: (record.get("optimizer", 0), record["step"]))
+    assert [record["step"] for record in logged] == list(range(len(truth))) * models
+    assert any(record["clip_ratio"] < 1 for record in logged)
+    for mine, theirs in zip(logged, alone.logged() * models, strict=True):
+        assert [mine[name] for name in SAME] == pytest.approx([theirs[name] for name in SAME], rel=near), mine["step"]
+        assert mine["grad_norm/max_rank"] > 0  # each rank's own gradients were seen, from the first backward on
+    records = done.records()
+    assert [record["rank"] for record in records] == list(range(ranks))
+    for record in records:
+        assert record["kind"] == "finished"
+        assert len(record["attached"]) == models
+        assert all(one["saved"]["moved"] > 0 and one["watched"]["steps"] == len(truth) for one in record["attached"])
+    assert done.err.count("disthooks: ") == models  # one line for each, on one rank
+
+
+def test_python(truth: list[float], alone: Job) -> None:
+    proven(alone, truth, alone, ranks=1)
+    first = alone.lines()[0]
+    assert first["main"] == "__main__"
+    assert first["file"] == str(TRAIN)
+    assert first["argv"] == [str(TRAIN), "--engine", "plain"]
+    assert first["path"] == str(SCRIPTS)
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "ddp"), (4, "fsdp2")])
+def test_torchrun(
+    ranks: int, engine: str, truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    command = [*TORCHRUN, f"--nproc-per-node={ranks}", "-m", "disthooks.run", TRAIN, "--engine", engine]
+    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks))
+    proven(done, truth, alone, ranks)
+    assert done.records()[0]["attached"][0]["engine"] == engine.upper()
+
+
+def test_launch_torchrun_with_every_engine(
+    truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "disthooks.yaml").write_text(hooks.read_text())
+    options = ["--nproc-per-node", 2, "--log-dir", "logs", "-t3"]
+    traps = ["--run", "x", "--config_file", "y", "-m", "z", "--", "-"]
+    done = job([*LAUNCH, "torchrun", *options, TRAIN, "--engine", "ddp,fsdp1,fsdp2", *traps], tmp_path)
+    untold = Job(done.code, done.out.replace("[default0]:", ""), done.err, tmp_path)  # what -t puts in front
+    proven(untold, truth, alone, ranks=2, models=3)
+    assert untold.lines()[0]["argv"] == [str(TRAIN), "--engine", "ddp,fsdp1,fsdp2", *traps]
+    assert [one["engine"] for one in done.records()[1]["attached"]] == ["DDP", "FSDP1", "FSDP2"]
+    logs = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    assert len(logs) == 2
+    assert sum('"loss"' in log for log in logs) == 1  # the first rank prints
+
+
+def test_launch_accelerate_with_a_section(
+    truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    section = "\n".join(f"  {line}" for line in hooks.read_text().splitlines())
+    (tmp_path / "mine.yaml").write_text(ACCELERATE.replace("HOOKS", section))
+    command = [*LAUNCH, "--config_file", "mine.yaml", "-m", "train", "--engine", "accelerate", "-m", "z"]
+    (tmp_path / "tmp").mkdir()
+    paths = {"PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SCRIPTS.parents[2]}", "TMPDIR": str(tmp_path / "tmp")}
+    done = job(command, tmp_path, ACCELERATE_USE_CPU="true", **paths)
+    proven(done, truth, alone, ranks=2)
+    assert done.lines()[0]["argv"] == [str(TRAIN), "--engine", "accelerate", "-m", "z"]
+    assert not list((tmp_path / "tmp").glob("disthooks-*"))  # the temporary files lived as long as the job
+
+
+def test_launch_deepspeed(truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    options = ["--num_gpus", 2, "--master_port", 29600 + os.getpid() % 300]
+    command = [*LAUNCH, "deepspeed", *options, TRAIN, "--engine", "deepspeed", "--run", "x"]
+    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks))
+    proven(done, truth, alone, ranks=2, near=1e-6)  # DeepSpeed computes in float32
+    assert done.lines()[0]["argv"] == [str(TRAIN), "--local_rank=0", *map(str, command[-4:])]
+    assert done.records()[1]["attached"][0]["engine"] == "DeepSpeed"

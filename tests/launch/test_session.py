@@ -1,0 +1,261 @@
+"""A script that knows nothing of disthooks: what a session attaches to, when, and when it must not be silent."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import AttachError, MatchError
+from disthooks.run.session import Session
+
+HOOKS = """
+save: [{modules: "body", store: {kind: OnDisk, directory: FOLDER}}]
+watch: {every: 1, stats: [{kind: Norm}, {kind: Spread}], sinks: [{kind: Jsonl, path: PATH}]}
+"""
+
+
+def methods() -> tuple[Any, ...]:
+    return nn.Module.__call__, torch.optim.Optimizer.__init__, dh.Plan.save, dh.Plan.watch, dh.Plan.prepare
+
+
+UNTOUCHED = methods()
+
+
+class Net(nn.Module):
+    def __init__(self, body: str = "body") -> None:
+        super().__init__()
+        self.add_module(body, nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
+        self.calls = [body]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.calls[0])(x)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: Callable[..., Any], *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.ones(512, 16)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+Starts = Callable[..., Session]
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    sessions = []
+
+    def begin(text: str = HOOKS) -> Session:
+        file = tmp_path / "hooks.yaml"
+        file.write_text(text.replace("PATH", str(tmp_path / "log.jsonl")).replace("FOLDER", str(tmp_path)))
+        sessions.append(Session(dh.from_config(file)))
+        sessions[-1].arm()
+        return sessions[-1]
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield begin
+    for session in sessions:
+        session.finish(os.getpid(), failed=True)
+    assert methods() == UNTOUCHED
+
+
+def ended(session: Session) -> list[dict[str, Any]]:
+    return session.finish(os.getpid())["attached"]
+
+
+def test_the_first_step_is_seen_with_its_own_backward(start: Starts, tmp_path: pathlib.Path) -> None:
+    session = start()
+    model = Net()
+    optimizer = sgd(model)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 16))
+    model.train()
+    expected = copy.deepcopy(model)
+    for _ in range(2):
+        step(model, optimizer)
+    assert nn.Module.__call__ is UNTOUCHED[0]  # nothing waits, so nothing is in the way
+    [told] = ended(session)
+    assert told["saved"]["moved"] > 0
+    assert told["watched"]["steps"] == 2
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert '"grad_norm/max_rank": null' not in lines[0]  # this rank's own gradients of the first backward
+    other = sgd(expected)
+    for _ in range(2):
+        step(expected, other)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_of_a_student_and_a_teacher_the_student(start: Starts) -> None:
+    session = start()
+    teacher, student = Net("other"), Net()
+    optimizer = sgd(student)
+    teacher(torch.ones(2, 16))  # with gradients on, and nobody holds its parameters
+    step(student, optimizer)
+    [told] = ended(session)
+    assert told["watched"]["parameters"] == 4
+
+
+def test_two_models_of_one_game(start: Starts, tmp_path: pathlib.Path) -> None:
+    session = start()
+    maker, judge = Net(), Net("judge")  # "body" matches in one of them
+    makes, judges = sgd(maker), sgd(judge)
+    step(judge, judges)
+    step(lambda x: judge(maker(x)), makes)
+    assert len(ended(session)) == 2
+    assert ['"optimizer": 1' in line for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [False, True]
+
+
+def test_a_pattern_that_matches_in_no_model(start: Starts) -> None:
+    start()
+    one, two = Net("left"), Net("right")
+    both = sgd(one), sgd(two)
+    step(one, both[0])
+    with pytest.raises(MatchError, match="'body' matches no module"):
+        step(two, both[1])
+
+
+def test_two_optimizers_of_one_model(start: Starts) -> None:
+    session = start()
+    model = Net()
+    pair = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body[0], model.body[2])]
+    step(model, *pair)
+    [told] = ended(session)
+    assert told["watched"]["parameters"] == 4
+    assert told["saved"]["calls"] == 1
+
+
+def test_an_optimizer_inside_another_is_not_one_of_its_own(start: Starts) -> None:
+    class Ahead(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(list(parameters), {})
+            self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+    session = start()
+    model = Net()
+    step(model, Ahead(model.parameters()))
+    [told] = ended(session)
+    assert told["watched"] == {"steps": 1, "parameters": 4}
+
+
+@pytest.mark.parametrize("how", ["prepare", "plan"])
+def test_a_script_that_attaches_itself_wins(start: Starts, how: str, tmp_path: pathlib.Path) -> None:
+    session = start()
+    model = Net()
+    optimizer = sgd(model)
+    step(model, optimizer)  # attached by the session
+    if how == "prepare":
+        mine = dh.prepare(model, optimizer, tmp_path / "hooks.yaml")
+        gradients = mine.gradients
+    else:
+        plan = dh.from_config(tmp_path / "hooks.yaml")
+        mine, gradients = plan.save(model), plan.watch(model, optimizer)
+    step(model, optimizer)
+    assert gradients.steps == 1
+    other = Net()
+    step(other, sgd(other))  # nor is anything attached from now on
+    assert ended(session) == []
+    mine.remove()
+    gradients.remove()
+
+
+def test_a_compiled_model(start: Starts) -> None:
+    session = start()
+    model = Net()
+    optimizer = sgd(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(torch.ones(2, 16))
+    step(compiled, optimizer)
+    [told] = ended(session)
+    assert told["watched"]["steps"] == 1
+
+
+def test_nothing_called_is_an_error_at_the_first_step(start: Starts) -> None:
+    start()
+    model = Net()
+    optimizer = sgd(model)
+    torch.func.functional_call(model.body[0], {}, torch.ones(1, 16))  # a part alone
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(AttachError, match=r"first step of SGD begins and nothing is attached.*only some of"):
+        optimizer.step()
+
+
+def test_several_processes_and_no_wrapper(start: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    start()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Net()
+    with pytest.raises(AttachError, match="2 processes were started and this one has no process group"):
+        step(model, sgd(model))
+
+
+def test_steps_that_only_fill_a_state_pass(start: Starts) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    session = start()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    get_optimizer_state_dict(model, optimizer)  # makes a step, before any forward
+    assert optimizer.state
+    step(model, optimizer)
+    [told] = ended(session)
+    assert told["watched"]["steps"] == 1
+
+
+def test_a_script_without_training_is_warned_of(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    session = start()
+    with torch.no_grad():
+        Net()(torch.ones(1, 16))
+    assert ended(session) == []
+    assert "WARNING: the script ended and no model was trained" in capsys.readouterr().err
+
+
+def test_what_came_later_is_left_in_place(start: Starts) -> None:
+    session = start()
+    mine, kind = torch.optim.Optimizer.__init__, torch.optim.Optimizer
+    theirs = lambda self, *args, **kwargs: mine(self, *args, **kwargs)  # noqa: E731
+    kind.__init__ = theirs
+    try:
+        session.finish(os.getpid(), failed=True)
+        assert kind.__init__ is theirs
+        model = Net()
+        step(model, sgd(model))  # what is under it does nothing any more
+        assert nn.Module.__call__ is UNTOUCHED[0]
+    finally:
+        kind.__init__ = UNTOUCHED[1]
+
+
+def test_signatures_stay(start: Starts) -> None:
+    start()
+    waiting = sgd(Net())  # while it waits, calls are heard
+    for now, before in zip(methods(), UNTOUCHED, strict=True):
+        assert now is not before
+        assert (now.__name__, now.__doc__, now.__qualname__) == (before.__name__, before.__doc__, before.__qualname__)
+        assert inspect.signature(now) == inspect.signature(before)
+    assert type(waiting) is torch.optim.SGD
+
+
+def test_a_pattern_that_matches_nothing_in_the_only_model(start: Starts) -> None:
+    start()
+    model = Net("other")
+    with pytest.raises(MatchError, match="'body' matches no module"):
+        step(model, sgd(model))
