@@ -18,6 +18,10 @@ import disthooks as dh  # noqa: E402
 dh.OnDisk.worth = 4096
 
 
+#: They read the command line when they are imported: no modules to look for examples in.
+collect_ignore_glob = ["launch/scripts/*"]
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Two gloo processes; ``ranks(function, *args)`` is the list of what ``function(rank, *args)`` returned."""

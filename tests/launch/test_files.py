@@ -26,7 +26,7 @@ ELSEWHERE = {
     "kubectl apply -f launch/kubernetes/trainjob.yaml": "a Kubernetes cluster with Kubeflow Trainer 2.2 or newer",
     "sky jobs launch launch/skypilot.yaml": "an account at a cloud",
 }
-RUN_BY = ("test_local", "test_multinode", "test_slurm", "test_accelerate")
+RUN_BY = ("test_local", "test_multinode", "test_slurm", "test_accelerate_files")
 
 
 def _read(file: pathlib.Path) -> Any:

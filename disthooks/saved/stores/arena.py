@@ -75,9 +75,9 @@ class Arena:
         self.fork_lock = self._lock = threading.Lock()
         care_for(self)
 
-    def __del__(self) -> None:
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
         if self._fd >= 0:
-            os.close(self._fd)
+            _close(self._fd)
 
     def after_fork(self) -> None:
         """The child can read what its parent wrote; it never writes here (see ``process``)."""
