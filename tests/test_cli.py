@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import types
 from typing import Any
 
@@ -389,8 +390,8 @@ def test_report_of_what_is_not_whole(text: str | None, code: int, says: str, tmp
 # -- env
 
 KEYS = {
-    "": "accelerate config cpu directories environment infiniband link memory nvidia problems system tools torch "
-    "versions",
+    "": "accelerate build_locks config cpu directories environment infiniband link memory nvidia problems system tools "
+    "torch versions",
     "config": "error missing origin passed_over source",
     "cpu": "there usable",
     "memory": "available_bytes limit_bytes memlock_bytes shm_bytes shm_free_bytes total_bytes",
@@ -403,8 +404,13 @@ def test_env_is_a_document(tmp_path: pathlib.Path) -> None:
     """In a process: what is printed besides, and what is left behind, would be found."""
     hooks(tmp_path, WHOLE).rename(tmp_path / "disthooks.yaml")
     other = hooks(tmp_path, "save: [{modules: x, store: {kind: OnDisk, directory: {folder}}}]")
+    lock = tmp_path / "built/shm_comm/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, times=(time.time() - 7200,) * 2)
     before = sorted(tmp_path.rglob("*"))
-    done = process("env", "--json", cwd=tmp_path, env={**ENV, "DISTHOOKS_CONFIG": str(other), "TMPDIR": str(tmp_path)})
+    told = {"DISTHOOKS_CONFIG": str(other), "TMPDIR": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    done = process("env", "--json", cwd=tmp_path, env={**ENV, **told})
     assert (done.returncode, done.stderr) == (0, "")
     facts = json.loads(done.stdout)
     assert sorted(facts) == KEYS[""].split()
@@ -417,6 +423,7 @@ def test_env_is_a_document(tmp_path: pathlib.Path) -> None:
     assert facts["config"]["source"] == str(other)
     assert "DISTHOOKS_CONFIG" in facts["config"]["origin"]
     assert any("disthooks.yaml" in text for text in facts["config"]["passed_over"])
+    assert facts["build_locks"] == [{"path": str(lock), "age_s": pytest.approx(7200, abs=600)}]
     assert facts["versions"]["torch"]
     assert facts["versions"]["disthooks"] == dh.__version__
     assert all(set(problem) == {"what", "why", "do"} for problem in facts["problems"])
@@ -490,6 +497,7 @@ GOOD: dict[str, Any] = {
     "infiniband": False,
     "nvidia": False,
     "tools": {"c++": "/c++", "ninja": "/ninja", "nvcc": None, "mpirun": None},
+    "build_locks": [{"path": "/c/a/lock", "age_s": 60}],
     "link": None,
     "directories": [
         {
@@ -547,6 +555,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"torch": {"backends": []}}, "no gloo"),
     ({"tools": {"ninja": None}}, "ninja cannot be found"),
     ({"torch": GPU}, "nvcc cannot be found"),
+    ({"build_locks": [{"path": "/c/a/lock", "age_s": 6000}]}, "/c/a/lock is 100 minutes old"),
 ]
 
 

@@ -47,6 +47,7 @@ def gathered() -> dict[str, Any]:
         "infiniband": machine.has_infiniband(),
         "nvidia": machine.has_nvidia(),
         "tools": machine.tools(),
+        "build_locks": machine.build_locks(),
         "link": speeds.link(),
         "directories": [speeds.directory_facts(path, roles) for path, roles in wanted.items()],
         "config": {"missing": []} | config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -10,6 +11,7 @@ import re
 import resource
 import shutil
 import sys
+import time
 from typing import Any
 
 PACKAGES = (
@@ -153,6 +155,17 @@ def tools() -> dict[str, str | None]:
     compiler = os.environ.get("CXX", "c++")
     found = {name: shutil.which(name) for name in ("mpirun", "ninja", "nvcc", "srun", "torchrun")}
     return {"c++": shutil.which(compiler) or shutil.which("g++"), **found}
+
+
+def build_locks() -> list[dict[str, Any]]:
+    """Locks of operators that are being built, or were when the process that built them was killed."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    found = []
+    for lock in pathlib.Path(folder).expanduser().glob("**/lock"):
+        with contextlib.suppress(OSError):  # it was let go of in this moment
+            found.append({"path": str(lock), "age_s": round(time.time() - lock.stat().st_mtime)})
+    return found
 
 
 def has_infiniband() -> bool:

@@ -14,6 +14,7 @@ Facts = Mapping[str, Any]
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 1 << 30
 _LITTLE_LOCKED = 1 << 30
+_LONG_BUILD = 600  # seconds; the longest that was seen took 330
 
 
 class Problem(NamedTuple):
@@ -91,6 +92,11 @@ def _devices(facts: Facts) -> Told:
 
 
 def _deepspeed(facts: Facts) -> Told:
+    for lock in facts["build_locks"]:
+        if lock["age_s"] > _LONG_BUILD:
+            why = f"{lock['path']} is {lock['age_s'] // 60} minutes old: a build that was killed left it, and whoever "
+            why += "wants the operator waits for it without a word (DeepSpeed on a CPU builds one when it starts)"
+            yield "operators built when first used", why, "delete that file, unless a build is under way"
     if facts["versions"]["deepspeed"] is None:
         return
     lacking = [name for name in ("c++", "ninja") if not facts["tools"][name]]
