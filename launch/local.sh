@@ -18,7 +18,7 @@ fi
 [[ -z ${HOOKS:-} || -f $HOOKS ]] || { echo "launch/local.sh: no file HOOKS=$HOOKS" >&2; exit 2; }
 
 # The Python of the environment that is active; `python` is missing where only python3 is installed.
-python=${PYTHON:-$(command -v python || command -v python3)}
+python=${PYTHON:-$(command -v python || command -v python3 || echo python)}
 "$python" -c 'import torch' || { echo "launch/local.sh: $python cannot import torch" >&2; exit 2; }
 
 # torch is asked, not nvidia-smi: it knows of CUDA_VISIBLE_DEVICES, and whether its build can use a GPU at all.
@@ -28,8 +28,12 @@ gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || { echo "launch/local.sh: NPROC=$nproc is not a number of processes" >&2; exit 2; }
 
-# torchrun would set 1; here the cores are shared out, so that ranks on the CPU use all and do not fight.
-cores=$(getconf _NPROCESSORS_ONLN)
+# torchrun would set 1 for several processes; here the cores are shared out. Those that this process may use: Slurm and
+# taskset give fewer than the machine has, and a container's limit is a quota of time.
+cores=$(env -u OMP_NUM_THREADS nproc)
+if read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max && [[ $quota != max ]] && ((quota / period < cores)); then
+    cores=$((quota / period))
+fi
 threads=$((cores / nproc))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 

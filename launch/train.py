@@ -85,10 +85,14 @@ def save(path: pathlib.Path, step: int, model: nn.Module, optimizer: Any) -> Non
 
 
 def load(path: pathlib.Path, model: nn.Module, optimizer: Any) -> int:
-    """The step to go on with."""
-    if not path.exists():
+    """The step to go on with: what rank 0 finds, on every rank, so that machines without a common disk agree."""
+    found = [None]
+    if dist.get_rank() == 0 and path.exists():
+        found = [torch.load(path, map_location="cpu", weights_only=True)]
+    dist.broadcast_object_list(found)  # torch 2.13's own broadcast_from_rank0 waits for ever here, with DDP on gloo
+    if found[0] is None:
         return 0
-    step, weights, state = torch.load(path, weights_only=True)
+    step, weights, state = found[0]
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=WHOLE)
     return step
 
@@ -115,7 +119,10 @@ def main() -> None:
             save(saved, step + 1, model, optimizer)
         if step == args.die and first == 0 and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: loss {loss:.4f} after {args.steps} steps", flush=True)
+    done = f"{saved} has all {first} steps already: --run names another folder"
+    if first < args.steps:
+        done = f"loss {loss:.4f} after {args.steps} steps"
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {done}", flush=True)
     del model, optimizer  # what holds the process group goes before it does
     dist.destroy_process_group()
 

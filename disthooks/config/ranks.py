@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +19,33 @@ def check_not_alone() -> None:
     """Refuse to go on in one of several processes that each believe to be alone.
 
     Each would train a model of its own, and every rule and statistic would be of one rank. ``accelerate launch`` starts
-    such processes with ``MULTI_GPU`` and ``use_cpu: true``.
+    such processes with ``MULTI_GPU`` and ``use_cpu: true``: version 1.15 makes a group of all, and wraps nothing.
 
     Raises:
-        AttachError: when ``WORLD_SIZE`` says there are several, and torch.distributed knows of one.
+        AttachError: when ``WORLD_SIZE`` says there are several, and torch.distributed or accelerate knows of one.
     """
     text = os.environ.get("WORLD_SIZE", "")
     said = int(text) if text.isdecimal() else 1
     world = torch.distributed
-    known = world.get_world_size() if world.is_available() and world.is_initialized() else 1
+    begun = world.is_available() and world.is_initialized()
+    known, what = world.get_world_size() if begun else 1, "has a group of one" if begun else "was not initialised"
+    what = f"torch.distributed {what}"
+    if known > 1 and _accelerates_count() == 1:
+        known, what = 1, "accelerate knows of one"
     if said > 1 and known == 1:
-        begun = "has a group of one" if world.is_available() and world.is_initialized() else "was not initialised"
         raise AttachError(
-            f"a launcher started {said} processes (WORLD_SIZE={said}), and torch.distributed {begun} in this one: each "
+            f"a launcher started {said} processes (WORLD_SIZE={said}), and {what} in this one: each "
             "would train alone. Call torch.distributed.init_process_group() before; with accelerate on CPUs, set "
             "ACCELERATE_USE_CPU=true and no 'use_cpu: true' beside MULTI_GPU. Where each is meant to train alone, "
             "set WORLD_SIZE=1"
         )
+
+
+def _accelerates_count() -> int | None:
+    """How many processes accelerate believes there are; None where nobody uses it."""
+    state = sys.modules.get("accelerate.state")
+    found = state.PartialState._shared_state.get("num_processes") if state is not None else None
+    return found if isinstance(found, int) else None
 
 
 @dataclass(frozen=True)

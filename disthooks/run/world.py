@@ -62,7 +62,8 @@ def refusal(model: nn.Module) -> str | None:
         return alone() or (
             f"{type(model).__name__} was called without a wrapper, and there are {started()} processes: wrap it with "
             "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
-            "Accelerator.prepare, and call what that returns"
+            "Accelerator.prepare, and call what that returns; on CPUs accelerate wraps only under "
+            "ACCELERATE_USE_CPU=true"
         )
     return alone()
 

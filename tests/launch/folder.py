@@ -174,10 +174,10 @@ def close(found: list[float], expected: list[float], tolerance: float = 2e-5) ->
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=0)
 
 
-def as_the_truth(made: Folder, clip: float | None = CLIP) -> None:
+def as_the_truth(made: Folder, clip: float | None = CLIP, run: str = "example") -> None:
     """The losses of a run, and the norms in its log when hooks were attached."""
     losses, norms = truth(clip)
-    rows = made.rows("example/losses.jsonl")
+    rows = made.rows(f"{run}/losses.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     close([row["loss"] for row in rows], losses)
     if clip is None:

@@ -36,3 +36,25 @@ def test_the_deepspeed_launcher(tmp_path: pathlib.Path, stage: int) -> None:
     with folder(tmp_path) as made:
         made.succeed(command("deepspeed --num_gpus", "zero2.json").replace("zero2", f"zero{stage}"))
         as_the_truth(made)
+
+
+ITSELF = """    from disthooks.integrations.accelerate import prepare
+
+    hooks = prepare(accelerator, model, optimizer, "launch/hooks.yaml")
+    args.run"""
+
+
+@pytest.mark.parametrize("how", ["-m disthooks.run --hooks launch/hooks.yaml", ""])
+def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path, how: str) -> None:
+    """MULTI_GPU with ``use_cpu: true`` wraps nothing: each process would train by itself, and say that all is well."""
+    pytest.importorskip("accelerate")
+    with folder(tmp_path) as made:
+        file = tmp_path / "launch" / "accelerate" / "ddp.yaml"
+        file.write_text(file.read_text().replace("use_cpu: false", "use_cpu: true").replace("bf16", "'no'"))
+        script = tmp_path / "launch" / "train_accelerate.py"
+        if not how:
+            script.write_text(script.read_text().replace("    args.run", ITSELF, 1))
+        done = made.run(f"accelerate launch --config_file {file} {how} {script}")
+        assert done.code != 0
+        assert "ACCELERATE_USE_CPU=true" in done.output
+        assert not (tmp_path / "runs" / "example" / "losses.jsonl").exists(), "before its first step"

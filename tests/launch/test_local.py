@@ -19,6 +19,8 @@ def test_a_script_as_it_is(tmp_path: pathlib.Path) -> None:
         as_the_truth(made, clip=None)
         logs = sorted(str(p.relative_to(tmp_path)) for p in (tmp_path / "runs" / "logs").rglob("stdout.log"))
         assert [log.rpartition("attempt_0/")[2] for log in logs] == ["0/stdout.log", "1/stdout.log"]
+        again = made.succeed(command("local.sh", "launch/train.py --engine ddp"), NPROC="1", LOGS="")
+        assert "checkpoint.pt has all 6 steps already" in again
 
 
 def test_hooks_are_attached_and_a_killed_rank_comes_back(tmp_path: pathlib.Path) -> None:
@@ -27,7 +29,7 @@ def test_hooks_are_attached_and_a_killed_rank_comes_back(tmp_path: pathlib.Path)
         output = made.succeed(command("local.sh", "HOOKS", "--die 2"))
         assert "Model on DDP" in output, "what disthooks says at the end"
         assert len(list((tmp_path / "runs" / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
-        as_the_truth(made)
+        as_the_truth(made, run="restarted")
         assert [row["step"] for row in made.rows("gradients.jsonl")] == [0, 1, 2, 0, 1, 2], "each life counts anew"
 
 
@@ -44,7 +46,7 @@ def test_a_restart_needs_a_store_of_its_own(tmp_path: pathlib.Path) -> None:
             process.wait(90)
         made.kill()
         assert "onnection refused" in made.wait(process).output
-        assert len(made.rows("example/losses.jsonl")) == 3
+        assert len(made.rows("restarted/losses.jsonl")) == 3
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_restart_needs_a_store_of_its_own(tmp_path: pathlib.Path) -> None:
         ("launch/multinode.sh launch/train.py", "RDZV=host[:port] is missing"),
         ("launch/multinode.sh none.py", "no script none.py"),
         (
-            "RDZV=nowhere.invalid launch/multinode.sh launch/train.py",
+            "JOIN_TIMEOUT=1 RDZV=nowhere.invalid launch/multinode.sh launch/train.py",
             "the address of nowhere.invalid:29500 is not known",
         ),
         ("launch/slurm.sbatch", "usage: sbatch launch/slurm.sbatch SCRIPT"),

@@ -1,4 +1,4 @@
-"""launch/multinode.sh on two nodes: network namespaces, each with its address; they share the disk and nothing else."""
+"""launch/multinode.sh on two nodes: network namespaces, each with its address."""
 
 from __future__ import annotations
 
@@ -40,24 +40,43 @@ def nodes() -> Iterator[list[str]]:
                 _ip(f"-n {name} addr add 10.0.0.{number}/24 dev cable")
                 _ip(f"-n {name} link set lo up")
                 _ip(f"-n {name} link set cable up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted: {error.stderr.strip()}")
+            for name, first in zip(names, ("127.0.1.1", "10.0.0.1"), strict=True):
+                stack.callback(shutil.rmtree, _hosts(name, f"127.0.0.1 localhost\n{first} first-node\n"))
+        except (subprocess.CalledProcessError, PermissionError) as error:
+            pytest.skip(f"network namespaces are not permitted: {getattr(error, 'stderr', '') or error}")
         yield names
 
 
+def _hosts(name: str, text: str) -> pathlib.Path:
+    """A file of names for a namespace: ``ip netns exec`` puts it in the place of /etc/hosts."""
+    place = pathlib.Path("/etc/netns") / name
+    place.mkdir(parents=True)
+    (place / "hosts").write_text(text)
+    return place
+
+
 def test_two_nodes_train_as_one_process_and_restart_together(tmp_path: pathlib.Path, nodes: list[str]) -> None:
-    """The second node's rank is killed in its third step: both launchers start their process again."""
-    line = command("multinode.sh", "RDZV=10.0.0.1", "HOOKS")
+    """The second node's rank is killed in its third step: both launchers start their process again.
+
+    Each node has a folder of its own for the checkpoint, and the first one knows its own name as 127.0.1.1.
+    """
+    line = command("multinode.sh", "RDZV=10.0.0.1", "HOOKS").replace("RDZV=10.0.0.1", "RDZV=first-node")
     with folder(tmp_path) as made:
-        (tmp_path / "line.sh").write_text(f"{line} --die 2")
-        started = [made.start(f"ip netns exec {name} bash line.sh", LOGS=f"runs/{name}") for name in nodes]
+        started = []
+        for name in nodes:
+            own = line.replace("runs/multinode", f"runs/of-{name}")
+            (tmp_path / f"{name}.sh").write_text(f"{own} --die 2")
+            started.append(made.start(f"ip netns exec {name} bash {name}.sh"))
         outputs = [made.wait(process) for process in started]
         assert [done.code for done in outputs] == [0, 0], "\n".join(done.output for done in outputs)
         for number, done in enumerate(outputs, 1):
             assert f"10.0.0.{number} (cable)" in done.output, "the address and interface it found"
         # A launcher whose own process did not fail does not count the restart: its logs stay in attempt_0.
-        assert len(list((tmp_path / "runs" / nodes[1]).glob("*/attempt_1/0/stdout.log"))) == 1
-        as_the_truth(made)
+        logs = tmp_path / "runs" / "logs"
+        assert sorted(log.name for log in logs.iterdir()) == ["10.0.0.1", "10.0.0.2"], "which machine's they are"
+        assert len(list((logs / "10.0.0.2").glob("*/attempt_1/0/stdout.log"))) == 1
+        as_the_truth(made, run=f"of-{nodes[0]}")
+        assert not (tmp_path / "runs" / f"of-{nodes[1]}" / "checkpoint.pt").exists(), "rank 0 told the step"
         assert [row["step"] for row in made.rows("gradients.jsonl")] == [0, 1, 2, 0, 1, 2], "each life counts anew"
 
 
@@ -77,7 +96,7 @@ def test_the_run_goes_on_with_the_node_that_is_left(tmp_path: pathlib.Path, node
         made.kill()
         for process in started:
             made.wait(process)
-        rows = made.rows("example/losses.jsonl")[:-1]
+        rows = made.rows("multinode/losses.jsonl")[:-1]
         assert [row["step"] for row in rows] == list(range(len(rows))), "no step is lost, none is made twice"
         assert [row["ranks"] for row in rows] == sorted((row["ranks"] for row in rows), reverse=True)
         losses, _ = truth()
@@ -87,7 +106,7 @@ def test_the_run_goes_on_with_the_node_that_is_left(tmp_path: pathlib.Path, node
 
 def _wait_for(made: Folder, ranks: int) -> None:
     deadline = time.monotonic() + 150
-    log = made.place / "runs" / "example" / "losses.jsonl"
+    log = made.place / "runs" / "multinode" / "losses.jsonl"
     while not (log.exists() and f'"ranks": {ranks}' in log.read_text()[-2000:]):
         assert time.monotonic() < deadline, f"never {ranks} ranks"
         time.sleep(0.2)

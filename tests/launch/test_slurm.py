@@ -57,7 +57,7 @@ def test_a_job_on_two_nodes(tmp_path: pathlib.Path, slurm: dict[str, str]) -> No
     place.mkdir()
     with folder(place) as made:
         made.succeed(_with_stand_ins(command("sbatch")), **slurm)
-        as_the_truth(made)
+        as_the_truth(made, run="slurm")
     notes = (tmp_path / "notes").read_text().splitlines()
     assert notes == ["scontrol show hostnames node[1-2]", "srun --kill-on-bad-exit=1 --label --cpus-per-task=4"]
 
