@@ -25,11 +25,14 @@ class Begun:
 
     def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
         self.decision = decision
-        first = next(_with_grads(optimizer), None)
-        self._grad = None if first is None else weakref.ref(first.grad)
+        found = list(_with_grads(optimizer))
+        self._grad = weakref.ref(found[0].grad) if found else None
         self._added = False
-        # DDP puts the next gradient into the same tensor (gradient_as_bucket_view); FSDP calls no such hooks.
-        self._handle = None if first is None else first.register_post_accumulate_grad_hook(self._see)
+        # DDP puts the next gradient into the same tensor (gradient_as_bucket_view), zero_grad(set_to_none=False) leaves
+        # it there. Not every backward reaches every parameter: two of them are watched.
+        ends = {id(parameter): parameter for parameter in (*found[:1], *found[-1:])}.values()
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in ends]
+        self._sees = not _of_fsdp1(optimizer)
         self._place = sequence_number()
 
     def same_moment(self) -> bool:
@@ -47,10 +50,17 @@ class Begun:
         kept = not now if self._grad is None else any(grad is self._grad() for grad in now)
         return kept and not self._added
 
+    def under_way(self, optimizer: Any) -> bool:
+        """Whether it is certain that no other step has begun: then it is not begun a second time.
+
+        Each rank computes what it likes in between, a metric to be logged; all of them must decide alike.
+        """
+        return self.same_moment() or (self._sees and self.same_step(optimizer))
+
     def forget(self) -> None:
-        """Take the hook off."""
-        if self._handle is not None:
-            self._handle.remove()
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
     def _see(self, parameter: torch.Tensor) -> None:
         self._added = True
@@ -111,7 +121,7 @@ class StepHooks:
             scaler: the ``GradScaler`` that has unscaled the optimizer's gradients.
         """
         optimizer = self._optimizer()
-        if optimizer is not None and not (self._begun and self._begun.same_moment()):
+        if optimizer is not None and not (self._begun and self._begun.under_way(optimizer)):
             self._ended()
             self._begun = Begun(optimizer, self._run(optimizer, (), {}))
 
@@ -132,12 +142,14 @@ class StepHooks:
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and no "
                 "gradients are final before the last time: use another optimizer, or remove() what is attached"
             )
-        self._ended()  # of gradients that were there before
+        earlier = self._begun
         try:
             loss = closure()
         except BaseException:
             self._ended()
             raise
+        if earlier is not None and earlier is self._begun and not earlier.under_way(optimizer):
+            self._ended()  # of gradients that were there before; a closure may have made none, as Lightning's own
         self._decide(optimizer, *given)  # which may refuse closures
         return loss
 
@@ -200,6 +212,11 @@ def _outermost(optimizer: Any) -> bool:
 
 def _with_grads(optimizer: Any) -> Iterator[Any]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def _of_fsdp1(optimizer: Any) -> bool:
+    """Whether FSDP1 has the parameters: it calls no hooks after accumulating. It marks them, on every rank alike."""
+    return any(hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
 
 
 def _with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:

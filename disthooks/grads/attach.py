@@ -83,7 +83,8 @@ def gradients(
             raise UsageError(f"{sink!r} is no sink: give sinks.Jsonl(path), sinks.Console() or a function of a dict")
     if not chosen and not watched:
         raise UsageError("gradients() without rules and stats would do nothing: give at least one")
-    if targets and not watched and not any(rule.logs() for rule in chosen):
+    asked = [sink for sink in targets if not getattr(sink, "may_wait", False)]  # an integration's own is no error
+    if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     engine = find(model)
     numbers = [as_numbers(it) for it in _listed("also", also)]

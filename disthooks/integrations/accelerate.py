@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import pathlib
-import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks.config import Plan, Prepared, from_config
-from disthooks.config.find import engine_config, find
+from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
+from disthooks.integrations._shared import attach_found, file_in, load_into
 
 _tracking: Any = importlib.import_module("accelerate.tracking")
 
@@ -66,15 +66,10 @@ def prepare(
     5.0
     """
     _check(accelerator)
-    prepared = plan_of(config, model).prepare(model, optimizer, sinks=[_ToTrackers(accelerator)])
+    prepared = attach_found(config, model, optimizer, [_ToTrackers(accelerator)])
     if prepared.gradients is not None:
         connect(accelerator, prepared.gradients)
     return prepared
-
-
-def plan_of(config: Any, model: nn.Module) -> Plan:
-    """The plan that ``config`` is, or that is found for a model which an engine has taken."""
-    return config if isinstance(config, Plan) else from_config(find(config, engine_config(model)).source)
 
 
 def connect(accelerator: Any, gradients: Gradients) -> Attachment:
@@ -100,7 +95,7 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
     _check(accelerator)
     around, connection = _Around.of(accelerator), Attachment()
     connection.on_remove(functools.partial(around.leave, gradients))
-    around.attached.append(gradients)
+    around.join(gradients)
     gradients.on_remove(connection.remove)
     return connection
 
@@ -153,6 +148,8 @@ if hasattr(_tracking, "register_tracker_class"):  # before, log_with takes an in
 class _ToTrackers:
     """A sink that waits for the accelerator to have trackers: they may be made after hooks are attached."""
 
+    may_wait = True  # for ever, if nothing logs: nobody has asked for it
+
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
 
@@ -169,7 +166,7 @@ class _Around:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self.attached: list[Gradients] = []
+        self._attached: list[weakref.ref[Gradients]] = []  # an accelerator outlives models that are dropped
         self.clipping: set[int] | None = None
         names = ("unscale_gradients", "clip_grad_norm_", "clip_grad_value_", "end_training")
         self.true: dict[str, Callable[..., Any]] = {name: getattr(accelerator, name) for name in names}
@@ -186,10 +183,19 @@ class _Around:
         own = getattr(vars(accelerator).get("clip_grad_norm_"), "__self__", None)
         return own if isinstance(own, cls) else cls(accelerator)
 
+    @property
+    def attached(self) -> list[Gradients]:
+        """What is connected, in the order in which it was."""
+        return [one for each in self._attached if (one := each()) is not None]
+
+    def join(self, gradients: Gradients) -> None:
+        """Connect it."""
+        self._attached = [weakref.ref(one) for one in (*self.attached, gradients)]
+
     def leave(self, gradients: Gradients) -> None:
         """With nothing left that is connected, the accelerator is as it was."""
-        self.attached = [one for one in self.attached if one is not gradients]
-        if self.attached:
+        self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
+        if self._attached:
             return
         for handle in self.handles:
             handle.remove()
@@ -246,35 +252,11 @@ class _Around:
         for i, gradients in enumerate(self.attached):
             state = gradients.state_dict()  # every rank, since it may flush
             if writes:
-                torch.save(state, _file(folder, i))
+                torch.save(state, file_in(folder, i))
 
     def load(self, models: Any, folder: str) -> None:
         for i, gradients in enumerate(self.attached):
-            load_into(gradients, _file(folder, i))
-
-
-def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
-    """Go on from a file that ``state_dict()`` was saved to; a warning if there is none.
-
-    Raises:
-        UsageError: when it is of other rules or statistics; the message names the file.
-    """
-    if not file.exists():
-        warnings.warn(
-            f"{file} does not exist: the checkpoint was made without disthooks, so rules and statistics begin anew",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return False
-    try:
-        gradients.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
-    return True
-
-
-def _file(folder: str, i: int) -> pathlib.Path:
-    return pathlib.Path(folder, f"disthooks_{i}.pt" if i else "disthooks.pt")
+            load_into(gradients, file_in(folder, i))
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import importlib
 import os
 import pathlib
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
 from disthooks.grads.sinks.records import portable, scalars
-from disthooks.integrations.accelerate import connect, load_into, plan_of
+from disthooks.integrations._shared import attach_found, file_in, load_into
+from disthooks.integrations.accelerate import connect
 from disthooks.saved.report import SavedReport
 
 _transformers: Any = importlib.import_module("transformers")
@@ -73,7 +75,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         trainer, variables = _calling(self)
         self._to_the_front(trainer)
         model, optimizer = trainer.model_wrapped, trainer.optimizer
-        self.prepared = plan_of(self.config, model).prepare(model, optimizer)
+        self.prepared = attach_found(self.config, model, optimizer)
         self.saved, self._logged = None, state.global_step - 1
         if (gradients := self.prepared.gradients) is not None:
             try:
@@ -104,9 +106,17 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             return
         kept = self.prepared.gradients.state_dict()  # every rank, since it may flush
         trainer, variables = _calling(self)
-        folder = trainer._get_output_dir(variables.get("trial"))  # of its own in a search for hyperparameters
-        if args.should_save:
-            torch.save(kept, pathlib.Path(folder, f"checkpoint-{state.global_step}", "disthooks.pt"))
+        output = trainer._get_output_dir(variables.get("trial"))  # of its own in a search for hyperparameters
+        folder = pathlib.Path(output, f"checkpoint-{state.global_step}")
+        if args.should_save and folder.is_dir():
+            torch.save(kept, self._file(trainer, folder))
+        elif args.should_save:
+            warnings.warn(
+                f"{type(trainer).__name__} has made no {folder}: what rules and statistics have learned is not saved; "
+                "put callback.prepared.gradients.state_dict() into the checkpoint where it makes its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach."""
@@ -123,7 +133,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def _connect(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
         connect(trainer.accelerator, gradients)
-        if not resumed or not load_into(gradients, pathlib.Path(resumed, "disthooks.pt")):
+        if not resumed or not load_into(gradients, self._file(trainer, resumed)):
             gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
         if trainer.args.logging_strategy == "steps":
             first, every = trainer.args.logging_first_step, trainer.state.logging_steps
@@ -132,8 +142,15 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     def _to_the_front(self, trainer: Any) -> None:
         """What reports a log is called in order, and shall have our numbers too."""
         callbacks = trainer.callback_handler.callbacks  # somebody may be going through it: no place changes behind ours
-        callbacks.remove(self)
-        callbacks.insert(0, self)
+        others = [i for i, each in enumerate(callbacks) if not isinstance(each, DisthooksCallback)]
+        if others and others[0] < callbacks.index(self):
+            callbacks.remove(self)
+            callbacks.insert(others[0], self)  # several of ours keep their order
+
+    def _file(self, trainer: Any, folder: str | os.PathLike[str]) -> pathlib.Path:
+        """Where a checkpoint has our state: each of several callbacks has a file of its own."""
+        ours = [each for each in trainer.callback_handler.callbacks if isinstance(each, DisthooksCallback)]
+        return file_in(folder, ours.index(self))
 
 
 def _is_short(name: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import pathlib
+import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from harness import Ranks
 from torch import nn
 
 import disthooks as dh
-from disthooks.errors import UsageError
+from disthooks.errors import AttachError, ConfigError, UsageError
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -286,6 +288,51 @@ def test_regional_compilation(when: str) -> None:
     assert saving is not None
     assert saving.report().moved > 0
     assert same(*found)
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    """As where a smaller batch is tried with a new model; what is saved then is of the model that is left."""
+    with accelerator("one") as acc:
+        for _ in range(2):
+            model, optimizer = _pair(acc)
+            hooks = integration.prepare(acc, model, optimizer, CONFIG)
+            _backward(acc, model, 0)
+            acc.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            dropped, around = weakref.ref(model), acc.clip_grad_norm_.__self__
+            assert around.attached == [hooks.gradients]
+            del model, optimizer, hooks
+            acc.free_memory()
+            gc.collect()
+            assert (dropped(), around.attached) == (None, [])
+
+
+def _unreadable(rank: int, folder: str) -> list[Any]:
+    """The file is on the machine of the first rank alone; then both clip in two parts, and one logs between them."""
+    with accelerator("ddp") as acc:
+        model, optimizer = _pair(acc)
+        watch = {"every": 1, "rules": CONFIG["watch"]["rules"]}  # which logs nothing
+        pathlib.Path(folder, "hooks.yaml").write_text(json.dumps({"watch": watch}))
+        with pytest.raises((ConfigError, AttachError)) as error:
+            integration.prepare(acc, model, optimizer, f"{folder}/{'hooks' if rank == 0 else 'none'}.yaml")
+        with integration.prepare(acc, model, optimizer, {"watch": watch}) as hooks:
+            true = _backward(acc, model, 0)
+            first, *rest = model.parameters()
+            acc.clip_grad_norm_(first, math.inf)
+            if acc.is_main_process:
+                first.sum().item()
+            acc.clip_grad_norm_(rest, math.inf)
+            optimizer.step()
+            return [
+                type(error.value).__name__,
+                math.isclose(_norm(model), true / 2, rel_tol=1e-5),
+                hooks.gradients.steps,
+            ]
+
+
+def test_what_one_rank_does_leaves_none_waiting(ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    first, second = ranks(_unreadable, str(tmp_path), timeout=60)
+    assert (first, second) == (["AttachError", True, 1], ["ConfigError", True, 1])
 
 
 def test_it_is_told_what_is_no_accelerator() -> None:

@@ -248,6 +248,34 @@ def test_a_checkpoint_without_our_state(tmp_path: pathlib.Path) -> None:
 # --- PEFT and TRL
 
 
+def test_two_callbacks_and_a_trainer_that_saves_elsewhere(tmp_path: pathlib.Path) -> None:
+    """Each has a file of its own in a checkpoint; where there is no checkpoint, training goes on."""
+
+    def two() -> list[Any]:
+        rules = [{"kind": "ClipZScore"}]
+        return [
+            DisthooksCallback(config(save=(), rules=some), prefix=prefix)
+            for some, prefix in ((rules, "a/"), ((), "b/"))
+        ]
+
+    made = trainer(tmp_path, two(), save_strategy="steps", save_steps=2)
+    for _ in range(2):
+        made.train()
+    made = trainer(tmp_path, two(), save_strategy="steps", save_steps=2)
+    made.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+    for entry in logged(made)[2:]:
+        assert entry["a/grad_norm"] == entry["b/grad_norm"] == pytest.approx(entry["grad_norm"], rel=1e-6)
+    files = [
+        torch.load(tmp_path / "checkpoint-4" / name, weights_only=True) for name in ("disthooks.pt", "disthooks_1.pt")
+    ]
+    assert [(len(state["rules"]), state["steps"]) for state in files] == [(1, 4), (0, 4)]
+    made = trainer(tmp_path / "none", two(), save_strategy="steps", save_steps=2)
+    made._save_checkpoint = lambda *_: None
+    with pytest.warns(RuntimeWarning, match=r"Trainer has made no .*checkpoint-2: .*is not saved"):
+        made.train()
+    assert made.state.global_step == 4
+
+
 def _lora(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(0)

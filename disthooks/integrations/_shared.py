@@ -1,0 +1,56 @@
+"""What the integrations of Accelerate and of transformers share."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks.config import Plan, Prepared, from_config
+from disthooks.config.find import engine_config, find
+from disthooks.config.plan import attach
+from disthooks.config.ranks import check_not_alone
+from disthooks.errors import UsageError
+from disthooks.grads.attached import Gradients
+
+
+def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:
+    """Attach what ``config`` says, or what is found; one rank that cannot read it leaves none waiting for it."""
+    check_not_alone()
+    return attach(functools.partial(_plan_of, config, model), model, optimizer, sinks)
+
+
+def _plan_of(config: Any, model: nn.Module) -> Plan:
+    """The plan that ``config`` is, or that is found for a model which an engine has taken."""
+    return config if isinstance(config, Plan) else from_config(find(config, engine_config(model)).source)
+
+
+def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
+    """Go on from a file that ``state_dict()`` was saved to; a warning if there is none.
+
+    Raises:
+        UsageError: when it is of other rules or statistics; the message names the file.
+    """
+    if not file.exists():
+        warnings.warn(
+            f"{file} does not exist: the checkpoint was made without disthooks, so rules and statistics begin anew",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    try:
+        gradients.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+    return True
+
+
+def file_in(folder: str | os.PathLike[str], i: int) -> pathlib.Path:
+    """Where a checkpoint has the state of the ``i``-th attachment."""
+    return pathlib.Path(folder, f"disthooks_{i}.pt" if i else "disthooks.pt")
