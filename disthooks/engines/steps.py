@@ -129,7 +129,7 @@ class StepHooks:
         if not _outermost(optimizer):
             return None
         inside = functools.partial(self._inside, optimizer, iter([(args, kwargs)]))
-        given = _with_closure(inside, args, kwargs)
+        given = with_closure(inside, args, kwargs)
         if given is None:
             self._decide(optimizer, args, kwargs)
         return given
@@ -219,7 +219,7 @@ def _of_fsdp1(optimizer: Any) -> bool:
     return any(hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
 
 
-def _with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of a step with ``inside(closure)`` in place of its closure; None when it has none."""
     found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
     if found:

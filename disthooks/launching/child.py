@@ -127,10 +127,45 @@ def _forwarding(child: int, whole: bool, came: list[int]) -> Iterator[None]:
 
 def _wait(child: int) -> int:
     while True:
-        try:
-            return os.waitpid(child, 0)[1]
-        except InterruptedError:
-            continue
+        status = os.waitpid(child, os.WUNTRACED)[1]
+        if not os.WIFSTOPPED(status):
+            break
+        _resume(child, os.WSTOPSIG(status))
+    _terminal(child, os.getpgrp())
+    return status
+
+
+def _resume(child: int, number: int) -> None:
+    """A script that asks for a password or stands in a debugger reads the terminal, and the launcher's group waits."""
+    reads = number in (signal.SIGTTIN, signal.SIGTTOU)
+    if not reads and number != signal.SIGTSTP:
+        return  # somebody else's SIGSTOP, and somebody else's SIGCONT
+    if not (reads and _terminal(os.getpgrp(), child)):
+        _terminal(child, os.getpgrp())
+        os.kill(0, signal.SIGTSTP)  # Ctrl-Z, or in the background: this goes on when the shell says so
+        time.sleep(0.1)
+        _terminal(os.getpgrp(), child)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGCONT)
+
+
+def _terminal(owner: int, group: int) -> bool:
+    """Give the terminal from one process group to another; False if ``owner`` does not have it."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return False
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        if os.tcgetpgrp(terminal) != owner:
+            return False
+        os.tcsetpgrp(terminal, group)
+        return True
+    except OSError:
+        return False
+    finally:
+        signal.signal(signal.SIGTTOU, before)
+        os.close(terminal)
 
 
 def _code(status: int) -> int:

@@ -19,6 +19,11 @@ _VICTIM = re.compile(
     r"application timeout|store.*(timeout|timed out)|its error says why",
     re.IGNORECASE,
 )
+# What collectives raise. A ConnectionResetError is of a socket of the script's own, a bucket that it reads.
+_COLLECTIVE = (
+    *("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "NCCLError"),
+    *("AttachError", "SystemExit"),
+)
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/disthooks/(run|launching)/")
 
 
@@ -57,8 +62,10 @@ class Rank:
     @property
     def victim(self) -> bool:
         """Whether what it raised is that another rank was gone."""
+        if self.stopped or self.values.get("kind") == "interrupted":
+            return True
         text = f"{self.values.get('exception')}: {self.values.get('message')}"
-        return self.stopped or self.values.get("kind") == "interrupted" or bool(self.failed and _VICTIM.search(text))
+        return self.failed and self.values.get("exception") in _COLLECTIVE and bool(_VICTIM.search(text))
 
 
 def read(folder: pathlib.Path, since: float = 0.0) -> list[Rank]:
@@ -96,6 +103,8 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
 def _ended(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
     """Of a job that was told to end, where everybody was; nothing if it was not, or a rank had failed by itself."""
     found = first(ranks)
+    if found is not None and found.values.get("kind") == "interrupted":
+        signals = signals or [signal.SIGINT]  # the terminal told the launcher itself
     if not signals or (found is not None and not found.victim and not found.killed):
         return []
     names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
@@ -114,12 +123,13 @@ def _first(ranks: Sequence[Rank]) -> list[str]:
 def first(ranks: Sequence[Rank]) -> Rank | None:
     """The rank whose error came first; those that only saw another one go come after all others.
 
-    A rank that raised comes before one that vanished: launchers kill what does not end in time.
+    A rank that raised comes before one that vanished: launchers kill what does not end in time. One that was stopped
+    comes last: somebody had a reason to stop it.
     """
 
     def order(rank: Rank) -> tuple[int, float]:
         own = rank.crashed or (rank.failed and not rank.victim)
-        return 0 if own else 1 if rank.killed else 2, rank.values.get("ended", 0.0)
+        return 0 if own else 1 if rank.killed else 3 if rank.stopped else 2, rank.values.get("ended", 0.0)
 
     failed = [rank for rank in ranks if rank.failed or not rank.ended]
     return min(failed, key=order) if failed else None

@@ -52,6 +52,8 @@ class Record:
             stack = (self._folder / f"{self._name}.stack").open("w")
             faulthandler.enable(stack)
             faulthandler.register(signal.SIGTERM, stack, all_threads=True, chain=True)
+            # Workers of a DataLoader or a pool are stopped by SIGTERM every day, and have this file open.
+            os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
         elif "TORCHELASTIC_ERROR_FILE" in os.environ:
             faulthandler.enable()  # as @record does
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks.config import Plan
+from disthooks.engines.steps import StepHooks, with_closure
 
 _DEEP = 12  # calls between the making of an optimizer and of one inside it
 
@@ -107,8 +108,25 @@ class Seams:
 
         return call
 
-    def _step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._listener.steps(optimizer)
+    def _step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Tell of a step; of one with a closure when that is done: the model is called in it, the first time too."""
+        given = with_closure(functools.partial(self._in_step, optimizer), args, kwargs)
+        if given is None:
+            self._listener.steps(optimizer)
+        else:
+            StepHooks.of(optimizer)  # what is attached in the closure finds its hooks there, in time for this step
+        return given
+
+    def _in_step(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        """The closure, after which gradients are final: Lightning has clipped in it."""
+        hooks = StepHooks.of(optimizer)
+        try:
+            loss = closure()
+            self._listener.steps(optimizer)
+            hooks.now()
+        finally:
+            hooks.leave()
+        return loss
 
 
 def _replaced(owner: type, name: str, around: Callable[[Any], Any]) -> Callable[[], None]:

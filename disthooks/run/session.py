@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import sys
 import weakref
@@ -44,8 +45,17 @@ class Session:
         self._busy = self._back = self._over = False
 
     def arm(self) -> None:
-        """Begin to listen."""
+        """Begin to listen; also in processes that the script forks to train in them (``notebook_launcher``)."""
         self._seams.open()
+        multiprocessing.util.register_after_fork(self, Session._forked)
+
+    def _forked(self) -> None:
+        """A forked process ends without a word to the script; what was attached before it is not its own."""
+        if not self._parts and not self._over:
+            multiprocessing.util.Finalize(None, self._finish_fork, args=(os.getpid(),), exitpriority=100)
+
+    def _finish_fork(self, process: int) -> None:
+        self.finish(process, failed=True)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the model of ``optimizer``."""
@@ -180,7 +190,11 @@ class Session:
             _say(f"the script attaches what it needs itself; {self._origin} was not used")
             return
         if not told:
-            _say(f"WARNING: the script ended and no model was trained: {self._origin} was not used")
+            _say(
+                f"WARNING: the script ended and no model was trained in this process: {self._origin} was not used "
+                "here. Processes that the script spawns (torch.multiprocessing.spawn) know nothing of it: start them "
+                "with torchrun, or call disthooks.prepare(model, optimizer) in them"
+            )
             return
         for pattern in self._saves.unmatched():
             _say(f"WARNING: {pattern} matched no module of any model, and nothing was saved for it")
@@ -212,7 +226,8 @@ def _among(optimizer: Any, refs: Sequence[weakref.ref[Any]]) -> bool:
 def _a_part(optimizer: Any, model: nn.Module) -> str:
     return (
         f"{type(model).__name__} was called and has only some of the parameters that {type(optimizer).__name__} holds; "
-        "call the whole model, or attach in the script with disthooks.prepare(model, optimizer)"
+        "call the whole model, or attach in the script with disthooks.prepare(model, optimizer); with Lightning, "
+        "give the Trainer disthooks.integrations.lightning's DisthooksCallback"
     )
 
 
@@ -221,7 +236,8 @@ def _nothing_attached(optimizer: Any, why: str | None) -> str:
         why
         or world.alone()
         or (
-            "no module that holds its parameters was called with gradients on (outside of what torch.compile traces); "
+            "no module that holds its parameters was called with gradients on (outside of what torch.compile traces), "
+            "or the optimizer was made before fully_shard, which replaces parameters; "
             "attach in the script with disthooks.prepare(model, optimizer)"
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 from torch import nn
@@ -45,6 +46,13 @@ def alone() -> str | None:
     )
 
 
+def _started_by_lightning() -> bool:
+    """Whether Lightning ran the script again for each other rank; it says so in variables of its own, without RANK."""
+    of_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
+    modules = ("lightning", "pytorch_lightning", "lightning_fabric")
+    return joined() > 1 and of_lightning and any(name in sys.modules for name in modules)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given."""
     while is_a(module, "OptimizedModule"):
@@ -58,6 +66,12 @@ def refusal(model: nn.Module) -> str | None:
         engine = find(model)
     except AttachError as error:
         return str(error)
+    if _started_by_lightning():
+        return (
+            "Lightning started the other processes itself, without disthooks.run: they would not take part in what "
+            "this one asks of them. Start all with torchrun --nproc-per-node N -m disthooks.run, or give the Trainer "
+            "disthooks.integrations.lightning's DisthooksCallback"
+        )
     if isinstance(engine, (Plain, DataParallel)) and started() > 1:
         return alone() or (
             f"{type(model).__name__} was called without a wrapper, and there are {started()} processes: wrap it with "

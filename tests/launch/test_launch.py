@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pty
+import select
 import signal
 import time
 
 import pytest
 import yaml
-from started import LAUNCH, RUN, SCRIPTS, ended, job, left, start
+from started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
 from disthooks.errors import UsageError
 from disthooks.launching import line, story
@@ -185,3 +187,41 @@ def test_the_first_error_is_not_the_first_that_is_seen() -> None:
     told = story.tell([*peers, crashed])
     assert "Segmentation fault" in told
     assert "rank 1 (host a, pid 101): saw another rank go: DistBackendError" in told
+
+
+def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_first() -> None:
+    def rank(number: int, stack: str = "", **values: object) -> story.Rank:
+        return story.Rank({"rank": number, "attempt": 0, "host": "a", "pid": 1, "traceback": "", **values}, stack)
+
+    stopped = rank(0, stack="Current thread 0x1")
+    for name, victim in (("ConnectionResetError", False), ("RuntimeError", True)):
+        raised = rank(1, ended=2.0, kind="exception", exception=name, message="Connection reset by peer")
+        assert raised.victim is victim
+        assert story.first([stopped, raised]) is raised
+
+
+def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:
+    (folder / "asks.py").write_text("print('got', input('name?'), flush=True)\nimport time\ntime.sleep(60)\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ.update(ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+        os.execv(LAUNCH[0], [*LAUNCH, "--cpu", "--num_processes", "1", "asks.py"])
+    said, answers, until = b"", [(b"name?", b"bob\n"), (b"got bob", b"\x03")], time.monotonic() + 60
+    try:
+        while time.monotonic() < until:
+            if select.select([terminal], [], [], 0.2)[0]:
+                said += os.read(terminal, 4096)
+            if answers and answers[0][0] in said:
+                os.write(terminal, answers.pop(0)[1])
+    except OSError:  # it is over
+        pass
+    finally:
+        os.close(terminal)
+        ended, status = os.waitpid(pid, os.WNOHANG if time.monotonic() >= until else 0)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert not answers, said.decode()
+    assert b"SIGINT ended the job" in said
+    assert os.waitstatus_to_exitcode(status) == 130

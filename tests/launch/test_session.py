@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from started import RUN, job
 from torch import nn
 
 import disthooks as dh
-from disthooks.errors import AttachError, MatchError
+from disthooks.errors import AttachError, MatchError, UsageError
+from disthooks.launching import story
 from disthooks.run.session import Session
 
 HOOKS = """
@@ -259,3 +261,80 @@ def test_a_pattern_that_matches_nothing_in_the_only_model(start: Starts) -> None
     model = Net("other")
     with pytest.raises(MatchError, match="'body' matches no module"):
         step(model, sgd(model))
+
+
+def test_a_step_with_a_closure_acts_in_the_first_one_too(start: Starts) -> None:
+    start("watch: {every: 1, rules: [{kind: ClipNorm, max_norm: 0.01}], stats: [{kind: Norm}]}")
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for number in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.full((64, 16), 9.0)).square().mean()
+            loss.backward()
+            return loss
+
+        _ = optimizer.step(closure=closure) if number == 1 else optimizer.step(closure)  # type: ignore[arg-type]
+        moved = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+        assert torch.stack([one.norm() for one in moved]).norm().item() == pytest.approx(0.01, rel=1e-3)
+    other = nn.Linear(2, 2)
+    lbfgs = torch.optim.LBFGS(other.parameters())
+    with pytest.raises(UsageError, match="more than once in a step"):
+        lbfgs.step(lambda: [loss := other(torch.ones(1, 2)).square().sum(), loss.backward()][0])
+
+
+FORKS = """
+import multiprocessing, os, signal, time, torch
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+fork = multiprocessing.get_context("fork")
+for target, args in ((train, ()), (time.sleep, (60,))):
+    child = fork.Process(target=target, args=args)
+    child.start()
+    if args:
+        time.sleep(0.5)
+        child.terminate()
+    child.join()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_fork_that_trains_loses_no_record_and_one_that_is_stopped_is_not_the_rank(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "disthooks.yaml").write_text(
+        "watch: {every: 1, stats: [{kind: Norm}], sinks: [{kind: Jsonl, path: log.jsonl}]}"
+    )
+    (tmp_path / "forks.py").write_text(FORKS)
+    done = job([*RUN, "forks.py"], tmp_path)
+    assert [each["step"] for each in done.logged()] == [0, 1, 2]
+    assert "watched 3 steps" in done.err
+    assert [(rank.killed, rank.stopped) for rank in story.read(tmp_path / "records")] == [(True, False)]
+
+
+LIGHTNING = """
+import lightning, torch
+class Lit(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
+data = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+lightning.Trainer(max_epochs=1, accelerator="cpu", devices=2, strategy="ddp", **quiet).fit(Lit(), data)
+"""
+
+
+def test_processes_that_lightning_starts_are_not_waited_for(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "disthooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
+    (tmp_path / "lit.py").write_text(LIGHTNING)
+    done = job([*RUN, "lit.py"], tmp_path)
+    assert done.code == 1
+    assert "Lightning started the other processes itself" in done.err

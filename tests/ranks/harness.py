@@ -31,6 +31,7 @@ class RankError(AssertionError):
 def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.Connection) -> None:
     stack = pathlib.Path(folder, f"stack.{rank}").open("w")  # noqa: SIM115  (open as long as the process is)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack, all_threads=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     import torch
     import torch.distributed as dist
@@ -94,7 +95,8 @@ class Ranks:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     code = self._workers[rank].join(5) or self._workers[rank].exitcode
-                    answers[rank] = ("error", f"the process died with exit code {code}")
+                    stack = pathlib.Path(self._folder.name, f"stack.{rank}").read_text()
+                    answers[rank] = ("error", f"the process died with exit code {code}\n{stack}")
             if not ready:
                 answers |= {r: ("error", self._stack(r)) for r in range(self.world) if r not in answers}
         return [answers[r] for r in range(self.world)]
