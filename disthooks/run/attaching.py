@@ -11,6 +11,7 @@ from torch import nn
 from disthooks._match import inside, match_modules
 from disthooks.config import Plan
 from disthooks.errors import MatchError
+from disthooks.run.accelerators import connect_to
 
 
 class Saves:
@@ -81,9 +82,11 @@ class Attached:
         """
         rest, self.held = list(optimizers), len(optimizers)
         if not before:  # on all ranks or on none
-            prepared = plan.prepare(self.model, rest.pop(0))
+            first = rest.pop(0)
+            prepared = plan.prepare(self.model, first)
             self.saving = prepared.saving
-            self.watching += [prepared.gradients] if prepared.gradients else []
+            if prepared.gradients is not None:
+                self._watches(first, prepared.gradients)
         elif plan.saves:
             self.saving = plan.save(self.model)
         for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
@@ -91,7 +94,11 @@ class Attached:
 
     def _watch(self, plan: Plan, optimizer: Any, number: int) -> None:
         also: list[Any] = [lambda: {"optimizer": number}]
-        self.watching.append(plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
+        self._watches(optimizer, plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
+
+    def _watches(self, optimizer: Any, watching: Any) -> None:
+        self.watching.append(watching)
+        connect_to(optimizer, watching)
 
     def told(self) -> dict[str, Any]:
         """What became of it so far, on this rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -338,3 +339,28 @@ def test_processes_that_lightning_starts_are_not_waited_for(tmp_path: pathlib.Pa
     done = job([*RUN, "lit.py"], tmp_path)
     assert done.code == 1
     assert "Lightning started the other processes itself" in done.err
+
+
+@pytest.mark.parametrize("limit", [1e-3, None], ids=["clips", "does not clip"])
+def test_before_an_accelerator_clips(start: Starts, tmp_path: pathlib.Path, limit: float | None) -> None:
+    from accelerate import Accelerator
+
+    session = start()
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    true, left = [], []
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(512, 16)).square().mean())
+        true.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        if limit:
+            accelerator.clip_grad_norm_(model.parameters(), limit)
+        left.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (left < true) == bool(limit)
+    (told,) = ended(session)
+    assert told["watched"]["steps"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == pytest.approx(true, rel=1e-6)
+    assert "clip_grad_norm_" not in vars(accelerator)
