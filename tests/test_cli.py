@@ -374,6 +374,7 @@ def test_report_of_a_run(tmp_path: pathlib.Path) -> None:
     ("text", "code", "says"),
     [
         ("", 0, "no step is logged there yet"),
+        ("import torch\n\nx = 1\n", 1, "none of its 2 lines is a record of a run"),
         ('{"step": 0, "gr', 0, "the last line is not whole"),
         ('nonsense\n[1]\n{"step": 2, "grad_norm": 1.5}\n', 0, "2 lines are no records and were left out: [1, 2]"),
         ('{"step": 4, "loss": 1}\n{"step": 1, "loss": 2}', 0, "steps come again"),

@@ -36,6 +36,10 @@ def report(path: str = typer.Argument(..., help="A gradients.jsonl, or the direc
     """Tell what a run logged: for each number its first, median, last and largest value, and the non-finite steps."""
     file = _file(pathlib.Path(path))
     log = read(file)
+    if log.broken and not log.records:
+        raise UsageError(
+            f"{file}: none of its {len(log.broken)} lines is a record of a run; give what the sink Jsonl wrote"
+        )
     if not log.records:
         line(f"{file}: no step is logged there yet")
     else:

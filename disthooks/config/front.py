@@ -37,7 +37,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
     ...     from_config(file).saves[0][0]
     ('*.mlp',)
     """
-    return _read(find() if source is None else Found(source, "the argument"))
+    return read_found(find() if source is None else Found(source, "the argument"))
 
 
 def prepare(
@@ -74,12 +74,13 @@ def prepare(
     (True, True)
     """
     check_not_alone()
-    return attach(lambda: _read(find(config, engine_config(model))), model, optimizer)
+    return attach(lambda: read_found(find(config, engine_config(model))), model, optimizer)
 
 
-def _read(found: Found) -> Plan:
+def read_found(found: Found) -> Plan:
+    """The plan of what :func:`find` found; errors say who named it."""
     try:
-        return plan_of(source_of(found.source))
+        return plan_of(source_of(found.source, "the configuration" if found.origin == "the argument" else found.origin))
     except ConfigError as error:
         if found.origin == "the argument" or "cannot be read" not in str(error):
             raise

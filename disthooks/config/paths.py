@@ -55,8 +55,10 @@ class Expansion:
         return self._variable(name, path)
 
     def _variable(self, name: str, path: Path) -> str:
-        if name in os.environ:
+        if os.environ.get(name):
             return os.environ[name]
+        if name in os.environ:
+            self._source.fail(path, f": the variable {name!r} is empty: a path would begin where the script does")
         near = difflib.get_close_matches(name, os.environ, n=1, cutoff=0.75)
         hint = f"; did you mean ${near[0]}?" if near else ""
         self._source.fail(path, f": the variable {name!r} is not set{hint} ('$$' is a dollar)")

@@ -15,6 +15,8 @@ Path = tuple[str | int, ...]
 
 # YAML 1.1 takes 1e-3 for text: it wants 1.0e-3.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+# YAML 1.1 takes 010 for 8, and 1:30 for 90.
+_OLD_INTEGER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+)")
 _MOST = 100_000  # values; aliases of aliases could be more than memory holds
 
 
@@ -23,7 +25,7 @@ class Source:
     """What was read, and where each value stands.
 
     Attributes:
-        name: what errors call it: the path of the file, or "the DeepSpeed configuration".
+        name: what errors call it: the path of the file, or what holds a dict.
         document: plain values.
         lines: the line of each value, by its path: ``("save", 0, "store")``.
     """
@@ -68,18 +70,22 @@ def _quoted(source: Source, path: Path, message: str) -> bool:
     return isinstance(value, str) and message.startswith(f"{value!r} ")
 
 
-def source_of(given: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "the configuration") -> Source:
     """Read a file, or take a dict, which has no lines.
+
+    Args:
+        given: the path of a file, or a dict.
+        name: what errors call a dict.
 
     Raises:
         ConfigError: when the file cannot be read, or is no YAML with plain values.
     """
     if isinstance(given, Mapping):
-        return Source("the DeepSpeed configuration", _plain(given))
+        return Source(name, _plain(given))
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"a configuration is the path of a file, or a dict; got {type(given).__name__}")
-    name = os.fspath(given)
-    return _parsed(name, _text(name))
+    path = os.fspath(given)
+    return _parsed(path, _text(path))
 
 
 def _plain(value: Any) -> Any:
@@ -188,6 +194,11 @@ class _Reader:
 
     def _scalar(self, node: Any) -> Any:
         kind = node.tag.rpartition(":")[2]
+        if kind == "int" and _OLD_INTEGER.fullmatch(node.value):
+            raise ConfigError(
+                f"{self._name}:{_line(node)}: {node.value!r} is an octal number or a time to YAML 1.1: write a plain "
+                "number, or a text in quotes"
+            )
         if kind == "str" and node.style is None and _EXPONENT.fullmatch(node.value):
             return float(node.value)
         if kind in ("str", "timestamp"):

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks.config import Plan, Prepared, from_config
+from disthooks.config import Plan, Prepared
 from disthooks.config.find import engine_config, find
+from disthooks.config.front import read_found
 from disthooks.config.plan import attach
 from disthooks.config.ranks import check_not_alone
 from disthooks.errors import UsageError
@@ -28,7 +29,7 @@ def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[
 
 def _plan_of(config: Any, model: nn.Module) -> Plan:
     """The plan that ``config`` is, or that is found for a model which an engine has taken."""
-    return config if isinstance(config, Plan) else from_config(find(config, engine_config(model)).source)
+    return config if isinstance(config, Plan) else read_found(find(config, engine_config(model)))
 
 
 def load_into(gradients: Gradients, file: pathlib.Path) -> bool:

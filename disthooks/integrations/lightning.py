@@ -18,7 +18,7 @@ import torch
 from disthooks._match import accepts
 from disthooks.config.attached import Prepared
 from disthooks.config.find import engine_config, find
-from disthooks.config.front import from_config
+from disthooks.config.front import read_found
 from disthooks.config.plan import Plan, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attached import Gradients
@@ -136,7 +136,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         return self.prepared.gradients if self.prepared else None
 
     def _read(self, trainer: Any) -> Plan:
-        plan = from_config(find(self._config, engine_config(trainer.model)).source)
+        plan = read_found(find(self._config, engine_config(trainer.model)))
         _check_called(trainer, plan)
         if plan.watches:
             self._check_number(len(trainer.optimizers))

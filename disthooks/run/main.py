@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from disthooks.config import from_config
 from disthooks.config.find import Found, find
+from disthooks.config.front import read_found
 from disthooks.errors import DisthooksError, UsageError
 from disthooks.run import records
 from disthooks.run.command import USAGE, Command, parse
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _session(command: Command, record: records.Record) -> Session:
     try:
         found = configuration(command)
-        source: Any = found.source
-        session = Session(from_config(source), found, command.hooks)
+        session = Session(read_found(found), found, command.hooks)
     except DisthooksError as error:
         record.end("configuration", error)
         print(f"disthooks: {error}", file=sys.stderr)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from disthooks._tensors import format_bytes
-from disthooks.config import Plan, from_config
+from disthooks.config import Plan
 from disthooks.config.find import Found, engine_config, find
+from disthooks.config.front import read_found
 from disthooks.engines.base import is_a
 from disthooks.errors import AttachError
 from disthooks.run import world
@@ -164,8 +165,7 @@ class Session:
             return
         found = find(self._given, config)
         if _shown(found) != self._origin:
-            source: Any = found.source
-            self.plan, self._origin = from_config(source), _shown(found)
+            self.plan, self._origin = read_found(found), _shown(found)
             self._saves = Saves(self.plan)
 
     def _settle(self, optimizers: Sequence[Any]) -> None:

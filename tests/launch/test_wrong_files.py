@@ -42,7 +42,7 @@ def fork(folder: pathlib.Path) -> Iterator[Callable[..., Outcome]]:
     known = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "DISTHOOKS_CONFIG")
     }
-    environment = known | {"SCRATCH": "/tmp", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = known | {"SCRATCH": "/tmp", "EMPTY": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -106,6 +106,7 @@ def test_what_one_rank_finds_ends_both(name: str, folder: pathlib.Path, fork: Ca
 BEYOND = ("a key twice", "an argument twice", "a negative norm", "one tier", "two entries", "one inside")
 BEYOND += ("own ", "a variable", "an unknown placeholder", "a directory that", "a run that", "a pattern", "a parameter")
 BEYOND += ("a budget below", "a budget beside", "a group", "a lossy", "a tracker", "a log in", "a directory of")
+BEYOND += ("an octal", "minutes and")
 
 
 def test_an_editor_sees_most_of_it() -> None:

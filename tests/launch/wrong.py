@@ -105,6 +105,9 @@ WRONG: dict[str, Wrong] = {
     "an object that no file holds": Wrong(_sink("kind: AccelerateTracker"), 4, "it needs the Accelerator.*sinks="),
     # Paths.
     "a variable that is not set": Wrong(_STORE + "OnDisk\n    directory: $SCRATHC/x\n", 5, "did you mean .SCRATCH?"),
+    "a variable that is empty": Wrong(_STORE + "OnDisk\n    directory: $EMPTY\n", 5, "'EMPTY' is empty"),
+    "an octal number": Wrong("budget: 010\n" + _SAVE, 1, "'010' is an octal number or a time to YAML 1.1"),
+    "minutes and seconds": Wrong("budget: 1:30\n" + _SAVE, 1, "'1:30' is an octal number or a time to YAML 1.1"),
     "an unknown placeholder": Wrong(_STORE + "OnDisk\n    directory: /x/{rnk}\n", 5, "did you mean {rank}?"),
     "a directory that is not there": Wrong(_STORE + "OnDisk\n    directory: {folder}/no\n", 3, "No such file or dir"),
     "a directory that is a file": Wrong(_STORE + "OnDisk\n    directory: {folder}/plain.txt\n", 3, "Not a directory"),

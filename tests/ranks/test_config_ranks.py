@@ -113,5 +113,5 @@ def test_local_shards_and_agreement_under_fsdp2(ranks: Ranks, tmp_path: pathlib.
     assert first[0] + second[0] == whole
     assert first[2][0] == second[2][0] == "ConfigError"
     assert first[2][1].startswith("ConfigError")  # its budget
-    assert second[2][1].startswith("AttachError: the DeepSpeed configuration: another of the ranks [0, 1] failed")
+    assert second[2][1].startswith("AttachError: the configuration: another of the ranks [0, 1] failed")
     assert first[2][2] == second[2][2] == "AttachError"
