@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from disthooks._torch import gives_scaler, sequence_number, steps_under_way
 from disthooks.engines.skip import over, skip_if
@@ -26,7 +27,8 @@ class Begun:
     def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
         self.decision = decision
         found = list(_with_grads(optimizer))
-        self._grad = weakref.ref(found[0].grad) if found else None
+        # Not Python's weak reference: what that gives back of a tensor may be freed under one's hands.
+        self._grad = TensorWeakRef(found[0].grad) if found else None
         self._added = False
         # DDP puts the next gradient into the same tensor (gradient_as_bucket_view), zero_grad(set_to_none=False) leaves
         # it there. Not every backward reaches every parameter: two of them are watched.
