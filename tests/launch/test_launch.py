@@ -201,13 +201,13 @@ def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_firs
 
 
 def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:
-    (folder / "asks.py").write_text("print('got', input('name?'), flush=True)\nimport time\ntime.sleep(60)\n")
+    (folder / "asks.py").write_text("print('got', input('name?'), flush=True)\nimport time\ntime.sleep(600)\n")
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
         os.environ.update(ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
         os.execv(LAUNCH[0], [*LAUNCH, "--cpu", "--num_processes", "1", "asks.py"])
-    said, answers, until = b"", [(b"name?", b"bob\n"), (b"got bob", b"\x03")], time.monotonic() + 60
+    said, answers, until = b"", [(b"name?", b"bob\n"), (b"got bob", b"\x03")], time.monotonic() + 240
     try:
         while time.monotonic() < until:
             if select.select([terminal], [], [], 0.2)[0]:
