@@ -1,10 +1,13 @@
 """What each codec makes of what networks save: how much smaller, how fast each way, and how far off.
 
-    python benchmarks/codecs.py                      # or: --device cuda --megabytes 256
+    python benchmarks/codecs.py
+    python benchmarks/codecs.py --device cuda --megabytes 256 --out benchmarks/results/codecs_cuda.json
 
 The tensors are the output of a GELU, of a ReLU and of a LayerNorm of normal noise, and a dropout mask (0 or 1 / 0.9)
 with 10% dropped, in float32 and bfloat16, and such a mask as bools. GB/s are of the tensor that goes in or comes out,
-the median of several rounds on one thread. The figures are written as JSON with the machine they came from.
+the median of several rounds on one thread. "Of copy" is the other figure: bytes read and written each second, the
+tensor's and those it becomes, over what a copy of the tensor to other memory of the device reads and writes in the same
+round, between the two. The figures are written as JSON with the machine they came from.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from torch.nn import functional
 
 import disthooks as dh
+from disthooks.saved.codecs import fused
 from disthooks.saved.codecs.base import Codec, relative_error
 
 CODECS: dict[str, Codec] = {
@@ -54,16 +58,19 @@ def tensors(count: int, device: str) -> dict[str, torch.Tensor]:
     return found | {"dropout mask, bool": mask}
 
 
-def seconds(work: Callable[[], object], rounds: int, device: str) -> float:
-    """The median time of ``work``, what the device does included."""
-    taken = []
-    for _ in range(rounds + 1):
+def once(work: Callable[[], object], device: str) -> float:
+    """How long ``work`` takes; on a GPU between two events of its stream, so without the launch of the first kernel."""
+    if device == "cpu":
         begin = time.perf_counter()
         work()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+        return time.perf_counter() - begin
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # the host runs ahead, as in training
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1000
 
 
 def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float] | None:
@@ -71,15 +78,29 @@ def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float]
     parts, spec = codec.encode(tensor)
     if parts[0] is tensor:
         return None
-    kind, billions = tensor.device.type, tensor.nbytes / 1e9
+    kind, billions, small = tensor.device.type, tensor.nbytes / 1e9, sum(part.nbytes for part in parts)
     back = codec.decode(parts, spec)
     error = float(relative_error(back, tensor)) if codec.lossy else 0.0
     assert codec.lossy or torch.equal(back, tensor)
+    ways = {
+        "encode": lambda: codec.encode(tensor),
+        "copy": lambda: back.copy_(tensor),
+        "decode": lambda: codec.decode(parts, spec),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            taken[name].append(once(way, kind))
+    encode, copy, decode = (statistics.median(times[1:]) for times in taken.values())
+    moved = (tensor.nbytes + small) / (2 * tensor.nbytes)
     return {
-        "ratio": round(tensor.nbytes / sum(part.nbytes for part in parts), 2),
-        "encode, GB/s": round(billions / seconds(lambda: codec.encode(tensor), rounds, kind), 2),
-        "decode, GB/s": round(billions / seconds(lambda: codec.decode(parts, spec), rounds, kind), 2),
+        "ratio": round(tensor.nbytes / small, 2),
+        "encode, GB/s": round(billions / encode, 2),
+        "decode, GB/s": round(billions / decode, 2),
         "relative error": float(f"{error:.3g}"),
+        "copy, GB/s read and written": round(2 * billions / copy, 1),
+        "encode, of copy": round(moved * copy / encode, 3),
+        "decode, of copy": round(moved * copy / decode, 3),
     }
 
 
@@ -93,16 +114,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     results: dict[str, dict[str, dict[str, float]]] = {}
-    print(f"{'':24}{'':32}{'ratio':>8}{'encode GB/s':>14}{'decode GB/s':>14}{'error':>10}")
+    print(f"{'':24}{'':32}{'ratio':>8}{'encode GB/s':>14}{'decode GB/s':>14}{'error':>10}{'of copy, each way':>20}")
+    codecs = {title: codec for title, codec in CODECS.items() if options.device == "cpu" or "Compress" not in title}
     for name, tensor in tensors(options.megabytes * 2**20 // 4, options.device).items():
         results[name] = {}
-        for title, codec in CODECS.items():
+        for title, codec in codecs.items():
             figures = measure(codec, tensor, options.rounds)
             if figures is not None:
                 results[name][title] = figures
-                ratio, encode, decode, error = figures.values()
-                print(f"{name:24}{title:32}{ratio:8.2f}{encode:14.2f}{decode:14.2f}{error:10.2g}")
+                ratio, encode, decode, error, _, there, back = figures.values()
+                print(
+                    f"{name:24}{title:32}{ratio:8.2f}{encode:14.2f}{decode:14.2f}{error:10.2g}{there:9.2f}{back:9.2f}"
+                )
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if options.device != "cpu":
+        machine["gpu"] = torch.cuda.get_device_name()
+        machine["kernels"] = fused.usable(torch.ones(9, device=options.device))
     machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
     machine |= {"megabytes": options.megabytes, "rounds": options.rounds, "threads": 1}
     pathlib.Path(options.out).write_text(json.dumps({"results": results, "machine": machine}, indent=2) + "\n")

@@ -149,7 +149,7 @@ def test_dropout_masks_are_those_without(tmp_path: pathlib.Path) -> None:
     [
         (lambda: dh.Quantize(8), 4 / (1 + 4 / 128)),
         (lambda: dh.Quantize(4), 4 / (0.5 + 4 / 128)),
-        (lambda: dh.Cast(torch.float8_e5m2), 4),
+        (lambda: dh.Cast(torch.float8_e5m2), 4 / (1 + 4 / 128)),
         (lambda: dh.Compact(), 1 / (0.5 + 1 / 32)),
     ],
 )

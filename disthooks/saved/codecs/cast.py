@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from disthooks.errors import UsageError
-from disthooks.saved.codecs.base import Codec
+from disthooks.saved.codecs import fused
+from disthooks.saved.codecs.base import Codec, flat
+from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BLOCK = 128  # elements that share a scale
+_KINDS = {
+    torch.float8_e4m3fn: fused.Kind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
+    torch.float8_e5m2: fused.Kind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
+}
 
 
 @dataclass(frozen=True)
@@ -21,15 +29,22 @@ class Cast(Codec):
     A tensor that is not floating point (indices, masks, complex numbers), or not wider than ``dtype``, is
     left as it is.
 
-    The two dtypes of 8 bits have little range, so the tensor is divided by a scale first, one float32 for each
-    tensor: ``max |x| / finfo(dtype).max`` ("FP8 Formats for Deep Learning", Micikevicius et al. 2022, arXiv:2209.05433,
-    section 4). The largest element comes back to within the rounding of the scale, a tensor of zeros as zeros. One
-    that has an inf or a nan in it is left as it is, so that each comes back with its sign: float8_e4m3fn has no inf.
-    Whether there is one the host has to know, so on a GPU these two wait for the device, once for each tensor.
+    The two dtypes of 8 bits have little range, so each block of 128 elements, in the order of memory, is divided by a
+    scale first, ``max |x| / finfo(dtype).max`` ("FP8 Formats for Deep Learning", Micikevicius et al. 2022,
+    arXiv:2209.05433, section 4; for blocks: "DeepSeek-V3 Technical Report" 2024, arXiv:2412.19437, section 3.3), in
+    float32 (float64 for a float64 tensor). The largest element comes back to within the rounding of the scale, zeros as
+    zeros. A tensor that would not get smaller is left as it is.
+
+    In a block with an inf or a nan these come back as what they are, the infs with their sign, nans as one nan. For the
+    others of that block max |x| is over them, and they are scaled to the next lower number of the dtype, 416 or 49152.
+    Such a block has a scale with a minus, and the largest number stands for inf.
+
+    To 8 bits and back, a GPU needs one Triton kernel each, which reads and writes everything once, and the host never
+    waits (of float64, or where Triton is missing, some torch operations, to the same bits).
 
     Args:
         dtype: ``torch.bfloat16`` (keeps the range, 8 bits of precision), ``torch.float16`` (11 bits, overflows
-            beyond 65504), ``torch.float32``, ``torch.float8_e4m3fn`` (4 bits; from 1/28672 of the tensor's largest
+            beyond 65504), ``torch.float32``, ``torch.float8_e4m3fn`` (4 bits; from 1/28672 of the block's largest
             element down, fewer) or ``torch.float8_e5m2`` (3 bits; from 1 part in 9e8 down, fewer).
 
     Raises:
@@ -54,25 +69,51 @@ class Cast(Codec):
                 f"got {self.dtype!r}"
             )
 
-    def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.dtype]:
-        """The tensor in the narrower dtype, its scale if it has one, and the dtype it had."""
+    def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Size, torch.dtype]]:
+        """The tensor in the narrower dtype, 1-D and with its scales if it has some; and the shape and dtype it had."""
+        spec = tensor.shape, tensor.dtype
         if not (tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize and tensor.numel()):
-            return (tensor,), tensor.dtype
+            return (tensor,), spec
         if self.dtype in _PLAIN:
-            return (tensor.to(self.dtype),), tensor.dtype
-        return self._scaled(tensor) or (tensor,), tensor.dtype
+            return (tensor.to(self.dtype),), spec
+        blocks = -(-tensor.numel() // _BLOCK)
+        if tensor.numel() + blocks * wide(tensor.dtype).itemsize >= tensor.nbytes:
+            return (tensor,), spec
+        return self._scaled(flat(tensor)), spec
 
-    def _scaled(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        # Not below the smallest normal number: a device that takes the others for zero would divide by it.
-        largest = wide.abs().amax() / torch.finfo(self.dtype).max
-        scale = largest.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
-        if not scale.isfinite():
-            return None  # or of float64 and too large for a scale in float32
-        return (wide / scale).to(self.dtype), scale
+    def _scaled(self, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = _KINDS[self.dtype]
+        if fused.usable(elements, _BLOCK):
+            codes, scales = fused.encode(elements, _BLOCK, kind, None)
+            return codes.view(self.dtype), scales
+        parts = [scaled(some, _BLOCK, kind.codes) for some in torch.split(elements, _piece(elements))]
+        numbers = [limited(it, kind.codes).to(self.dtype).view(-1) for it in parts]
+        # As bytes, for not all devices have a kernel to join those of 8 bits.
+        joined = torch.cat([some.view(torch.uint8) for some in numbers])[: elements.numel()]
+        return joined.view(self.dtype), torch.cat([it.scales for it in parts])
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
-        """The tensor in the dtype it had."""
+        """The tensor in the shape and dtype it had."""
+        shape, dtype = spec
         if len(tensors) == 1:
-            return tensors[0].to(spec)
-        return tensors[0].to(torch.promote_types(spec, torch.float32)).mul_(tensors[1]).to(spec)
+            return tensors[0].to(dtype)
+        numbers, scales = tensors
+        decoded = torch.empty(shape, dtype=dtype, device=scales.device)
+        into, kind = decoded.view(-1), _KINDS[self.dtype]
+        if fused.usable(into, _BLOCK):
+            fused.decode(numbers.view(torch.uint8), scales, into, _BLOCK, kind)
+            return decoded
+        piece = _piece(into)
+        encoded = torch.split(numbers, piece), torch.split(scales, piece // _BLOCK)
+        for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
+            # In place where it can be.
+            values = part.copy_(some) if dtype is scales.dtype else some.to(scales.dtype)
+            found = unscaled(values, rows, _BLOCK, kind.codes)
+            if found.data_ptr() != part.data_ptr():
+                part.copy_(found)
+        return decoded
+
+
+def _piece(tensor: torch.Tensor) -> int:
+    """Elements at once, so that what is computed on the way is small, and in a CPU's cache."""
+    return 2**20 if tensor.is_cpu else 2**24

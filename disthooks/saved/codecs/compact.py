@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from disthooks.errors import UsageError
+from disthooks.saved.codecs import fused
 from disthooks.saved.codecs.base import Codec, flat
 
 #: Encoded bytes over bytes, above which a tensor is left as it is. Packing and unpacking take as long with few zeros as
@@ -23,8 +25,16 @@ class Compact(Codec):
     of a ReLU becomes about half. Zero is what has no bit set: -0.0, infs and every nan come back as the bits they were.
     Everything else (integers, complex numbers) is left as it is.
 
-    On a GPU, how many elements are not zero is asked of the device once for each floating-point tensor, and the host
-    waits for the answer.
+    How many elements are not zero, and so how large the result is, a GPU's host could only wait for. By default it does
+    not: there floating-point tensors are left as they are, and bools are packed in one Triton kernel (in some torch
+    operations, without Triton), to at most 15 bytes more.
+
+    Args:
+        floats: whether to compact floating-point tensors: True also where the host has to wait for the device, once
+            for each tensor; False nowhere; None where nobody waits, which is on the CPU.
+
+    Raises:
+        UsageError: when ``floats`` is something else.
 
     >>> tensors, spec = Compact().encode(torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, -0.0, 0.0, 0.0]))
     >>> tensors
@@ -33,14 +43,23 @@ class Compact(Codec):
     tensor([0., 0., 0., 5., 0., -0., 0., 0.])
     """
 
+    floats: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.floats is not None and type(self.floats) is not bool:
+            raise UsageError(f"Compact: floats must be True, False or None, got {self.floats!r}")
+
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Size | None]:
         """A bitmap (1-D, uint8), for floats also what is not zero (1-D), and the shape; or the tensor and None."""
         parts: tuple[torch.Tensor, ...] | None = None
         if tensor.dtype is torch.bool and tensor.numel() > 1:
             parts = (_packed(flat(tensor)),)
-        elif tensor.is_floating_point() and tensor.numel():
+        elif tensor.is_floating_point() and tensor.numel() and self._takes(tensor):
             parts = _sparse(tensor)
         return (parts, tensor.shape) if parts else ((tensor,), None)
+
+    def _takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu if self.floats is None else self.floats
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: torch.Size | None) -> torch.Tensor:
         """The tensor, bit for bit."""
@@ -67,9 +86,10 @@ def _sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 
 def _packed(bools: torch.Tensor) -> torch.Tensor:
-    """1-D bools as m = ceil(n / 8) bytes; byte i has elements i, i + m, i + 2 m, ...: whole runs at once."""
-    n = (bools.numel() + 7) // 8
-    units = bools.view(torch.uint8)
+    """1-D bools as m >= n / 8 bytes; byte i has elements i, i + m, i + 2 m, ...: whole runs at once."""
+    n, units = fused.run_of(bools), bools.view(torch.uint8)
+    if fused.packs(units, n):
+        return fused.pack(units, n)
     packed = units[:n].clone()
     for k in range(1, 8):
         part = units[k * n : (k + 1) * n]  # the last ones may be short, or empty
@@ -79,6 +99,8 @@ def _packed(bools: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
     n = packed.numel()
+    if fused.unpacks(packed, count):
+        return fused.unpack(packed, count).view(torch.bool)
     units = torch.empty(8 * n, dtype=torch.uint8, device=packed.device)
     for k in range(8):
         torch.bitwise_and(packed >> k, 1, out=units[k * n : (k + 1) * n])

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from disthooks.errors import UsageError
+from disthooks.saved.codecs import fused, noise
 from disthooks.saved.codecs.base import Codec, flat
+from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KINDS = {8: fused.Kind(8, Codes(127.0, 126.0, -128.0)), 4: fused.Kind(4, Codes(7.0, 6.0, -8.0))}
 
 
 class _Spec(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
-    piece: int  # elements that were encoded at once
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,22 @@ class Quantize(Codec):
     arXiv:2110.02861; unbiased rounding of saved activations and what it means for gradients, "ActNN", Chen et al. 2021,
     arXiv:2104.14129, section 3.
 
-    Two elements of 4 bits share a byte. The scales are float32 (float64 for a float64 tensor, whose range is larger);
+    Two neighbours of 4 bits share a byte. The scales are float32 (float64 for a float64 tensor, whose range is larger);
     tensors of half precision are computed with in float32. Left as they are: tensors of another dtype (indices, masks,
-    complex numbers, 8-bit floats), those that would not get smaller, and those that have an inf or a nan in them,
-    which then come back exactly. To know of those, the host waits for a GPU once for each tensor.
+    complex numbers, 8-bit floats), and those that would not get smaller.
 
-    The random numbers are the codec's own, from one generator for each process and device: torch's global ones are
-    not advanced, so dropout masks are what they are without the codec. It is seeded at its first use from
-    ``torch.initial_seed()`` and the environment's ``RANK``: a run that calls ``torch.manual_seed`` before its first
-    forward is repeated by calling it again in a new process, as long as one thread at a time saves tensors on a device.
+    In a block with an inf or a nan these come back as what they are, the infs with their sign, nans as one nan. For the
+    others of that block m is 126 or 6, and max |x| is over them. Such a block has a scale with a minus, the codes 127
+    or 7 for inf, and -128 or -8 for nan.
+
+    On a GPU both ways are one Triton kernel, which reads and writes everything once, and the host never waits (of
+    float64, or where Triton is missing, many torch operations, to the same bits). Its first use compiles it.
+
+    The random numbers are the codec's own: a hash of the element's place and of a key, which is new for each tensor
+    (of a seed, and a count for each process and device). torch's global generators are not advanced, so dropout masks
+    are what they are without the codec. The seed is of ``torch.initial_seed()`` and the environment's ``RANK`` at the
+    first use: a run that calls ``torch.manual_seed`` before its first forward is repeated by calling it again in a new
+    process, as long as one thread at a time saves tensors on a device.
 
     Args:
         bits: 8 or 4.
@@ -82,48 +86,39 @@ class Quantize(Codec):
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], _Spec]:
         """Codes (1-D; int8, or uint8 with two of them each) and scales (1-D), or the tensor itself."""
-        # Piece by piece, so that what is computed on the way is small, and in a CPU's cache.
-        piece = max((2**20 if tensor.is_cpu else 2**24) // self.block, 1) * self.block
-        spec = _Spec(tensor.shape, tensor.dtype, piece)
+        spec = _Spec(tensor.shape, tensor.dtype)
         if tensor.dtype not in _FLOATS or self._encoded_bytes(tensor) >= tensor.nbytes:
             return (tensor,), spec
-        pieces = torch.split(flat(tensor), piece)
-        scales = self._scales(pieces)
-        if scales is None:
-            return (tensor,), spec
-        rows = torch.split(scales, piece // self.block)
-        return (torch.cat([self._codes(*both) for both in zip(pieces, rows, strict=True)]), scales), spec
+        elements = flat(tensor)
+        key = noise.key(elements.device) if self.stochastic else None
+        if fused.usable(elements, self.block):
+            codes, scales = fused.encode(elements, self.block, _KINDS[self.bits], key)
+            return (codes if self.bits == 4 else codes.view(torch.int8), scales), spec
+        piece = self._piece(elements)
+        parts = [self._codes(some, key, place * piece) for place, some in enumerate(torch.split(elements, piece))]
+        codes, scales = map(torch.cat, zip(*parts, strict=True))
+        return (codes, scales), spec
 
-    def _codes(self, elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        codes = self._in_blocks(elements) / scales[:, None]  # in the dtype of the scales, which is the wider one
-        if self.stochastic:
-            codes.add_(_noise(codes), alpha=2.0**-16)  # round(x / s + u - 1/2) is floor(x / s + u)
-        # x / s may be a little over m by rounding.
-        codes = codes.round_().clamp_(-self._most, self._most).to(torch.int8).view(-1)[: elements.numel()]
-        return codes if self.bits == 8 else _pair(codes)
+    def _piece(self, tensor: torch.Tensor) -> int:
+        """Elements at once, so that what is computed on the way is small, and in a CPU's cache."""
+        return max((2**20 if tensor.is_cpu else 2**24) // self.block, 1) * self.block
 
-    @property
-    def _most(self) -> int:
-        return (1 << (self.bits - 1)) - 1
-
-    def _in_blocks(self, elements: torch.Tensor) -> torch.Tensor:
-        missing = -elements.numel() % self.block
-        return (pad(elements, (0, missing)) if missing else elements).view(-1, self.block)
+    def _codes(
+        self, elements: torch.Tensor, key: tuple[int, int] | None, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of ``elements``, which are those from ``first`` on; what the kernel does."""
+        codes, n = _KINDS[self.bits].codes, elements.numel()
+        it = scaled(elements, self.block, codes)
+        if key:
+            random = noise.noise(it.values.numel(), key, first, elements.device)
+            it.values.add_(random.view_as(it.values), alpha=2.0**-16)  # round(x / s + u - 1/2) is floor(x / s + u)
+        it.values.round_()
+        found = limited(it, codes).to(torch.int8).view(-1)[:n]
+        return (found if self.bits == 8 else _pair(found)), it.scales
 
     def _encoded_bytes(self, tensor: torch.Tensor) -> int:
         n = tensor.numel()
-        return (n * self.bits + 7) // 8 + -(-n // self.block) * _wide(tensor.dtype).itemsize
-
-    def _scales(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """One for each block of ``pieces``; None when something in them is not finite."""
-        wide = _wide(pieces[0].dtype)
-        largest = torch.cat([self._in_blocks(elements).abs().amax(1).to(wide) for elements in pieces])
-        if not largest.isfinite().all():
-            return None
-        limits = torch.finfo(wide)
-        # Rounded up, s m may be over the largest number there is; and a scale of zero, or one that a device takes for
-        # zero, would divide 0 by 0.
-        return (largest.clamp_(max=limits.max * (1 - 8 * limits.eps)) / self._most).clamp_(min=limits.tiny)
+        return (n * self.bits + 7) // 8 + -(-n // self.block) * wide(tensor.dtype).itemsize
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec) -> torch.Tensor:
         """The tensor in the shape and dtype it had."""
@@ -131,60 +126,28 @@ class Quantize(Codec):
             return tensors[0]
         codes, scales = tensors
         decoded = torch.empty(spec.shape, dtype=spec.dtype, device=scales.device)
-        pieces = torch.split(decoded.view(-1), spec.piece)
-        encoded = torch.split(codes, spec.piece * self.bits // 8), torch.split(scales, spec.piece // self.block)
-        for into, some, rows in zip(pieces, *encoded, strict=True):
-            some = some if self.bits == 8 else _unpair(some, into.numel())
-            blocks = self._in_blocks(some).to(scales.dtype).mul_(rows[:, None])
-            into.copy_(blocks.view(-1)[: into.numel()])
+        into = decoded.view(-1)
+        if fused.usable(into, self.block):
+            fused.decode(codes.view(torch.uint8), scales, into, self.block, _KINDS[self.bits])
+            return decoded
+        piece = self._piece(into)
+        encoded = torch.split(codes, piece * self.bits // 8), torch.split(scales, piece // self.block)
+        for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
+            values = some if self.bits == 8 else _unpair(some, part.numel())
+            part.copy_(unscaled(values, rows, self.block, _KINDS[self.bits].codes))
         return decoded
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _pair(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes of 4 bits a byte: one of the first half beside one of the second, which is faster than neighbours."""
-    half = (codes.numel() + 1) // 2
-    nibbles = (codes + 8).view(torch.uint8)
-    bytes_ = nibbles[:half].clone()
-    bytes_[: codes.numel() - half].add_(nibbles[half:], alpha=16)
-    return bytes_
+    """Neighbours in a byte, the first in the lower half, as 8 more than they are; ``codes`` are overwritten."""
+    nibbles = codes.add_(8)
+    if nibbles.numel() % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
+    pairs = nibbles.view(torch.int16)
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def _unpair(bytes_: torch.Tensor, n: int) -> torch.Tensor:
-    nibbles = torch.cat((bytes_ & 15, bytes_ >> 4))[:n]
-    return nibbles.view(torch.int8).sub_(8)
-
-
-_generators: dict[tuple[int, torch.device], torch.Generator] = {}
-_making = threading.Lock()
-
-
-def _noise(like: torch.Tensor) -> torch.Tensor:
-    """Odd random int16 of the shape of ``like``: over 2**16, evenly between -1/2 and 1/2, and never either of them.
-
-    So an integer stays what it is, 0 among them. Four of them come from each number that is drawn: on a CPU drawing
-    is what takes the time.
-    """
-    words = torch.empty((like.numel() + 3) // 4, dtype=torch.int64, device=like.device)
-    words.random_(-(2**63), None, generator=_generator(like.device)).bitwise_or_(0x0001_0001_0001_0001)
-    return words.view(torch.int16)[: like.numel()].view(like.shape)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """This process's own for ``device``; torch locks a generator while it draws, so threads may share it."""
-    key = os.getpid(), device  # a forked child draws its own
-    generator = _generators.get(key)
-    if generator is None:
-        with _making:
-            generator = _generators.get(key) or torch.Generator(device).manual_seed(_seed(device))
-            _generators[key] = generator
-    return generator
-
-
-def _seed(device: torch.device) -> int:
-    # Hashed, so that the numbers are not those that torch's own generators draw from the same seed.
-    known = f"{torch.initial_seed()} {os.environ.get('RANK', 0)} {device}"
-    return int.from_bytes(hashlib.blake2b(known.encode(), digest_size=8).digest(), "little")
+    pairs = bytes_.to(torch.int16)
+    nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8)
+    return nibbles.sub_(8)[:n]
