@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent / folder) for folder in ("ranks", "laws")]
+sys.path[:0] = [str(pathlib.Path(__file__).parent / folder) for folder in ("ranks", "laws", "device")]
 
+import simulated  # noqa: E402
 from harness import Ranks  # noqa: E402
 
 import disthooks as dh  # noqa: E402
@@ -20,6 +24,40 @@ dh.OnDisk.worth = 4096
 
 #: They read the command line when they are imported: no modules to look for examples in.
 collect_ignore_glob = ["launch/scripts/*"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The simulated device has to be there before the first backward, when autograd starts a thread for each device."""
+    wanted = any("device" in getattr(item, "fixturenames", ()) for item in session.items)
+    if wanted and not torch.cuda.is_available():
+        simulated.missing()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Tests of forks have a process without a device: torch refuses a backward in a fork of one that has autograd's."""
+    if pyfuncitem.get_closest_marker("forks") is None or not torch.accelerator.is_available():
+        return None
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(command, env=hidden, cwd=pyfuncitem.config.rootpath, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return True
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """An accelerator: CUDA where there is one, otherwise the simulated one (tests/device/simulated.py)."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda", 0)
+        return
+    if not simulated.compiler():
+        pytest.skip("no CUDA device, and no C++ compiler for the simulated one")
+    assert not simulated.missing(), simulated.missing()
+    simulated.delays()
+    simulated.poison()
+    yield torch.device("sim", 0)
+    torch.accelerator.synchronize()
 
 
 @pytest.fixture(scope="session")

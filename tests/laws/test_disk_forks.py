@@ -18,6 +18,7 @@ import disthooks as dh
 from disthooks.errors import StoreError
 
 pytestmark = [
+    pytest.mark.forks,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning"),
 ]

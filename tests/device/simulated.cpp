@@ -1,0 +1,395 @@
+// A simulated accelerator, "sim": device memory is host memory, and all that a stream is given comes to pass later.
+//
+// Operators are computed by the CPU on what device memory holds once the current stream is drained, so the numbers are
+// the CPU's bit for bit. Their results are written by the current stream, later: whoever reads them on another stream
+// without waiting for an event reads something else.
+#define AT_PER_OPERATOR_HEADERS  // not all of torch: half the time to compile
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+#include "copies.h"
+
+namespace at::autocast {  // of ATen/autocast_mode.h, which brings all of torch
+TORCH_API Tensor cached_cast(ScalarType to, const Tensor& t, DeviceType device);
+TORCH_API ScalarType get_autocast_dtype(DeviceType device);
+}  // namespace at::autocast
+
+namespace sim {
+
+// ---- memory and views
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+using Sizes = c10::IntArrayRef;
+
+at::Tensor empty(Sizes size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                 std::optional<c10::Device> device, std::optional<bool> pinned,
+                 std::optional<c10::MemoryFormat> format) {
+  TORCH_CHECK(!pinned.value_or(false), "only memory of the CPU can be pinned");
+  c10::DeviceGuard guard(device.value_or(device_of(-1)));
+  return at::detail::empty_generic(size, &DeviceMemory::the(), kKeys, c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(Sizes size, Sizes stride, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
+                         std::optional<c10::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(device_of(-1)));
+  return at::detail::empty_strided_generic(size, stride, &DeviceMemory::the(), kKeys, c10::dtype_or_default(dtype));
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, Sizes size, Sizes stride) {
+  return at::native::as_strided_tensorimpl(self, size, stride, self.storage_offset());
+}
+
+void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const {
+  auto* impl = storage.unsafeGetStorageImpl();
+  c10::DeviceGuard guard(storage.device());
+  c10::DataPtr fresh = DeviceMemory::the().allocate(bytes);
+  Item item;
+  item.work = [to = fresh.get(), from = impl->data(), size = std::min(bytes, impl->nbytes())] {
+    if (size) std::memcpy(to, from, size);
+  };
+  c10::Stream stream = current(storage.device().index());
+  give(stream.device_index(), stream.id(), std::move(item));
+  impl->set_data_ptr_noswap(std::move(fresh));
+  impl->set_nbytes(bytes);
+}
+
+const at::Tensor& resize(const at::Tensor& self, Sizes size, std::optional<c10::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(size);
+  if (format && *format != c10::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  size_t bytes = at::detail::computeStorageNbytes(
+      self.sizes(), self.strides(), self.element_size(), self.storage_offset());
+  if (self.numel() && bytes > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), bytes);
+  return self;
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  c10::Storage none(c10::Storage::use_byte_size_t{}, 0, &DeviceMemory::the(), true);
+  return at::native::set_storage_cpu_(self, none, 0, {0}, {});
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  DeviceMemory::the().recordStream(self.storage().data_ptr(), stream);
+}
+
+// ---- operators: the CPU computes them
+
+// The passage of one operator's tensors to the CPU and back.
+struct Crossing {
+  int device = -1;
+  std::unordered_map<c10::StorageImpl*, c10::Storage> storages;  // device memory as the CPU sees it
+  std::vector<std::pair<at::Tensor, at::Tensor>> read, written;  // on the device, for the CPU
+  std::vector<std::pair<Place, at::Tensor>> results;             // to be written by the stream
+  std::vector<size_t> spans;
+
+  void find_device(const at::Tensor& t) {
+    if (!t.defined() || !t.is_privateuseone()) return;
+    TORCH_CHECK(device < 0 || device == t.device().index(), "the tensors are on sim:", device, " and ", t.device());
+    device = t.device().index();
+  }
+
+  // What is only read is the device's memory itself.
+  at::Tensor aliased(const at::Tensor& t) {
+    auto* impl = t.storage().unsafeGetStorageImpl();
+    auto found = storages.find(impl);
+    if (found == storages.end()) {
+      c10::DataPtr data(impl->_mutable_data_ptr_no_checks().get(), c10::DeviceType::CPU);
+      c10::Storage seen(c10::Storage::use_byte_size_t{}, impl->nbytes(), std::move(data), nullptr, false);
+      found = storages.emplace(impl, std::move(seen)).first;
+    }
+    auto made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+
+  // What is written is copied, or others would see it before the stream has come to it.
+  at::Tensor copied(const at::Tensor& t) {
+    at::Tensor made = at::detail::empty_strided_cpu(t.sizes(), t.strides(), t.scalar_type());
+    if (t.numel()) std::memcpy(made.data_ptr(), t.data_ptr(), span(t));
+    return made;
+  }
+
+  at::Tensor to_cpu(const at::Tensor& t, bool is_written) {
+    if (!t.defined() || !t.is_privateuseone()) return t;
+    TORCH_CHECK(t.layout() == c10::kStrided, "sim has strided tensors only");
+    auto& list = is_written ? written : read;
+    for (auto& [there, here] : list)
+      if (there.is_same(t)) return here;
+    list.emplace_back(t, is_written ? copied(t) : aliased(t));
+    return list.back().second;
+  }
+
+  void give_back(const at::Tensor& to, const at::Tensor& from) {
+    if (!from.numel()) return;
+    results.emplace_back(Place(to), from);
+    spans.push_back(span(to));
+  }
+
+  at::Tensor to_device(const at::Tensor& t) {
+    if (!t.defined()) return t;
+    for (auto* list : {&written, &read})
+      for (auto& [there, here] : *list)
+        if (here.is_same(t)) return there;
+    for (auto& [there, here] : read)  // a view of what was given
+      if (t.storage().unsafeGetStorageImpl() == here.storage().unsafeGetStorageImpl())
+        return viewed(there, t);
+    at::Tensor made = empty_strided(t.sizes(), t.strides(), t.scalar_type(), {}, device_of(device), {});
+    give_back(made, t);
+    return made;
+  }
+
+  static at::Tensor viewed(const at::Tensor& there, const at::Tensor& t) {
+    auto made = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(there.storage()), there.key_set(), t.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+    return made;
+  }
+
+  void write_arguments() {
+    for (auto& [there, here] : written) {
+      if (there.sizes() != here.sizes()) {  // an `out` that was made to fit
+        sim::resize(there, here.sizes(), std::nullopt);
+        there.unsafeGetTensorImpl()->set_sizes_and_strides(here.sizes(), here.strides(), there.storage_offset());
+      }
+      give_back(there, here);
+    }
+  }
+
+  void give_results(const c10::Stream& stream) {
+    if (results.empty()) return;
+    Item item;
+    item.work = [results = std::move(results), spans = std::move(spans)] {
+      for (size_t i = 0; i < results.size(); ++i) move(results[i].first, Place(results[i].second), spans[i]);
+    };
+    give(stream.device_index(), stream.id(), std::move(item));
+  }
+};
+
+// Applies `change` to each tensor of an argument or a result.
+template <class Change>
+void each_tensor(c10::IValue& value, Change change) {
+  if (value.isTensor()) {
+    value = change(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> made;
+    for (const at::Tensor& t : value.toTensorVector()) made.push_back(change(t));
+    value = made;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> made;
+    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+      made.push_back(t ? std::optional<at::Tensor>(change(*t)) : std::nullopt);
+    value = made;
+  }
+}
+
+// Operators for which CUDA's host waits as well: the shape of the result is in the data.
+bool makes_host_wait(const c10::FunctionSchema& schema, const torch::jit::Stack& arguments) {
+  static const std::set<std::string> kShapes{
+      "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+  if (kShapes.count(schema.name())) return true;
+  for (const auto& result : schema.returns()) {
+    auto kind = result.type()->kind();
+    if (kind == c10::TypeKind::NumberType || kind == c10::TypeKind::BoolType) return true;
+  }
+  if (schema.name().rfind("aten::index", 0) != 0 && schema.name() != "aten::_index_put_impl_") return false;
+  for (const auto& value : arguments)
+    if (value.isOptionalTensorList())
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
+        if (t && t->defined() && t->scalar_type() == c10::kBool) return true;
+  return false;
+}
+
+// The CPU has no use for a device's generator: it works with one of its own in the same state.
+struct Twin {
+  at::Generator ours, twin;
+
+  void enter(const c10::Argument& argument, c10::IValue& value, int device) {
+    if (argument.name() != "generator") return;
+    ours = value.isNone() ? default_generator(device) : value.toGenerator();
+    TORCH_CHECK(ours.device().type() == kType, "a generator of ", ours.device(), " was given for tensors of sim");
+    twin = at::make_generator<at::CPUGeneratorImpl>();
+    twin.set_state(ours.get_state());
+    value = twin;
+  }
+  void leave() {
+    if (ours.defined()) ours.set_state(twin.get_state());
+  }
+};
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto& arguments = schema.arguments();
+  at::AutoDispatchBelowADInplaceOrView guard;
+  torch::jit::Stack given(stack->end() - arguments.size(), stack->end());
+  torch::jit::drop(*stack, arguments.size());
+
+  Crossing crossing;
+  for (auto& value : given) {
+    each_tensor(value, [&](const at::Tensor& t) { return crossing.find_device(t), t; });
+    if (crossing.device < 0 && value.isDevice()) crossing.device = device_of(value.toDevice().index()).index();
+  }
+  if (crossing.device < 0) crossing.device = device_now;
+  c10::DeviceGuard on_device(device_of(crossing.device));
+  c10::Stream stream = current(crossing.device);
+  drain(stream.device_index(), stream.id());
+  count(kOperators);
+  if (makes_host_wait(schema, given)) count(kOperatorWaits);
+
+  Twin twin;
+  for (size_t i = 0; i < given.size(); ++i) {
+    bool is_written = (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) ||
+                      arguments[i].name().rfind("running_", 0) == 0;  // batch norm writes them and does not say so
+    each_tensor(given[i], [&](const at::Tensor& t) {
+      bool astray = t.defined() && t.is_cpu() && t.dim() > 0 && schema.name().find("index") == std::string::npos;
+      TORCH_CHECK(!astray, schema.name(), ": argument '", arguments[i].name(), "' is on the CPU, others on sim");
+      return crossing.to_cpu(t, is_written);
+    });
+    twin.enter(arguments[i], given[i], crossing.device);
+    if (given[i].isDevice()) given[i] = c10::Device(c10::kCPU);
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &given);
+  twin.leave();
+
+  crossing.write_arguments();
+  for (auto& value : given) {
+    each_tensor(value, [&](const at::Tensor& t) { return crossing.to_device(t); });
+    stack->push_back(value);
+  }
+  crossing.give_results(stream);
+}
+
+// ---- operators that torch composes otherwise where there is no kernel of the CPU's
+
+// Not the fused one, so that the numbers are the CPU's.
+at::Tensor dropout(const at::Tensor& input, double p, bool train) {
+  if (p == 0 || !train || input.numel() == 0) return input;
+  return input.mul(p == 1 ? at::empty_like(input).zero_() : at::empty_like(input).bernoulli_(1 - p).div_(1 - p));
+}
+
+using Maybe = std::optional<at::Tensor>;
+
+at::Tensor with(const at::Tensor& gates, const Maybe& bias) { return bias && bias->defined() ? gates + *bias : gates; }
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& in, const at::Tensor& hidden, const at::Tensor& before,
+                                            const Maybe& in_bias, const Maybe& hidden_bias) {
+  auto i = with(in, in_bias).chunk(3, 1), h = with(hidden, hidden_bias).chunk(3, 1);
+  at::Tensor reset = (h[0] + i[0]).sigmoid(), update = (h[1] + i[1]).sigmoid();
+  at::Tensor fresh = (i[2] + h[2] * reset).tanh();
+  return {(before - fresh) * update + fresh, at::empty_like(in)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& in, const at::Tensor& hidden,
+                                                         const at::Tensor& before, const Maybe& in_bias,
+                                                         const Maybe& hidden_bias) {
+  auto gates = (with(in, in_bias) + with(hidden, hidden_bias)).chunk(4, 1);
+  at::Tensor cell = gates[1].sigmoid() * before + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cell.tanh(), cell, at::empty_like(in)};
+}
+
+// ---- autocast: the operators that CUDA's casts down, and the best known of those it casts up
+
+void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::ScalarType dtype) {
+  c10::impl::ExcludeDispatchKeyGuard off(c10::DispatchKey::AutocastPrivateUse1);
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i)
+    each_tensor((*stack)[i], [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, kType); });
+  op.callBoxed(stack);
+}
+
+void cast_down(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  cast_and_call(op, stack, at::autocast::get_autocast_dtype(kType));
+}
+
+void cast_up(const c10::OperatorHandle& op, torch::jit::Stack* stack) { cast_and_call(op, stack, c10::kFloat); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  for (const char* name : {"linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "conv1d", "conv2d",
+                           "conv3d", "conv_transpose1d", "conv_transpose2d.input", "scaled_dot_product_attention"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast_down>());
+  for (const char* name : {"softmax.int", "log_softmax.int", "layer_norm", "native_layer_norm", "group_norm", "exp",
+                           "log", "rsqrt", "mse_loss", "nll_loss", "smooth_l1_loss", "cosine_similarity", "cumsum"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cast_up>());
+}
+
+// Copies read conjugate and negative views themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", dropout);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, Sizes)>(at::native::view));
+  m.impl("_reshape_alias", reshape_alias);
+  m.impl("resize_", resize);
+  m.impl("set_", set_empty);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(at::native::set_));
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("record_stream", record_stream);
+  std::set<std::string> ours{"empty.memory_format", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_",
+                             "set_", "set_.source_Tensor", "set_.source_Storage",
+                             "set_.source_Storage_storage_offset", "record_stream"};
+  // torch's own compositions come before a fallback, with other numbers than the CPU's kernels.
+  using Key = c10::DispatchKey;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) != 0 || !op || !op->hasSchema()) continue;
+    std::string own = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    bool composed = op->hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
+                    op->hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);
+    bool convolves = own == "convolution" || own == "convolution_backward";
+    if ((composed && op->hasKernelForDispatchKey(Key::CPU) && !ours.count(own)) || convolves)
+      m.impl(own.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+  }
+}
+
+void seed(int64_t device, int64_t seed) {
+  at::Generator generator = default_generator(device);
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(static_cast<uint64_t>(seed));
+}
+
+void set_rng_state(int64_t device, const at::Tensor& state) {
+  at::Generator(default_generator(device)).set_state(state);
+}
+
+TORCH_LIBRARY(sim, m) {
+  m.def("seed", seed);
+  m.def("get_rng_state", [](int64_t device) { return default_generator(device).get_state(); });
+  m.def("set_rng_state", set_rng_state);
+}
+
+const AtExit at_exit;
+
+}  // namespace sim
+
+// ---- what the tests' Python calls
+
+extern "C" {
+void sim_delays(double most_seconds, uint64_t seed) { sim::set_delays(most_seconds, seed); }
+void sim_poison(int on) { sim::world().poison = on != 0; }
+int64_t sim_hold(int device, int64_t stream) { return sim::hold(device, stream); }
+void sim_open(int64_t gate) { sim::open_gate(gate); }
+int64_t sim_count(int which) { return sim::world().counts[which]; }
+int sim_forked() { return sim::world().forked; }
+int64_t sim_pinned_bytes() { return sim::PinnedMemory::the().allocated.current; }
+}

@@ -1,0 +1,245 @@
+"""The simulated accelerator catches what goes wrong on a real one, and counts what the host does."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+import simulated
+import torch
+
+N = 4096
+
+
+@pytest.fixture
+def sim(device: torch.device) -> torch.device:
+    if device.type != "sim":
+        pytest.skip("there is a real device")
+    return device
+
+
+def numbers() -> torch.Tensor:
+    return torch.arange(N, dtype=torch.float32)
+
+
+def pinned() -> torch.Tensor:
+    return torch.zeros(N, pin_memory=True)
+
+
+def test_a_copy_that_does_not_wait_for_the_result_is_wrong(sim: torch.device) -> None:
+    main, side = torch.accelerator.current_stream(sim), torch.Stream(sim)
+    x, y, wrong, right = numbers().to(sim), torch.empty(N, device=sim), pinned(), pinned()
+    produced = torch.Event(sim)
+    with simulated.held(main):
+        y.copy_(x)
+        produced.record(main)
+        with side:
+            wrong.copy_(y, non_blocking=True)
+        side.synchronize()
+    with side:
+        side.wait_event(produced)
+        right.copy_(y, non_blocking=True)
+    side.synchronize()
+    assert torch.equal(right, numbers())
+    assert not torch.equal(wrong, right)
+
+
+def test_what_an_operator_computes_is_there_later(sim: torch.device) -> None:
+    x = torch.ones(N, device=sim)
+    wrong = 0
+    for seed in range(20):
+        simulated.delays(2e-3, seed)
+        side, host = torch.Stream(sim), pinned()
+        y = x * 2
+        with side:
+            host.copy_(y, non_blocking=True)
+        side.synchronize()
+        wrong += not torch.equal(host, torch.full((N,), 2.0))
+        assert torch.equal(y.cpu(), torch.full((N,), 2.0))
+    assert wrong > 0
+
+
+def freed(sim: torch.device, kept: bool = False, recorded: bool = False) -> torch.Tensor:
+    """What a copy on a side stream brings when its source is freed before it is done and the memory is used again."""
+    side, host, source = torch.Stream(sim), pinned(), numbers().to(sim)
+    address = source.data_ptr()
+    with simulated.held(side):
+        with side:
+            host.copy_(source, non_blocking=True)
+        if recorded:
+            source.record_stream(side)
+        if not kept:
+            del source
+        other = torch.zeros(N, device=sim)
+        torch.accelerator.current_stream(sim).synchronize()
+    assert (other.data_ptr() == address) == (not kept and not recorded)
+    side.synchronize()
+    return host
+
+
+def test_a_source_freed_before_its_copy_is_done_is_wrong(sim: torch.device) -> None:
+    assert not torch.equal(freed(sim), numbers())
+    assert torch.equal(freed(sim, kept=True), numbers())
+    assert torch.equal(freed(sim, recorded=True), numbers())
+
+
+def test_a_freed_source_is_wrong_even_if_its_memory_is_not_used_again(sim: torch.device) -> None:
+    side, host, source = torch.Stream(sim), pinned(), numbers().to(sim)
+    with simulated.held(side):
+        with side:
+            host.copy_(source, non_blocking=True)
+        del source
+        torch.accelerator.current_stream(sim).synchronize()
+    side.synchronize()
+    assert host.isnan().all()
+
+
+def test_a_reload_that_is_not_waited_for_is_wrong(sim: torch.device) -> None:
+    main, side = torch.accelerator.current_stream(sim), torch.Stream(sim)
+    host = pinned().copy_(numbers())
+    with simulated.held(side):
+        with side:
+            back = torch.empty(N, device=sim)
+            back.copy_(host, non_blocking=True)
+        wrong = (back + 0).cpu()
+    main.wait_stream(side)
+    assert torch.equal((back + 0).cpu(), numbers())
+    assert not torch.equal(wrong, numbers())
+
+
+def test_pinned_memory_with_a_copy_on_its_way_is_not_given_out_again(sim: torch.device) -> None:
+    """As in torch's own: a host tensor may be freed as soon as its copy is queued."""
+    side, host = torch.Stream(sim), pinned().copy_(numbers())
+    address = host.data_ptr()
+    with simulated.held(side):
+        with side:
+            back = torch.empty(N, device=sim)
+            back.copy_(host, non_blocking=True)
+        del host
+        assert pinned().data_ptr() != address
+    side.synchronize()
+    assert torch.equal(back.cpu(), numbers())
+    first, second = pinned(), pinned()
+    assert address in {first.data_ptr(), second.data_ptr()}
+
+
+def test_events_and_streams(sim: torch.device) -> None:
+    side, other = torch.Stream(sim), torch.Stream(sim)
+    first, last = (torch.Event(sim, enable_timing=True) for _ in range(2))
+    with simulated.held(side):
+        first.record(side)
+        other.wait_event(first)
+        last.record(other)
+        assert not first.query()
+        assert not last.query()
+        assert not side.query()
+        assert not other.query()
+    last.synchronize()
+    assert first.query()
+    assert first.elapsed_time(last) >= 0
+    with side:
+        assert torch.accelerator.current_stream(sim) == side
+    assert torch.accelerator.current_stream(sim) != side
+
+
+def test_copies_are_counted_and_the_host_waits_only_where_it_must(sim: torch.device) -> None:
+    x, host = torch.ones(N, device=sim), pinned()
+    with simulated.counted() as free:
+        host.copy_(x, non_blocking=True)
+        x.copy_(host, non_blocking=True)
+        x.copy_(torch.ones(N), non_blocking=True)
+        (x * 2).sum()
+    assert free.waits == 0
+    names = ("to_host_async", "to_device_async", "to_device_staged")
+    assert [free[name] for name in names] == [1, 1, 1]
+    assert [free[name + "_bytes"] for name in names] == [4 * N] * 3
+    with simulated.counted() as waited:
+        x.cpu()
+        torch.ones(N).to(sim)
+        x.sum().item()
+        x[x > 0]
+        torch.accelerator.synchronize()
+    expected = {"to_host_blocking": 1, "to_device_blocking": 1, "operator_waits": 2, "device_waits": 1}
+    assert {name: n for name, n in waited.items() if name in simulated.WAITS and n} == expected
+
+
+def test_memory_is_counted_and_used_again(sim: torch.device) -> None:
+    start = torch.accelerator.memory_allocated(sim)
+    torch.accelerator.reset_peak_memory_stats(sim)
+    x = torch.ones(N, device=sim)
+    y = torch.ones(N, device=sim)
+    assert torch.accelerator.memory_allocated(sim) == start + 8 * N
+    address = y.data_ptr()
+    del y
+    assert torch.empty(N - 100, device=sim).data_ptr() == address
+    del x
+    assert torch.accelerator.memory_allocated(sim) == start
+    assert torch.accelerator.max_memory_allocated(sim) == start + 8 * N
+
+
+def test_each_device_has_its_own_random_numbers(sim: torch.device) -> None:
+    torch.manual_seed(3)
+    truth = torch.rand(4)
+    torch.manual_seed(3)
+    torch.rand(7)
+    assert torch.equal(torch.rand(4, device=sim).cpu(), truth)
+    with torch.random.fork_rng(devices=[0], device_type="sim"):
+        inside = torch.rand(4, device=sim)
+    assert torch.equal(inside, torch.rand(4, device=sim))
+
+
+def test_tensors_of_two_devices_do_not_meet(sim: torch.device) -> None:
+    x = torch.ones(2, device=sim)
+    with pytest.raises(RuntimeError, match="is on the CPU"):
+        x + torch.ones(2)
+    with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
+        x + torch.ones(2, device="sim:1")
+    assert torch.equal((x + x.to("sim:1").to(sim)).cpu(), torch.full((2,), 2.0))
+
+
+def test_backward_runs_in_the_threads_and_streams_of_the_device(sim: torch.device) -> None:
+    side, seen = torch.Stream(sim), []
+    x = torch.ones(N, device=sim, requires_grad=True)
+    side.wait_stream(torch.accelerator.current_stream(sim))
+    with side:
+        y = x * 2
+    y.register_hook(lambda _: seen.append((threading.get_ident(), torch.accelerator.current_stream(sim))))
+    torch.accelerator.current_stream(sim).wait_stream(side)
+    (y * 3).sum().backward()
+    ((thread, stream),) = seen
+    assert thread != threading.get_ident()
+    assert stream == side
+    assert torch.equal(x.grad.cpu(), torch.full((N,), 6.0))
+
+
+ENDS = {
+    "work under way": "",
+    "a stream that stands still": "simulated.load().sim_hold(0, side.stream_id)",
+    "a fork": "pid = os.fork()\nif pid: assert os.waitpid(pid, 0)[1] == 0\nelse: torch.ones(9).sum(); del x",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_ends_cleanly(sim: torch.device, how: str, tmp_path: pathlib.Path) -> None:
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(pathlib.Path(simulated.__file__).parent)!r})
+import simulated, torch
+simulated.load()
+simulated.delays(5e-3)
+side = torch.Stream("sim")
+x = torch.ones(1000, 1000, device="sim", requires_grad=True)
+(x * x).sum().backward()
+host = torch.empty(1000, 1000, pin_memory=True)
+with side:
+    for _ in range(200):
+        host.copy_(x.detach(), non_blocking=True)
+{ENDS[how]}
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("end") == (2 if how == "a fork" else 1)
