@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from disthooks.errors import AttachError
+
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` lives on a device that runs behind the host, on streams.
@@ -47,9 +49,38 @@ def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
     return event
 
 
+#: Without it torch has nothing to ask.
+_HAS_GRAPHS = torch.version.cuda is not None or torch.version.hip is not None
+
+
+def capturing() -> bool:
+    """Whether what this thread gives its current device is recorded in a graph, to be run again without Python.
+
+    >>> capturing()
+    False
+    """
+    ask: Any = torch.cuda.is_current_stream_capturing
+    return _HAS_GRAPHS and bool(ask())
+
+
 def is_capturing(device: torch.device) -> bool:
-    """Whether what this thread gives ``device`` is recorded in a graph, to be run again without Python."""
-    if device.type != "cuda":
-        return False
-    capturing: Any = torch.cuda.is_current_stream_capturing
-    return bool(capturing())
+    """The same of ``device``; False for what has no graphs."""
+    return device.type == "cuda" and capturing()
+
+
+def refuse_capture(who: str, instead: str) -> None:
+    """Nothing, or an error while a graph is captured.
+
+    Args:
+        who: what would not run when the graph is replayed.
+        instead: what to do.
+
+    Raises:
+        AttachError: a replay runs no Python: copies would go to and from memory that is somebody else's by then, and
+            nothing would be counted or decided.
+    """
+    if capturing():
+        raise AttachError(
+            f"{who}: a CUDA graph is being captured (torch.cuda.graph, make_graphed_callables), and its replays run no "
+            f"Python, so the hooks would act in the capture and never again; {instead}"
+        )

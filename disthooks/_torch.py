@@ -116,6 +116,26 @@ class StorageRef:
         _free(self._ref)
 
 
+def in_graph_memory(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a device's ``tensor`` belongs to CUDA graphs of the compiler (``mode="reduce-overhead"``).
+
+    Their next run writes into it, uncounted, and their backward expects its inputs there. Who manages the graphs of
+    a thread and device knows which tensors they gave since the first of the graphs that now follow each other.
+    True where torch has graphs and does not tell as expected.
+    """
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False  # the compiler imports it for its first graph
+    try:
+        manager = trees.get_manager(tensor.device.index or 0, create_if_none_exists=False)
+        node = None if manager is None else manager.current_node
+        return node is not None and bool(node._is_cuda_graph_recorded_tensor(tensor))
+    except AssertionError:
+        return False  # a thread in which the compiler of 2.9 can have no graphs
+    except AttributeError:
+        return True
+
+
 def metadata_being_loaded() -> dict[str, Any]:
     """The ``_metadata`` (module name to version) of the checkpoint that a ``load_state_dict`` further up is loading.
 

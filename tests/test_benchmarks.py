@@ -1,4 +1,4 @@
-"""``benchmarks/disk.py`` runs and writes what it says it does; the figures of so small a run mean nothing."""
+"""The benchmarks run and write what they say they do; the figures of so small a run mean nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +75,139 @@ def test_the_benchmark_of_gradients_runs(tmp_path: pathlib.Path) -> None:
     assert {"torch clip_grad_norm_", "naive statistics", *ours} <= found["added_milliseconds"].keys()
     assert found["not_run"].keys() | found["added_milliseconds"].keys() >= {"lightning grad_norm"}
     assert all(target["met"] in (True, False) for target in found["targets"].values())
+
+
+@pytest.fixture(scope="module")
+def on_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, pathlib.Path]:
+    """What ``benchmarks/gpu.py`` wrote and printed of two models so small that a CPU has them in no time."""
+    folder = tmp_path_factory.mktemp("gpu")
+    parts = ["ResNet-152 fp32", "decoder bf16", "statistics", "ResNet-152 bf16"]
+    sizes = ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--budget", "1000"]
+    to = ["--json", str(folder / "gpu.json"), "--figures", str(folder / "img")]
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *sizes, *to, "--parts", *parts]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "gpu.json").read_text()), done.stdout, folder
+
+
+Figures = tuple[dict[str, Any], str, pathlib.Path]
+ABSENT = ("trl OffloadActivations", "torchtune OffloadActivations", "TransformerEngine cpu offload")
+
+
+def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> None:
+    found, printed, _ = on_device
+    assert found["not_run"] == {}
+    images, words = (found["workloads"][name]["rows"] for name in ("ResNet-152 fp32", "decoder bf16"))
+    assert {f"disthooks Tiered at {peak} GB" for peak in (5, 10, 20, 30)} <= images.keys()
+    assert {"disthooks Tiered at -30%", "disthooks OnCpu around checkpoints"} <= words.keys()
+    for rows in (images, words):
+        assert not [row for row in rows.values() if "failed" in row]
+        silent = {name for name, row in rows.items() if "step_ms" not in row}
+        assert all(name in ABSENT or "Recompute" in name for name in silent), silent
+        assert all(len(rows[name]["not_run"]) > 10 for name in silent)
+        assert all(name in printed for name in rows)
+
+
+def test_exact_ways_on_a_device_give_the_same_bits_and_others_do_not(on_device: Figures) -> None:
+    rows = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]
+    ran = {name: row for name, row in rows.items() if "step_ms" in row}
+    assert all(row["gradients_identical"] == ("Quantize" not in name) for name, row in ran.items())
+    assert all(0 < row["gradient_error"] < 1 for name, row in ran.items() if "Quantize" in name)
+    assert rows["disthooks OnCpu"]["kept_bytes"]["in place"] > 2**20, "what is in the CPU's memory stays there"
+    assert rows["disthooks Tiered at 5 GB"]["exact"]
+
+
+def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -> None:
+    found, printed, _ = on_device
+    targets = [target for part in found["targets"].values() for target in part]
+    assert len(targets) > 20
+    assert all(target["met"] in (True, False) or target.get("why") for target in targets)
+    assert "no figure here means anything" in printed
+    assert found["targets"]["statistics"][0]["reached"] == found["statistics"]["share"]
+
+
+def test_the_figure_of_a_device_has_every_way(on_device: Figures, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    from figure import draw
+
+    found, _, folder = on_device
+    assert sorted(path.name for path in (folder / "img").iterdir()) == [
+        "gpu-decoder-bf16.svg",
+        "gpu-resnet-152-bf16.svg",
+        "gpu-resnet-152-fp32.svg",
+    ]
+    (path, *_) = draw(found, tmp_path)
+    text = path.read_text()
+    assert all(name in text for name, row in found["workloads"]["ResNet-152 fp32"]["rows"].items() if "step_ms" in row)
+    assert "no GPU" in text
+
+
+FAILS = """
+import torch
+from accelerator import Device
+from rows import Bench
+from workloads import image
+import disthooks as dh
+
+def full(self, tensor):
+    raise torch.OutOfMemoryError("no room for a tensor of 1 GiB")
+
+dh.Quantize.encode = full
+bench = Bench(Device("cpu"), image("tiny", torch.device("cpu")), 1, lambda: 100.0)
+assert "step_ms" in bench.row("nothing")
+failed = bench.row("disthooks Quantize(4), OnCpu")
+assert failed == {"failed": "OutOfMemoryError: no room for a tensor of 1 GiB"}, failed
+assert bench.row("disthooks OnCpu")["gradients_identical"]
+bench.left = lambda: 0.0
+assert bench.row("checkpoint per block") == {"not_run": "no time was left"}
+"""
+
+
+def test_a_way_that_fails_is_named_and_the_rest_runs() -> None:
+    """A process of its own: the benchmarks have a module ``models`` as the laws do."""
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_figures_that_are_kept_are_those_of_the_results(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    from figure import charts
+
+    for model in ("resnet152", "transformer"):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"disk-{model}.json").read_text())
+        (points,) = charts(found).values()
+        kept = (ROOT / "docs" / "img" / f"cpu-{model}.svg").read_text()
+        assert len(points) > 3
+        assert all(name in kept for name, _, _ in points)
+        assert "no GPU" in kept
+
+
+def test_what_the_link_allows() -> None:
+    from targets import at_the_link, of_images
+
+    nothing = {"step_ms": 500.0, "forward_ms": 170.0, "backward_ms": 330.0, "peak_bytes": 48e9, "ratio": 1.0}
+    nothing |= {"exact": True}
+    ours = {
+        "step_ms": 1950.0,
+        "moved_bytes": 45e9,
+        "loaded_bytes": 45e9,
+        "peak_bytes": 4e9,
+        "ratio": 3.9,
+        "exact": True,
+    }
+    link = {"to_host": 50e9, "to_device": 50e9}
+    rows = {"nothing": nothing, "disthooks OnCpu": ours}
+    assert at_the_link(rows, link)["reached"] == {"limit_ms": 1800.0, "of_limit": 1.083}
+    assert at_the_link(rows, link)["met"] is True
+    assert at_the_link(rows | {"disthooks OnCpu": ours | {"step_ms": 2000.0}}, link)["met"] is False
+    four = {"step_ms": 740.0, "peak_bytes": 4.9e9, "ratio": 1.48, "exact": False}
+    met = {one["wanted"]: one["met"] for one in of_images(rows | {"disthooks Quantize(4), Tiered at 5 GB": four}, link)}
+    assert met["at 5 GB with 4 bits at most 1.5 times nothing"] is True
+    assert met["at 10 GB the fastest of all"] is True
+    assert met["at 10 GB the fastest of all that lose nothing"] is True

@@ -102,7 +102,8 @@ def _machine(facts: dict[str, Any]) -> Rows:
     ]
     for gpu in facts["torch"]["devices"]:
         room = f"{size(gpu['memory_bytes'])}, {size(gpu['free_bytes'])} free"
-        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}")]
+        node = "" if gpu["numa_node"] is None else f", NUMA node {gpu['numa_node']}"
+        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}{node}")]
     for name in ("pinned", "pageable") if link else ():
         way = [
             f"{speed(link[f'{name}_{way}'])} to the {end}" for way, end in (("to_device", "GPU"), ("to_host", "CPU"))

@@ -17,6 +17,8 @@ from typing import Any
 PACKAGES = (
     "accelerate",
     "deepspeed",
+    "kvikio-cu12",
+    "kvikio-cu13",
     "lightning",
     "lz4",
     "mlflow-skinny",
@@ -29,6 +31,7 @@ PACKAGES = (
     "tensorboard",
     "torchtitan",
     "transformers",
+    "triton",
     "trl",
     "typer",
     "wandb",
@@ -92,7 +95,25 @@ def _device(index: int) -> dict[str, Any]:
     about = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     kind = f"{about.major}.{about.minor}"
-    return {"index": index, "name": about.name, "capability": kind, "memory_bytes": total, "free_bytes": free}
+    facts = {"index": index, "name": about.name, "capability": kind, "memory_bytes": total, "free_bytes": free}
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    address = [getattr(about, name, None) for name in names]  # of later torches
+    return facts | {"numa_node": numa_node(*address)}
+
+
+def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | None:
+    """The node of the processor that a PCI device hangs on; None where there is one node, or nobody tells.
+
+    >>> numa_node(None, None, None), numa_node(0xFFFF, 0xFF, 0x1F)
+    (None, None)
+    """
+    if domain is None or bus is None or device is None:
+        return None
+    try:
+        node = int(_text(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"))
+    except (OSError, ValueError):
+        return None
+    return None if node < 0 else node
 
 
 def _driver() -> str | None:

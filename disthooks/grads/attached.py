@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disthooks._device import refuse_capture
 from disthooks._handles import Attachment
 from disthooks._match import Pattern
 from disthooks._torch import scaler_under_way
@@ -19,7 +20,7 @@ from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collect
 from disthooks.grads.alarm import Alarms
 from disthooks.grads.held import check_step, wanted_of
-from disthooks.grads.looking import Looking
+from disthooks.grads.looking import UNCAPTURED, Looking
 from disthooks.grads.plan import Steps, groups_of, scope_of, start_stats
 from disthooks.grads.record import Pending
 from disthooks.grads.rounds import Grads, Outcome, Runner, in_users_units, put_back, rounds_in
@@ -250,6 +251,7 @@ class Gradients(Attachment):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
         check_step(optimizer, args, kwargs)
         self._check_same()
         self.flush()

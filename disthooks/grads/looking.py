@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from disthooks._device import refuse_capture
 from disthooks._tensors import local_part
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
@@ -17,6 +18,10 @@ from disthooks.grads.measures.power import norms
 from disthooks.grads.rules.base import MicroBatch, Rule
 
 _NOTHING = Seen()
+UNCAPTURED = (
+    "let the optimizer step outside of the graph, and in a captured backward have nothing look at gradients before "
+    "their reduction (rules at='local', statistics of ranks: NonFinite, NoiseScale); or remove() the hooks first"
+)
 
 
 class Looking:
@@ -68,6 +73,8 @@ class Looking:
         return [seen.get(index, _NOTHING) for index in self._wanted]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        if grad.is_cuda:
+            refuse_capture(f"gradients(...) on {self._engine.shards[index].name!r} in backward", UNCAPTURED)
         if grad.layout is not torch.strided:
             self._refuse(index, grad)
             return None

@@ -13,6 +13,7 @@ from disthooks._tensors import Layout
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
+from disthooks.saved.entry import refuse_capture
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Packed
 from disthooks.saved.region import Region
@@ -117,6 +118,8 @@ class InStore(Packed):
         return held
 
     def _bring(self) -> torch.Tensor:
+        if self.alias.is_cuda:
+            refuse_capture(self.where)  # of a backward
         begin = time.perf_counter()
         tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
         self.ledger.count_got(self._tickets.nbytes, time.perf_counter() - begin)

@@ -7,12 +7,27 @@ import inspect
 import torch
 from torch import nn
 
+from disthooks import _device
 from disthooks._torch import being_traced, exporting, hooks_allowed, in_backward, in_transform, top_hooks, uncompiled
 
 BREAK = (
     "saved-tensor hooks of disthooks act between compiled graphs, so the graph breaks here; for whole graphs compile "
     "the modules that have the hooks, each by itself: module.compile(fullgraph=True)"
 )
+
+
+_UNCAPTURED = (
+    "remove() the hooks first, or attach to modules that are not captured; torch.compile(mode='reduce-overhead') makes "
+    "graphs that hooks can be around"
+)
+
+
+@uncompiled()
+def refuse_capture(where: str) -> None:
+    """AttachError while a CUDA graph is captured: asked when hooks open, and whenever they act on a GPU's tensor."""
+    if _device.capturing():
+        place = f"the saved-tensor hooks of {where!r}" if where else "a saving(...) block"
+        _device.refuse_capture(place, _UNCAPTURED)
 
 
 @uncompiled()

@@ -15,11 +15,11 @@ from torch import nn
 
 from disthooks import _events
 from disthooks._tensors import Layout, exotic, local_part
-from disthooks._torch import sequence_number, top_hooks, uncompiled
+from disthooks._torch import in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.called import Called
 from disthooks.saved.contents import InStore, SmallCopy, to_widen
-from disthooks.saved.entry import BREAK
+from disthooks.saved.entry import BREAK, refuse_capture
 from disthooks.saved.index import Key, is_written_uncounted
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
@@ -59,6 +59,7 @@ class Frame:
 
     @uncompiled(BREAK)
     def __enter__(self) -> Frame:
+        refuse_capture(self._where)
         self._ledger.count_call()
         outer = top_hooks(True)
         outer_frame = getattr(outer[0], "__self__", None) if outer is not None else None
@@ -94,6 +95,8 @@ class Frame:
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
+        if tensor.is_cuda:
+            refuse_capture(self._where)  # it began inside
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
         # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
         if sequence_number() != self._sequence and threading.get_ident() == self._thread:
@@ -131,6 +134,9 @@ class Frame:
         owned = self._weights.owned(part)
         if owned is not None:
             return owned
+        if not part.is_cpu and in_graph_memory(part):
+            self._ledger.say_graphs(self._where)
+            return "CUDA graph"
         return "in place" if not self._codecs and not self._store.moves(part) else None
 
     def _pins_much(self, part: torch.Tensor) -> bool:

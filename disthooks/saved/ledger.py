@@ -27,6 +27,12 @@ _MENDABLE = {
     "checkpoint": _STEPPED_BACK.replace("{what}", "an activation checkpoint"),
     "backward": _STEPPED_BACK.replace("{what}", "a backward (a reentrant checkpoint, most likely)"),
 }
+_GRAPHS = (
+    "what {where} saves lies in memory of the CUDA graphs that torch.compile(mode='reduce-overhead') made: it stays "
+    "there, as without disthooks, because the graph of its backward reads it there. To have it stored, compile this "
+    "module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has the bytes; "
+    "this is said once"
+)
 
 
 class Ledger:
@@ -51,7 +57,7 @@ class Ledger:
         self._changes: collections.deque[int] = collections.deque()
         #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
         self.change_held: Callable[[int], None] = self._changes.append
-        self._told = False
+        self._told = self._told_graphs = False
         care_for(self)
 
     def after_fork(self) -> None:
@@ -118,6 +124,13 @@ class Ledger:
             tell, self._told = reason in _MENDABLE and not self._told, self._told or reason in _MENDABLE
         if tell:
             warnings.warn(_MENDABLE[reason].format(where=repr(where or "this block")), stacklevel=4)
+
+    def say_graphs(self, where: str) -> None:
+        """Tell the user once that tensors in memory of CUDA graphs stay there."""
+        with self.lock:
+            tell, self._told_graphs = not self._told_graphs, True
+        if tell:
+            warnings.warn(_GRAPHS.format(where=repr(where) if where else "a saving(...) block"), stacklevel=4)
 
     def report(self, store: Store | None = None) -> SavedReport:
         """The figures as they stand, with those of the ``store`` if it is given."""

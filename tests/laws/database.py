@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from switch import KIND
 from torch.utils._pytree import tree_leaves
 
 import disthooks as dh
@@ -27,7 +28,7 @@ FULL = bool(os.environ.get("DISTHOOKS_FULL"))
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16)
 STORES = ("cpu", "disk", "copies", "functions")
 TURNS = (("disk",), ("copies",), ("disk", "cpu"), ("copies", "functions"))
-COPYING = ("disk", "copies")
+COPYING = ("disk", "copies") if KIND == "cpu" else ("cpu", "disk", "copies")
 MUTATED = "a saved tensor was changed in place"
 TWICE = ("double backward", "in place, double backward", "wrapped, double backward")
 
@@ -93,6 +94,14 @@ class Outcome:
         mine, theirs = [*self.outputs, *self.gradients], [*other.outputs, *other.gradients]
         return self.error == other.error and len(mine) == len(theirs) and all(map(identical, mine, theirs))
 
+    def near(self, other: Outcome) -> bool:
+        """Outputs and gradients that are equal but for rounding: of kernels of a GPU that add in any order."""
+        with contextlib.suppress(AssertionError):
+            mine, theirs = [*self.outputs, *self.gradients], [*other.outputs, *other.gradients]
+            torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-3, atol=1e-4)
+            return self.error == other.error
+        return False
+
     def close(self, other: Outcome) -> bool:
         """Outputs that are equal but for rounding, and gradients that are equal by bits."""
         with contextlib.suppress(AssertionError):
@@ -129,6 +138,8 @@ def outcome(run: Callable[[Outcome], None]) -> Outcome:
     """What ``run`` notes down, from a fixed seed; an error is an outcome as well."""
     noted = Outcome()
     torch.default_generator.manual_seed(0)
+    if KIND != "cpu":
+        torch.get_device_module(KIND).manual_seed(0)
     try:
         run(noted)
     except Exception as error:
@@ -179,10 +190,11 @@ class Tally:
 
     def check(self, name: str, kind: str, stores: Sequence[str], run: Callable[[str], Outcome]) -> None:
         """Compare ``run`` with each store to ``run("")``, which has no hooks and must repeat itself."""
-        truth = run("")
-        if run("") != truth:
+        truth, varies = run(""), False
+        if (again := run("")) != truth:
             self.varied.add(name)
-            if name not in self.varying:
+            varies = KIND != "cpu" and again.near(truth)
+            if name not in self.varying and not varies:
                 self._fail(f"{name}, {kind}", "varies without hooks: name it and the reason, if torch is the reason")
                 return
         if truth.error:
@@ -190,7 +202,9 @@ class Tally:
         for store in stores:
             if store == "functions" and truth.error == MUTATED:
                 continue  # torch's contract for hooks, which is to look for no change
-            self._compare(f"{name}, {kind}, {store}", run(store), truth, name in self.varying)
+            got = run(store)
+            if not (varies and got.near(truth)):
+                self._compare(f"{name}, {kind}, {store}", got, truth, name in self.varying)
             if any(gradient is not None for gradient in truth.gradients) or truth.error == MUTATED:
                 self.compared.add(name)
                 self.counts[store][kind] += 1
@@ -232,4 +246,4 @@ class Tally:
         assert self.tested - self.compared == set(), "no sample of these had a gradient"
         for store, counts in self.counts.items():
             assert counts["moved"] == (counts["stored"] if store in COPYING else 0)
-            assert counts["kept" if store == "cpu" else "stored"] > 0 or not counts["entries"]
+            assert counts["kept" if store == "cpu" == KIND else "stored"] > 0 or not counts["entries"]

@@ -23,6 +23,7 @@ from database import (
     some,
     tensors,
 )
+from switch import KIND
 from torch import nn
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_map_only
@@ -80,7 +81,7 @@ class Case:
 
 def cases(info: Any, dtype: torch.dtype, lines: Mapping[str, Pipeline], reports: Any) -> Iterator[Case]:
     for training in (True, False):
-        inputs = info.module_inputs_func(info, "cpu", dtype, requires_grad=True, training=training)
+        inputs = info.module_inputs_func(info, KIND, dtype, requires_grad=True, training=training)
         for given in some(given for given in inputs if given.forward_input is not None):
             yield Case(info, given, dtype, training, lines, reports)
 

@@ -23,6 +23,7 @@ from database import (
     some,
     tensors,
 )
+from switch import KIND
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_map_only
 
@@ -112,13 +113,13 @@ def name_of(op: Any) -> str:
 
 
 def dtypes_of(op: Any) -> Any:
-    return op.supported_backward_dtypes("cpu") if op.supports_autograd else ()
+    return op.supported_backward_dtypes(KIND) if op.supports_autograd else ()
 
 
 def samples_of(op: Any, dtype: torch.dtype) -> Any:
     """All of them, conjugated ones too; not seeded one by one, which is slow."""
     conjugated = op.test_conjugated_samples and dtype.is_complex
-    return op.sample_inputs("cpu", dtype, requires_grad=True, set_seed=False, include_conjugated_inputs=conjugated)
+    return op.sample_inputs(KIND, dtype, requires_grad=True, set_seed=False, include_conjugated_inputs=conjugated)
 
 
 @each_dtype

@@ -166,7 +166,7 @@ def test_a_limit_holds_and_a_step_within_it_passes(tmp_path: pathlib.Path) -> No
 def test_one_error_leaves_the_next_step_whole(tmp_path: pathlib.Path) -> None:
     model = Tiny()
     truth = step(model, tokens())
-    store = dh.OnDisk(tmp_path, limit="300 KiB")
+    store = dh.OnDisk(tmp_path, limit="600 KiB")
     with dh.save_activations(model, "blocks.*", store):
         with pytest.raises(StoreError):
             model(tokens(batch=16))

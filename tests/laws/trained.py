@@ -36,6 +36,11 @@ class Net(nn.Module):
         return nn.functional.linear(x, self.head.weight)
 
 
+def where() -> str:
+    """The kind of device that tensors are made on."""
+    return torch.get_default_device().type
+
+
 def data(step: int) -> torch.Tensor:
     return torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(step))
 
@@ -58,7 +63,7 @@ def sharded(model: Net, engine: str = "fsdp2", **options: Any) -> nn.Module:
 
     shapes = {"fsdp2": (2,), "hsdp": (2, 1), "hsdp12": (1, 2)}
     shape = shapes[engine]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(where(), shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     fully_shard(model.mid, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
@@ -81,9 +86,9 @@ def flat(model: nn.Module, engine: str = "fsdp1", parts: Sequence[str] = ("mid",
     warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy")
     strategy = STRATEGIES[engine.removeprefix("fsdp1").removeprefix("flat")]
     if "HYBRID" in strategy and "device_mesh" not in options:
-        options["device_mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(where(), (1, 2), mesh_dim_names=("replicate", "shard"))
     chosen = {"use_orig_params": "flat" not in engine, "sharding_strategy": ShardingStrategy[strategy]} | options
-    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), **chosen)
+    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.get_default_device(), **chosen)
     for part in parts:
         model.set_submodule(part, wrap(model.get_submodule(part)))
     return wrap(model)

@@ -1,4 +1,4 @@
-"""Two real processes that stay up between tests and run the functions they are given.
+"""Two real processes that stay up between tests and run the functions they are given, on the CPU or on GPUs.
 
 A fresh pair costs two imports of torch for every test; this pair pays once. A rank that raises has its
 traceback relayed, a rank that hangs is made to print its stack and killed, and the next test gets a new pair.
@@ -28,7 +28,7 @@ class RankError(AssertionError):
     """What went wrong in the ranks, one section a rank."""
 
 
-def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(rank: int, world: int, device: str, folder: str, pipe: multiprocessing.connection.Connection) -> None:
     stack = pathlib.Path(folder, f"stack.{rank}").open("w")  # noqa: SIM115  (open as long as the process is)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=stack, all_threads=True)
@@ -40,7 +40,16 @@ def _serve(rank: int, world: int, folder: str, pipe: multiprocessing.connection.
 
     dh.OnDisk.worth = 4096  # as in conftest.py
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    backend = "gloo"
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        backend = "nccl" if count >= world else "gloo"  # nccl refuses two ranks on one device
+        torch.cuda.set_device(rank % count)
+    if device != "cpu":
+        from switch import Here
+
+        Here(device).__enter__()
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     while True:
         try:
             job = pipe.recv_bytes()
@@ -64,8 +73,8 @@ def _run(rank: int, job: bytes) -> tuple[str, Any]:
 class Ranks:
     """Call it with a top-level function ``f(rank, *args)``: the list of what each rank returned."""
 
-    def __init__(self, world: int = WORLD, timeout: float = 60.0) -> None:
-        self.world, self.timeout = world, timeout
+    def __init__(self, world: int = WORLD, timeout: float = 60.0, device: str = "cpu") -> None:
+        self.world, self.timeout, self.device = world, timeout, device
         self._workers: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
 
@@ -113,7 +122,8 @@ class Ranks:
         spawn = multiprocessing.get_context("spawn")
         for rank in range(self.world):
             here, there = spawn.Pipe()
-            worker = spawn.Process(target=_serve, args=(rank, self.world, self._folder.name, there), daemon=True)
+            given = (rank, self.world, self.device, self._folder.name, there)
+            worker = spawn.Process(target=_serve, args=given, daemon=True)
             worker.start()
             there.close()
             self._workers.append(worker)

@@ -123,7 +123,7 @@ def trainer(rank: int, accumulate: bool = False, steps: int = 2, autocast: bool 
     """A loop of ``steps`` steps on this rank's part of the data, with two batches each to ``accumulate``."""
 
     def loss(model: nn.Module, seed: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=autocast):
             return model(tokens(seed=seed + rank)).float().square().mean()
 
     def train(model: nn.Module) -> list[torch.Tensor]:

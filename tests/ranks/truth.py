@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from trained import flat, is_fsdp1, whole
+from trained import flat, is_fsdp1, where, whole
 from trained import gathered as gathered_flat
 
 import disthooks as dh
@@ -79,7 +79,7 @@ def _fsdp2(model: Any, situation: str, world: int, shape: Sequence[int] = ()) ->
     from torch.distributed.fsdp import fully_shard
 
     sizes = tuple(shape) or (world,)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    mesh = init_device_mesh(where(), sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     fully_shard(model.mid, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
@@ -102,7 +102,7 @@ def _mixed1(model: nn.Module, situation: str, world: int) -> nn.Module:
 
 
 def _autocast(model: nn.Module, situation: str, world: int) -> nn.Module:
-    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    model.forward = torch.autocast(where(), torch.bfloat16)(model.forward)  # type: ignore[method-assign]
     return nn.parallel.DistributedDataParallel(model)
 
 
@@ -116,7 +116,7 @@ def _fsdp1(model: nn.Module, situation: str, world: int, engine: str) -> nn.Modu
 
     options: dict[str, Any] = {}
     if "hybrid" in engine:
-        options["device_mesh"] = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(where(), (2, world // 2), mesh_dim_names=("replicate", "shard"))
     return flat(model, engine, ("mid", "embed"), **options)
 
 
@@ -127,7 +127,7 @@ def _tp(model: Any, situation: str, world: int) -> nn.Module:
     """Linear layers cut over all ranks, the rest plain tensors that every rank has."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return _cut(model, init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)))
+    return _cut(model, init_device_mesh(where(), (world,), mesh_dim_names=("tp",)))
 
 
 def _both(model: Any, situation: str, world: int) -> nn.Module:
@@ -135,7 +135,7 @@ def _both(model: Any, situation: str, world: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(where(), (world // 2, 2), mesh_dim_names=("dp", "tp"))
     _cut(model, mesh["tp"])
     fully_shard(model.mid, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])

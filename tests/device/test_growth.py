@@ -1,0 +1,62 @@
+"""Nothing grows: device memory and page-locked memory are after many steps what they were after a few."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import simulated
+import torch
+from models import Tiny, tokens
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import disthooks as dh
+
+EARLY = 40
+
+PIPELINES: dict[str, Callable[[], object]] = {
+    "cpu": dh.OnCpu,
+    "quantized": lambda: dh.pipeline(dh.Quantize(8), dh.OnCpu()),
+    "tiers": lambda: dh.Tiered(dh.OnDevice("256 KiB"), dh.OnCpu()),
+    "disk": lambda: dh.OnDisk("/tmp"),
+}
+
+
+def pinned(device: torch.device) -> int:
+    """Bytes of page-locked memory that are in use."""
+    if device.type != "cuda":
+        return simulated.pinned_bytes()
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def used(device: torch.device) -> tuple[int, int]:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated(device), pinned(device)
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_memory_does_not_grow(device: torch.device, kind: str) -> None:
+    torch.manual_seed(0)
+    model, steps = Tiny().to(device), 2000 if device.type == "cuda" else 120
+    inputs = [tokens(seed, batch=2 + seed % 3).to(device) for seed in range(4)]  # sizes that come back
+    with sdpa_kernel(SDPBackend.MATH), dh.save_activations(model, "blocks.*", PIPELINES[kind]()) as saving:
+        for number in range(steps):
+            step(model, inputs[number % 4], number)
+            if number == EARLY:
+                early = used(device)
+        late = used(device)
+    assert saving.report().moved > steps * 10_000
+    assert saving.report().held == 0
+    assert late[0] <= early[0], "bytes on the device"
+    assert late[1] <= early[1] + (1 << 20), "page-locked bytes"
+
+
+def step(model: nn.Module, x: torch.Tensor, number: int) -> None:
+    """Of some the backward never comes."""
+    loss = model(x).square().mean()
+    if number % 7:
+        loss.backward()
+        model.zero_grad()

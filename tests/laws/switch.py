@@ -1,0 +1,131 @@
+"""The same tests on a GPU: ``DISTHOOKS_DEVICE=cuda`` makes a device the default of the tests listed here.
+
+    make test-gpu                        # DISTHOOKS_DEVICE=cuda; pieces: make test-gpu ARGS="-k 'every_op'"
+    DISTHOOKS_DEVICE=sim python -m pytest $(python tests/laws/switch.py)      # on the simulated accelerator
+
+Each tensor that such a test makes without saying where is on the device then. Run as a script, this file prints the
+files.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._device import DeviceContext
+
+HERE = pathlib.Path(__file__).parent
+KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
+NAMES = """
+    any_backward bytes_return bytes_return_early checkpoint composition decorator exact generators handed_out
+    just_in_time lifetime mutation never_wrong once random_views reviewed reviewed_sharing shared_handles stores
+    threads tiers torch_cases torch_functions torch_modes weights_stay every_op every_module every_dtype
+"""
+FILES = [f"test_{name}.py" for name in NAMES.split()]
+_NARROW = "of the CPU's autocast; tests/gpu/test_saved_gpu.py has a GPU's, whose proof is read a forward later"
+_THREADS = "its threads make tensors of the CPU: a default device is this thread's alone"
+#: Tests that are of the CPU alone, by the beginning of their name, and why.
+EXCEPT = {
+    "test_a_fork_": "a process that was forked cannot use the device",
+    "test_a_codec_that_leaves_it_and_a_store_that_does_too": "what is in the CPU's memory already",
+    "test_threads_share_the_tiers": _THREADS,
+    "test_many_threads_train_their_own_models": _THREADS,
+    "test_training_in_lower_precision_": _NARROW,
+    "test_an_autocast_copy_": _NARROW,
+    "test_a_copy_": _NARROW,
+    "test_a_weight_that_changed_uncounted_": _NARROW,
+    "test_a_stale_copy_": _NARROW,
+    "test_a_replicas_copy_": _NARROW,
+    "test_a_proof_that_takes_time": _NARROW,
+}
+if KIND == "sim":
+    EXCEPT |= {
+        "test_in_place[recurrent-": "the simulated accelerator has no fused recurrent kernel that saves a workspace",
+        "test_functional_transforms_pass_through": "torch's transforms crash with the simulated accelerator",
+        "test_gradients_of_every_": "some operators crash with the simulated accelerator",
+        "test_exotic_tensors_are_kept_and_counted": "the simulated accelerator has no sparse tensors",
+    }
+#: What was not seen to end well with the simulated accelerator: it has crashes of its own.
+NOT_SIMULATED = {
+    f"test_{name}.py"
+    for name in (
+        "bytes_return",
+        "bytes_return_early",
+        "just_in_time",
+        "once",
+        "reviewed",
+        "reviewed_sharing",
+        "torch_functions",
+        "torch_modes",
+    )
+}
+
+
+class Here(DeviceContext):
+    """The default device; what a generator of the CPU draws is drawn there, and so the same on each device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        generator = given.get("generator")
+        if generator is None or generator.device.type != "cpu" or given.get("device") is not None:
+            return super().__torch_function__(func, types, args, given)
+        requires_grad = given.pop("requires_grad", False)
+        return func(*args, **given, device="cpu").to(self.device).requires_grad_(requires_grad)
+
+
+def load() -> None:
+    """Have the device there before the first backward of the process, which starts a thread for each."""
+    if KIND == "sim":
+        sys.path.insert(0, str(HERE.parent / "device"))
+        import simulated
+
+        simulated.load()
+
+
+def repeatable(on: bool = True) -> None:
+    """Have CUDA's kernels give the same bits each time, where there are such; others only warn."""
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.backends.cudnn.deterministic = on
+    for kind in ("flash", "mem_efficient", "cudnn"):  # fused attention adds up in any order
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(not on)
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark the tests that run on any device."""
+    for item in items:
+        if item.path.parent != HERE or item.path.name not in FILES:
+            continue
+        reasons = [why for name, why in EXCEPT.items() if item.name.startswith(name)]
+        item.add_marker(pytest.mark.any_device)
+        if KIND == "sim" and item.path.name in NOT_SIMULATED:
+            reasons = ["the simulated accelerator has crashed in this file"]
+        if reasons and KIND != "cpu":
+            item.add_marker(pytest.mark.skip(reason=reasons[0]))
+
+
+@pytest.fixture(autouse=True)
+def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The device is where a marked test makes its tensors."""
+    if KIND == "cpu" or request.node.get_closest_marker("any_device") is None:
+        yield
+        return
+    if not torch.accelerator.is_available():
+        pytest.skip(f"DISTHOOKS_DEVICE={KIND}, and there is none")
+    if KIND == "cuda":
+        repeatable()
+    try:
+        with Here(KIND):
+            yield
+        torch.accelerator.synchronize()
+    finally:
+        if KIND == "cuda":
+            repeatable(False)
+
+
+if __name__ == "__main__":
+    print(*[os.path.relpath(HERE / name) for name in FILES])
