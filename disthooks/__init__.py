@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "Prepared",
     "Quantize",
+    "Recompute",
     "ReplicaReport",
     "Sanitize",
     "SaveToCpu",

@@ -27,6 +27,7 @@ from disthooks.grads.single import on_gradient
 from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
 from disthooks.saved.inplace import Saving, save_activations
 from disthooks.saved.pipeline import AtLeast, pipeline
+from disthooks.saved.recompute.stage import Recompute
 from disthooks.saved.report import SavedReport
 from disthooks.saved.saving import saving
 from disthooks.saved.stores.base import Functions
@@ -60,6 +61,7 @@ __all__ = [
     "Plan",
     "Prepared",
     "Quantize",
+    "Recompute",
     "ReplicaReport",
     "Sanitize",
     "SaveToCpu",

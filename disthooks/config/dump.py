@@ -159,6 +159,8 @@ def _saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
     if line.at_least != line.store.worth:
         found["at_least"] = line.at_least
+    if line.recompute is not None:
+        found["recompute"] = entry(line.recompute)
     if line.codecs:
         found["codecs"] = [entry(codec) for codec in line.codecs]
     return found | {"store": entry(line.store)}

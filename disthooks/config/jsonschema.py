@@ -54,6 +54,8 @@ def text() -> str:
 def _name_kinds(found: dict[str, Any]) -> None:
     """Where pydantic knows any dict, say which."""
     save, watch = found["$defs"]["Save"]["properties"], found["$defs"]["Watch"]["properties"]
+    described = save["recompute"]["description"]
+    save["recompute"] = {"anyOf": [_ref("recompute"), {"type": "null"}], "default": None, "description": described}
     save["codecs"]["items"] = _ref("codec")
     save["store"] = {**_ref("store"), "description": save["store"]["description"]}
     for key, noun in (("rules", "rule"), ("sinks", "sink")):

@@ -16,6 +16,7 @@ from disthooks.grads.rules.only import Only
 from disthooks.grads.stats.base import Stat
 from disthooks.saved import codecs
 from disthooks.saved.codecs.base import Codec
+from disthooks.saved.recompute.stage import Recompute
 from disthooks.saved.stores import cpu, disk, tiers
 from disthooks.saved.stores.base import Store
 
@@ -30,7 +31,7 @@ class Kind:
 
     Attributes:
         name: as it is written.
-        noun: store, codec, rule, stat or sink.
+        noun: store, recompute, codec, rule, stat or sink.
         target: what is called with the other keys.
         made: the class of what comes out, where ``target`` is a function.
         given: an argument that no file can hold, and is given when it is attached: the engine.
@@ -64,7 +65,8 @@ def _tiered(stores: Sequence[Store]) -> tiers.Tiered:
 
 
 # What the values of each noun are instances of; a sink is any function of a dict, and so can a rule be.
-NOUNS: dict[str, type | None] = {"store": Store, "codec": Codec, "rule": Rule, "stat": Stat, "sink": None}
+NOUNS: dict[str, type | None] = {"store": Store, "recompute": Recompute, "codec": Codec}
+NOUNS |= {"rule": Rule, "stat": Stat, "sink": None}
 _OTHERS = (
     Kind("Tiered", "store", _tiered, tiers.Tiered),
     Kind("only", "rule", rules.only, Only),
@@ -74,6 +76,7 @@ _OTHERS = (
 )
 _CLASSES: dict[str, tuple[Callable[..., Any], ...]] = {
     "store": (cpu.OnCpu, tiers.OnDevice, disk.OnDisk),
+    "recompute": (Recompute,),
     "codec": (codecs.Cast, codecs.Compact, codecs.Compress, codecs.Quantize),
     "rule": (
         rules.ClipAdaptive,

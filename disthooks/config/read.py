@@ -136,6 +136,8 @@ def _entry(entry: Mapping[str, Any], path: Path, cook: Cook, written: Written, e
     stages: list[Any] = []
     if entry["at_least"] is not None:
         stages.append(_gate(entry["at_least"], source, (*path, "at_least")))
+    if entry["recompute"] is not None:
+        stages.append(cook.recipe(entry["recompute"], "recompute", (*path, "recompute"))())
     for i, codec in enumerate(entry["codecs"]):
         stages.append(cook.recipe(codec, "codec", (*path, "codecs", i))())
         if exact:

@@ -24,6 +24,7 @@ class Save(_Strict):
         description="One pattern or a list of them, over names of modules; * matches any text, dots included."
     )
     at_least: Size | None = Field(None, description="Tensors of fewer bytes stay where they are: 65536, 64 KiB.")
+    recompute: Kind | None = Field(None, description="Drop what is cheap to compute again: kind: Recompute.")
     codecs: list[Kind] = Field([], description="What makes tensors smaller, in this order.")
     store: Kind = Field(description="Where they are between forward and backward.")
 

@@ -62,6 +62,11 @@ class InStore(Packed):
         self.any_dtype = not codecs
         self.in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether no codec loses anything."""
+        return not any(codec.lossy for codec in self._codecs)
+
     def _take(self, storage: torch.UntypedStorage) -> bool:
         content = self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED)
         if self.volatile:

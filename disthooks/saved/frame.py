@@ -26,6 +26,9 @@ from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.recast import WeightCopy
+from disthooks.saved.recompute.again import Again
+from disthooks.saved.recompute.reader import note
+from disthooks.saved.recompute.value import Recomputed
 from disthooks.saved.region import Region, region_of
 from disthooks.saved.sharded import Sharded, stored_part
 from disthooks.saved.stores.base import Functions
@@ -50,6 +53,8 @@ class Frame:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
         self._ledger, self._where = ledger, where
         self._weights = Weights(module)
+        stage = pipeline.recompute
+        self._again = None if stage is None else Again(stage, ledger, where, module, _is_lossless(pipeline))
         self._number = next(_numbers)
         self._thread = threading.get_ident()
         self._sequence = -1
@@ -83,6 +88,7 @@ class Frame:
                 if packed is not None:
                     self._forget(packed)
             self._pending.clear()
+            self._again = None
             self._hooks = None  # they hold this frame: no cycle may stay
             self._weights = _NO_WEIGHTS  # a graph keeps its pack, and so this frame: not its module, too
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
@@ -106,7 +112,11 @@ class Frame:
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
         seen = self._ledger.index.seen(tensor, owner, self._at_least)
-        return self._packed(tensor, owner) if seen is None else self._shared(tensor, tensor, *seen)
+        if seen is None:
+            return self._packed(tensor, owner)
+        if self._again is not None:
+            note(tensor, *seen)
+        return self._shared(tensor, tensor, *seen)
 
     def _packed(self, tensor: torch.Tensor, owner: torch.Tensor) -> Kept | Handle | Sharded:
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
@@ -137,7 +147,9 @@ class Frame:
         if not part.is_cpu and in_graph_memory(part):
             self._ledger.say_graphs(self._where)
             return "CUDA graph"
-        return "in place" if not self._codecs and not self._store.moves(part) else None
+        if self._codecs or self._store.moves(part):
+            return None
+        return None if self._again is not None and owner.grad_fn is not None else "in place"
 
     def _pins_much(self, part: torch.Tensor) -> bool:
         """Whether keeping a small ``part`` would keep in memory what would otherwise go to the store."""
@@ -167,12 +179,15 @@ class Frame:
                 whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
                 packed = self._whole(part, owner, region, whole)
             if packed is not None and packed.owner() is owner and not alone:
+                self._note(tensor, part, owner, packed, layout)
                 return self._shared(tensor, part, packed, layout)
-            packed = self._made(part.detach(), storage, weight, region, layout, small)
+            whole_of = owner if part is tensor and not small and region is None and weight is None else None
+            packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
             packed.owner, packed.constant, packed.volatile = weakref.ref(owner), is_constant(owner), alone or call > 0
             self._ledger.index.add(key, packed)
             self._ledger.place += part.nbytes
-            if region is None and part is tensor and type(packed) is InStore and not (call or alone):
+            self._note(tensor, part, owner, packed, layout)
+            if region is None and part is tensor and isinstance(packed, InStore) and not (call or alone):
                 self._ledger.index.see(owner, packed)
             self._pending.append(weakref.ref(packed))
             handle = packed.handle(layout)
@@ -212,19 +227,35 @@ class Frame:
         region: Region | None,
         layout: Layout,
         small: bool,
+        owner: torch.Tensor | None,
     ) -> Packed:
+        """The packed value of what ``alias`` lies over, of all of ``owner`` perhaps."""
         if small:
             return SmallCopy(alias, storage, region, layout, self._ledger, self._where)
         if weight is not None:
             return WeightCopy(alias, storage, layout, weight, self._ledger, self._where)
-        return InStore(alias, storage, region, layout, self._codecs, self._store, self._ledger, self._where)
+        arguments = alias, storage, region, layout, self._codecs, self._store, self._ledger, self._where
+        origin = None if self._again is None or owner is None else self._again.origin(owner)
+        return InStore(*arguments) if origin is None else Recomputed(origin, *arguments)
+
+    def _note(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor, packed: Packed, of: Layout) -> None:
+        """Have it found from the graph."""
+        if self._again is None or part is not tensor:
+            return
+        note(tensor, packed, of)
+        self._again.remember(tensor)
+        if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
+            note(owner, packed, Layout.of(owner))
 
     def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> Kept:
         """``tensor`` as ``alias``: by default itself, as without hooks, or an alias where itself would be a cycle."""
         self._told(tensor, reason)
         if alias is None:
             alias = tensor if is_constant(tensor) else tensor.detach()
-        return Kept(alias, self._where)
+        kept = Kept(alias, self._where)
+        if self._again is not None and type(alias) is torch.Tensor:
+            note(tensor, kept, Layout.of(alias))
+        return kept
 
     def _told(self, tensor: torch.Tensor, reason: str) -> None:
         self._ledger.count_kept(reason, _nbytes(tensor))
@@ -259,6 +290,7 @@ class Frame:
             self._settle()
 
     def _forget(self, packed: Packed) -> None:
+        packed.let_go()
         with self._ledger.lock:
             self._ledger.index.forget(packed)
 
@@ -288,6 +320,10 @@ def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
     if _events.listeners:
         _events.tell("unpack", packed.where, tensor, "kept" if isinstance(packed, Kept) else "stored")
     return tensor
+
+
+def _is_lossless(pipeline: Pipeline) -> bool:
+    return not any(codec.lossy for codec in pipeline.codecs)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ def changed_message(where: str, now: int, then: int) -> str:
 class Kept:
     """What autograd holds for a tensor that stays where it is."""
 
-    __slots__ = ("tensor", "version", "where")
+    __slots__ = ("__weakref__", "tensor", "version", "where")
 
     def __init__(self, tensor: torch.Tensor, where: str) -> None:
         self.tensor, self.version, self.where = tensor, tensor._version, where

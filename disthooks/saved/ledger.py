@@ -45,10 +45,13 @@ class Ledger:
         self.place = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
+        self.places: dict[Any, Any] = {}  # what was proven of what is computed again; see recompute/places.py
         self._calls = self._inner = self._tensors = 0
         self._stored = self._moved = self._shared = self._recast = self._loaded = 0  # bytes
         self._pack_seconds = self._unpack_seconds = 0.0
         self._kept: collections.Counter[str] = collections.Counter()
+        self._recomputed: collections.Counter[str] = collections.Counter()
+        self._differed: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
         self._lossy: collections.Counter[int] = collections.Counter()
         self._errors: dict[str, float] = {}
@@ -90,6 +93,16 @@ class Ledger:
         """Add to ``recast``."""
         with self.lock:
             self._recast += nbytes
+
+    def count_recomputed(self, how: str, nbytes: int) -> None:
+        """Add to ``recomputed``."""
+        with self.lock:
+            self._recomputed[how] += nbytes
+
+    def count_differed(self, place: str, nbytes: int) -> None:
+        """Add to ``differed``."""
+        with self.lock:
+            self._differed[place] += nbytes
 
     def is_sampled(self, place: int) -> bool:
         """Whether to measure the error of what the codec at ``place`` changed now: the 1st, 2nd, 4th, 8th, ... time."""
@@ -145,6 +158,9 @@ class Ledger:
                 kept=sum(self._kept.values()),
                 kept_by=dict(self._kept),
                 recast=self._recast,
+                recomputed=sum(self._recomputed.values()),
+                recomputed_by=dict(self._recomputed),
+                differed=dict(self._differed),
                 loaded=self._loaded,
                 held=self._held,
                 passed=dict(self._passed),

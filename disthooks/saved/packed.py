@@ -79,6 +79,7 @@ class Packed(ABC):
         "any_dtype",
         "changed",
         "constant",
+        "cost",
         "first",
         "handles",
         "in_order",
@@ -116,6 +117,7 @@ class Packed(ABC):
         self.taken = self.changed = self.undecided = False
         self.any_dtype = True  # whether the contents are bits, whatever they mean
         self.volatile = False  # whether it may be changed uncounted while it is in memory
+        self.cost = 0  # operators that are run to bring the contents
         self.constant = False  # whether no gradient flows to what was saved
         self._lock = threading.RLock()  # a destructor may run while its own thread is inside
         self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
@@ -136,6 +138,23 @@ class Packed(ABC):
     def _bring(self) -> torch.Tensor:
         """The contents, in fresh memory, whose first element stands at the region's offset."""
 
+    @property
+    def is_source(self) -> bool:
+        """Whether others may be computed from it: its contents are elsewhere, and come back when they are asked for."""
+        return self.taken and not self.undecided
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the contents come back bit for bit."""
+        return True
+
+    def peek(self, layout: Layout) -> torch.Tensor | None:
+        """What a handle of ``layout`` would get, without a trace: nobody who asks later finds it. None if not taken."""
+        with self._lock:
+            if not self.taken:
+                return None
+            return layout.of_whole(self._bring(), self.region.offset if self.region else 0)
+
     def handle(self, layout: Layout) -> Handle:
         """A handle for a saved tensor of ``layout``."""
         with self._lock:
@@ -148,6 +167,9 @@ class Packed(ABC):
                 self._most = 2 * len(self.handles) + 64
             self.handles.append(weakref.ref(handle))
             return handle
+
+    def let_go(self) -> None:  # noqa: B027
+        """It stays in memory: let go of what was needed to take it. By default nothing."""
 
     # -- from memory to elsewhere
 

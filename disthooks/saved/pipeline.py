@@ -1,4 +1,4 @@
-"""What to do with a saved tensor: a gate, codecs, then exactly one store."""
+"""What to do with a saved tensor: a gate, what to compute again, codecs, then exactly one store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
+from disthooks.saved.recompute.stage import Recompute
 from disthooks.saved.stores.base import Functions, Store
 
 
@@ -43,29 +44,33 @@ class Pipeline:
         at_least: bytes under which a tensor is kept.
         codecs: applied in order on the way in, in reverse on the way back.
         store: where the result goes.
+        recompute: what is computed again instead, if asked for.
     """
 
     at_least: int
     codecs: tuple[Codec, ...]
     store: Store
+    recompute: Recompute | None = None
 
     def __str__(self) -> str:
-        stages = [f"AtLeast({format_bytes(self.at_least)!r})", *map(repr, self.codecs), repr(self.store)]
+        stages = [f"AtLeast({format_bytes(self.at_least)!r})"]
+        stages += [] if self.recompute is None else [repr(self.recompute)]
+        stages += [*map(repr, self.codecs), repr(self.store)]
         return ", ".join(stages)
 
 
-Stage = AtLeast | Codec | Store
+Stage = AtLeast | Recompute | Codec | Store
 
 
 def pipeline(*stages: Stage | Pipeline) -> Pipeline:
-    """Chain ``AtLeast`` (at most one), codecs (any number) and a store (exactly one), in this order.
+    """Chain ``AtLeast`` and ``Recompute`` (at most one each), codecs (any number) and exactly one store, in this order.
 
     Without ``AtLeast``, tensors that the store is not worth its while for (``store.worth``) are kept: under 64 KiB for
     ``OnDisk``, under 4 KiB for others, none for ``Functions``.
 
     Raises:
-        UsageError: when the order is another, a store is missing, or a codec stands before ``Functions``,
-            whose ``pack`` takes tensors as autograd gives them.
+        UsageError: when the order is another, a store is missing, or a codec or ``Recompute`` stands before
+            ``Functions``, whose ``pack`` takes tensors as autograd gives them.
 
     >>> from disthooks import OnCpu
     >>> print(pipeline(AtLeast("1 MiB"), OnCpu()))
@@ -76,6 +81,7 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     rest = list(stages)
     gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
+    again = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
         raise UsageError(
             f"pipeline{_shown(stages)} does not end in a store; end it with OnCpu(), OnDisk(directory), ..."
@@ -83,10 +89,16 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     codecs = tuple(stage for stage in rest if isinstance(stage, Codec))
     if len(codecs) < len(rest):
         odd = next(stage for stage in rest if not isinstance(stage, Codec))
-        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; the order is AtLeast, codecs, one store")
+        order = "the order is AtLeast, Recompute, codecs, one store"
+        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; {order}")
     if codecs and isinstance(store, Functions):
         raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
-    return Pipeline(gate.nbytes if isinstance(gate, AtLeast) else store.worth, codecs, store)
+    if again is not None and isinstance(store, Functions):
+        raise UsageError(
+            f"pipeline{_shown(stages)}: Functions takes each tensor as it is; give Recompute another store"
+        )
+    least = gate.nbytes if isinstance(gate, AtLeast) else store.worth
+    return Pipeline(least, codecs, store, again if isinstance(again, Recompute) else None)
 
 
 def _shown(stages: tuple[object, ...]) -> str:

@@ -38,6 +38,11 @@ class WeightCopy(Packed):
         self._checksum: torch.Tensor | None = None
         self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
+    @property
+    def is_source(self) -> bool:
+        """Weights are no activations: those that norms need are copied."""
+        return False
+
     def _take(self, storage: torch.UntypedStorage) -> bool:
         proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
         self.undecided = proven is None

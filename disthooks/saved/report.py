@@ -26,6 +26,9 @@ class SavedReport:
         kept: left where they were.
         kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
         recast: autocast's copies of weights that were dropped, to be cast again in backward.
+        recomputed: dropped by :class:`~disthooks.Recompute`, to be computed again in backward.
+        recomputed_by: ``recomputed`` by the operators that do it: "batch_norm > relu", "cast", ...
+        differed: bytes stored because computing them again gave other bits, by module and operators.
         loaded: brought back from the store.
         held: in the store now; zero once every graph is gone.
         passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
@@ -48,6 +51,9 @@ class SavedReport:
     kept: int = 0
     kept_by: dict[str, int] = field(default_factory=dict)
     recast: int = 0
+    recomputed: int = 0
+    recomputed_by: dict[str, int] = field(default_factory=dict)
+    differed: dict[str, int] = field(default_factory=dict)
     loaded: int = 0
     held: int = 0
     passed: dict[str, int] = field(default_factory=dict)
@@ -89,6 +95,10 @@ class SavedReport:
         ]
         if self.recast:
             lines.append(f"copies of weights dropped, to be cast again: {format_bytes(self.recast)}")
+        if self.recomputed or self.differed:
+            how = ", ".join(f"{name} {format_bytes(count)}" for name, count in _largest(self.recomputed_by))
+            dropped = f"dropped, to be computed again: {format_bytes(self.recomputed)}"
+            lines.append(dropped + (f" ({how})" if how else ""))
         if self.errors:
             worst = ", ".join(f"{codec} {error:.2g}" for codec, error in sorted(self.errors.items()))
             lines.append(f"largest relative error in a sample of tensors: {worst}")
@@ -126,6 +136,12 @@ class SavedReport:
                 "store is the bottleneck. Save fewer modules, store less of each tensor (Cast, Quantize), or give it a "
                 "faster or a second directory"
             )
+        if self.differed:
+            where = ", ".join(place for place, _ in _largest(self.differed))
+            found.append(
+                f"{format_bytes(sum(self.differed.values()))} were stored because computing them again gave other "
+                f"bits: {where}. Nothing is wrong, and the comparison is not repeated"
+            )
         if self.moved and self.unreturned > max(64 << 20, self.moved // 16):
             found.append(
                 f"{format_bytes(self.unreturned)} were freed but stay resident, because the C library keeps them: call "
@@ -136,7 +152,9 @@ class SavedReport:
     def record(self, prefix: str = "saved/") -> dict[str, float]:
         """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``."""
         flat: dict[str, float] = {}
-        for name in ("stored", "moved", "shared", "kept", "recast", "loaded", "held", "pack_seconds", "unpack_seconds"):
+        for name in ("stored", "moved", "shared", "kept", "recast", "recomputed", "loaded", "held"):
+            flat[prefix + name] = getattr(self, name)
+        for name in ("pack_seconds", "unpack_seconds"):
             flat[prefix + name] = getattr(self, name)
         flat[prefix + "hidden_seconds"] = self.hidden_seconds
         flat.update({f"{prefix}kept/{reason}": count for reason, count in self.kept_by.items()})
@@ -144,3 +162,10 @@ class SavedReport:
             for name in ("held", "in_flight", "written", "read", "write_seconds", "read_seconds"):
                 flat[f"{prefix}{tier.name}/{name}"] = getattr(tier, name)
         return flat
+
+
+def _largest(counts: dict[str, int], most: int = 5) -> list[tuple[str, int]]:
+    """The largest of ``counts``, and what the others are together."""
+    found = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    rest = found[most:]
+    return found[:most] + ([(f"{len(rest)} others", sum(count for _, count in rest))] if rest else [])

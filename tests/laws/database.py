@@ -26,9 +26,9 @@ pytest.importorskip("expecttest", reason="torch's databases need expecttest")
 #: Everything, as `make test-full` asks for; otherwise a part that no chance picks.
 FULL = bool(os.environ.get("DISTHOOKS_FULL"))
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16)
-STORES = ("cpu", "disk", "copies", "functions")
-TURNS = (("disk",), ("copies",), ("disk", "cpu"), ("copies", "functions"))
-COPYING = ("disk", "copies") if KIND == "cpu" else ("cpu", "disk", "copies")
+STORES = ("cpu", "disk", "copies", "recompute", "functions")
+TURNS = (("disk",), ("copies", "recompute"), ("disk", "cpu"), ("copies", "functions"))
+COPYING = ("disk", "copies", "recompute") if KIND == "cpu" else ("cpu", "disk", "copies", "recompute")
 MUTATED = "a saved tensor was changed in place"
 TWICE = ("double backward", "in place, double backward", "wrapped, double backward")
 
@@ -52,8 +52,10 @@ class Copies(Store):
 
 def pipelines(folder: object) -> dict[str, Pipeline]:
     """One for each of STORES; every tensor goes to the store, however small."""
-    stores = (dh.OnCpu(), dh.OnDisk(folder), Copies(), dh.Functions(torch.Tensor.detach, lambda tensor: tensor))
-    return {name: dh.pipeline(dh.AtLeast(0), store) for name, store in zip(STORES, stores, strict=True)}
+    again = dh.Recompute(), Copies()
+    functions = dh.Functions(torch.Tensor.detach, lambda tensor: tensor)
+    lines: tuple[tuple[Any, ...], ...] = ((dh.OnCpu(),), (dh.OnDisk(folder),), (Copies(),), again, (functions,))
+    return {name: dh.pipeline(dh.AtLeast(0), *line) for name, line in zip(STORES, lines, strict=True)}
 
 
 def share(

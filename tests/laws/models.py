@@ -114,5 +114,6 @@ def stores(folder: object) -> dict[str, object]:
         "cpu": dh.OnCpu(),
         "disk": dh.OnDisk(folder),
         "disk, every tensor": dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
+        "recompute": dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDisk(folder)),
         "functions": dh.Functions(lambda t: t.detach(), lambda t: t),
     }

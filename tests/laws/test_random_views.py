@@ -19,6 +19,7 @@ STORES: dict[str, Callable[[object], object]] = {
     "disk, every tensor": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
     "disk": lambda folder: dh.OnDisk(folder),
     "copies": lambda folder: dh.pipeline(dh.AtLeast(0), Copies()),
+    "recompute": lambda folder: dh.pipeline(dh.AtLeast(0), dh.Recompute(), Copies()),
 }
 NUMBER = st.integers(0, 999)
 PROGRAM = st.lists(st.lists(st.tuples(NUMBER, NUMBER, NUMBER, NUMBER), max_size=10), min_size=1, max_size=4)

@@ -273,6 +273,8 @@ OBJECTS: list[Any] = [
     dh.Compact(),
     dh.Compress("zstd", 3),
     dh.Quantize(4, block=64, stochastic=False),
+    dh.Recompute(),
+    dh.Recompute(3, check="always"),
     dh.ClipAdaptive(0.02),
     dh.ClipNorm(1.0, float("inf"), by="parameter"),
     dh.ClipPercentile(20, 50),
@@ -314,14 +316,14 @@ def test_every_kind_is_among_the_objects() -> None:
 def test_there_and_back(made: Any) -> None:
     noun = next(noun for noun, kinds in KINDS.items() if dump.entry(made)["kind"] in kinds)
     given: dict[str, Any] = {"watches": {"stats": [dh.stats.Norm()], f"{noun}s": [made]}}
-    if noun in ("store", "codec"):
+    if noun in ("store", "recompute", "codec"):
         given = {"saves": [("*", dh.pipeline(made) if noun == "store" else dh.pipeline(made, dh.OnCpu()))]}
     plan = dh.Plan(**given)
     document = yaml.safe_load(plan.to_yaml())
     assert document == plan.to_dict()
     again = dh.from_config(document)
     assert again.to_dict() == document
-    if noun in ("store", "codec"):
+    if noun in ("store", "recompute", "codec"):
         assert [line for _, line in again.saves] == [line for _, line in plan.saves]
         assert repr(again.saves) == repr(plan.saves)
     else:

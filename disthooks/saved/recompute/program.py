@@ -1,0 +1,172 @@
+"""A value as a short program over what is held: what to bring, and which operators to run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from disthooks._device import current_stream, event_on, on_accelerator
+from disthooks._tensors import Layout
+from disthooks.saved.kept import Kept
+from disthooks.saved.packed import Handle, Packed
+
+
+class Step(NamedTuple):
+    """One operator.
+
+    Attributes:
+        name: for reports.
+        runs: ways to run it that may give the same bits, the likeliest first; each takes the arguments.
+        args: numbers of values: ``0, 1, ...`` are results of steps, ``-1, -2, ...`` inputs, None is no tensor.
+        key: all that selects a kernel, besides the arguments.
+    """
+
+    name: str
+    runs: tuple[Callable[..., torch.Tensor], ...]
+    args: tuple[int | None, ...]
+    key: tuple[Any, ...]
+
+
+class Vector:
+    """A copy of a small tensor that others may change: the weight of a norm, its running statistics."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach().clone()
+        self._stream = current_stream(tensor.device) if on_accelerator(tensor) else None
+        self._ready = event_on(self._stream) if self._stream is not None else None
+
+    def get(self) -> torch.Tensor:
+        """The copy, for what the current stream does next."""
+        if self._ready is not None:
+            stream = current_stream(self.tensor.device)
+            if stream != self._stream:
+                stream.wait_event(self._ready)
+                self.tensor.record_stream(stream)
+        return self.tensor
+
+
+Input = Handle | Kept | Vector
+
+
+class Program:
+    """How to compute a tensor again.
+
+    Args:
+        inputs: what it is computed from.
+        steps: the operators; the last one gives the result.
+        layout: of the result.
+        device: of the result.
+        cost: operators that run, those for the inputs included.
+    """
+
+    __slots__ = ("_threads", "cost", "device", "inputs", "layout", "steps", "variant")
+
+    def __init__(
+        self, inputs: Sequence[Input], steps: Sequence[Step], layout: Layout, device: torch.device, cost: int
+    ) -> None:
+        self.inputs, self.steps, self.cost = tuple(inputs), tuple(steps), cost
+        self.layout, self.device = layout, device
+        self.variant = 0
+        # Some kernels compute the last elements of each thread's part another way: silu, sigmoid, softplus on a CPU.
+        self._threads = torch.get_num_threads()
+
+    @property
+    def name(self) -> str:
+        """Its operators, the first one first."""
+        return " > ".join(step.name for step in self.steps)
+
+    @property
+    def variants(self) -> int:
+        """How many ways there are to run it."""
+        return max(len(step.runs) for step in self.steps)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that selects its kernels: two programs with the same key give the same bits for the same inputs."""
+        steps = tuple((step.name, step.args, step.key) for step in self.steps)
+        inputs = tuple(_described(each) for each in self.inputs)
+        return steps, inputs, self.layout, self.device, self._threads, torch.are_deterministic_algorithms_enabled()
+
+    def run(self) -> torch.Tensor:
+        """The tensor, laid out as it was, in memory that is nobody else's."""
+        return self._run([_brought(each) for each in self.inputs], self.variant)
+
+    def run_exact(self, variant: int) -> torch.Tensor | None:
+        """The same from the exact inputs and without a trace; None when one of them is not there."""
+        inputs = [_exact(each) for each in self.inputs]
+        return None if any(each is None for each in inputs) else self._run(inputs, variant)
+
+    def _run(self, inputs: list[Any], variant: int) -> torch.Tensor:
+        foreign = {each.untyped_storage()._cdata for each in inputs}
+        with plainly(self.device.type, self._threads if self.device.type == "cpu" else None):
+            return self._laid_out(self._computed(inputs, variant), foreign)
+
+    def _computed(self, inputs: list[Any], variant: int) -> torch.Tensor:
+        values: dict[int | None, Any] = {None: None} | {-1 - i: each for i, each in enumerate(inputs)}
+        last = {arg: number for number, step in enumerate(self.steps) for arg in step.args}
+        inputs.clear()
+        for number, step in enumerate(self.steps):
+            run = step.runs[min(variant, len(step.runs) - 1)]
+            values[number] = run(*(values[arg] for arg in step.args))
+            for arg in step.args:  # what is not needed any more goes
+                if arg is not None and last[arg] == number:
+                    values.pop(arg, None)
+        result: torch.Tensor = values[len(self.steps) - 1]
+        return result
+
+    def _laid_out(self, result: torch.Tensor, foreign: set[int]) -> torch.Tensor:
+        layout = self.layout
+        alone = result.untyped_storage()._cdata not in foreign
+        if alone and Layout.of(result) == layout and result.untyped_storage().nbytes() == result.nbytes:
+            return result
+        if (result.dtype, result.shape) != (layout.dtype, layout.size):
+            raise ValueError(f"{self.name} gave {result.dtype} {tuple(result.shape)}")  # a formula that is wrong
+        return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=result.device).copy_(result)
+
+
+@contextlib.contextmanager
+def plainly(kind: str, threads: int | None) -> Iterator[None]:
+    """No gradients and no autocast, whatever is on; on a CPU as many ``threads`` as there were in forward."""
+    now = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if threads is not None and threads != now:
+            stack.callback(torch.set_num_threads, now)
+            torch.set_num_threads(threads)
+        yield
+
+
+def _described(each: Input) -> tuple[Any, ...]:
+    if isinstance(each, Handle):
+        return each.layout, each.packed.alias.device
+    return Layout.of(each.tensor), each.tensor.device
+
+
+def _brought(each: Input) -> torch.Tensor:
+    return each.get() if isinstance(each, Vector) else each.unpack()
+
+
+def _exact(each: Input) -> torch.Tensor | None:
+    if isinstance(each, Handle):
+        return exact(each.packed, each.layout)
+    return _brought(each)
+
+
+def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
+    """What ``packed`` holds, as it was saved, and without a trace: nothing of it stays in memory for who asks next.
+
+    None when only an approximation of it is left, by a lossy codec.
+    """
+    if packed.changed or packed.alias._version != packed.version:
+        return None
+    storage = packed.source.get()
+    if storage is not None and storage.nbytes() == packed.nbytes and not packed.volatile:
+        return layout.over(storage)
+    if not packed.lossless:
+        return None
+    return packed.peek(layout)
