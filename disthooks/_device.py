@@ -7,6 +7,7 @@ orders the wrong work.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -27,8 +28,13 @@ def is_accelerator(device: torch.device) -> bool:
     """The same of a device; False for ``cpu`` and ``meta``."""
     if device.type in ("cpu", "meta"):
         return False
+    return _is_accelerator(device.type)
+
+
+@functools.cache  # asked for every saved tensor
+def _is_accelerator(kind: str) -> bool:
     found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == device.type
+    return found is not None and found.type == kind
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -38,8 +44,17 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream beside the others; use it as a context manager."""
+    """A stream beside the others; make it the current one by :func:`on`."""
     return torch.Stream(device)
+
+
+def on(stream: torch.Stream) -> torch.Stream:
+    """A context manager inside which this thread works on ``stream``.
+
+    It is an object of its own for the same stream: one that is entered already, by this thread or another, cannot be
+    entered again (pytorch#176560).
+    """
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
@@ -61,6 +76,24 @@ def capturing() -> bool:
     """
     ask: Any = torch.cuda.is_current_stream_capturing
     return _HAS_GRAPHS and bool(ask())
+
+
+def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Once ``tensor`` is freed, have its memory used again only after what ``stream`` was given until then.
+
+    For memory that was allocated on ``stream`` that is so anyway, and allocators do nothing. Who frees memory of which
+    it is not known has it be right by this, at the price of a look at an event when it is freed.
+    """
+    tensor.record_stream(stream)
+
+
+def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
+    """``tensor``, which was filled in the order of ``made_on``, for what the current stream is given from now on."""
+    stream = current_stream(tensor.device)
+    if stream != made_on:
+        stream.wait_event(event_on(made_on))
+        used_on(tensor, stream)
+    return tensor
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -91,7 +91,9 @@ def device_for(group: Any, device: torch.device) -> torch.device:
     kinds = [able.type for able in group._device_types]
     if device.type in kinds or not kinds:
         return device
-    return torch.device(kinds[0]) if kinds[0] == "cpu" else torch.device(kinds[0], torch.cuda.current_device())
+    if kinds[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool, bool]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disthooks._device import current_stream, event_on, on_accelerator
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures.base import Measure
 from disthooks.grads.plan import Steps
@@ -16,7 +17,7 @@ Merged = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copy:
-    """Tensors that are being copied to the host; from CUDA into pinned memory, so that nothing waits.
+    """Tensors that are being copied to the host; from an accelerator into pinned memory, so that nothing waits.
 
     >>> Copy([torch.tensor([1.0])]).tensors()
     [tensor([1.])]
@@ -24,11 +25,8 @@ class Copy:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._arrived: list[torch.cuda.Event] = []
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            self._arrived.append(event)
+        devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
+        self._arrived = [event_on(current_stream(device)) for device in devices]
 
     def tensors(self) -> list[torch.Tensor]:
         """The copies, once they have arrived."""

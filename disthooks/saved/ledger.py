@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from disthooks import memory
+from disthooks._device import on_accelerator
 from disthooks._forks import care_for
 from disthooks.saved.index import Index
 from disthooks.saved.report import SavedReport
@@ -174,8 +175,8 @@ class Ledger:
             )
 
     def _read_errors(self) -> None:
-        for device in {error.device for _, error in self._unread if error.is_cuda}:
-            torch.cuda.synchronize(device)  # each was computed on the stream of its tensor
+        for device in {error.device for _, error in self._unread if on_accelerator(error)}:
+            torch.accelerator.synchronize(device)  # each was computed on the stream of its tensor
         for codec, error in self._unread:
             self._errors[codec] = max(self._errors.get(codec, 0.0), float(error))
         self._unread.clear()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from disthooks._device import current_stream, handed_over, on, on_accelerator
 from disthooks._tensors import Layout
 from disthooks._torch import StorageRef, current_node, is_python_node
 from disthooks.errors import MutationError
@@ -29,10 +30,11 @@ class Brought:
     Every handle that has yet to read them holds it, and nobody else: they go with the last reader.
     """
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "stream", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor | None = None, stream: torch.Stream | None = None) -> None:
         self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
+        self.stream = stream  # of an accelerator, which fills it
 
 
 class _Left(NamedTuple):
@@ -42,20 +44,21 @@ class _Left(NamedTuple):
     layout: Layout
     version: int
     counter: torch.Tensor  # an empty alias, which counts what is written
+    stream: torch.Stream | None
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Left:
+    def of(tensor: torch.Tensor, stream: torch.Stream | None) -> _Left:
         counter = tensor.detach()
         counter.data = _empty(tensor.dtype, tensor.device)
-        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), tensor._version, counter)
+        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), tensor._version, counter, stream)
 
-    def get(self) -> torch.Tensor | None:
+    def get(self) -> Brought | None:
         storage = self.storage.get()
         if storage is None or self.counter._version != self.version:
             return None
         tensor = self.counter.detach()
         tensor.data = self.layout.over(storage)
-        return tensor
+        return Brought(tensor, self.stream)
 
 
 class Packed(ABC):
@@ -71,7 +74,6 @@ class Packed(ABC):
         "__weakref__",
         "_brought",
         "_left",
-        "_loaded",
         "_lock",
         "_most",
         "_stream",
@@ -112,8 +114,7 @@ class Packed(ABC):
         self.owner: weakref.ref[torch.Tensor]  # the tensor that counts the changes; set by who made it
         self.nbytes = storage.nbytes()
         # The stream that fills it; another one may be current by the time it is copied.
-        self._stream = torch.cuda.current_stream(alias.device) if alias.is_cuda else None
-        self._loaded: torch.cuda.Event | None = None
+        self._stream = current_stream(alias.device) if on_accelerator(alias) else None
         self.taken = self.changed = self.undecided = False
         self.any_dtype = True  # whether the contents are bits, whatever they mean
         self.volatile = False  # whether it may be changed uncounted while it is in memory
@@ -186,7 +187,7 @@ class Packed(ABC):
             if self._stream is None:
                 self.taken = self._take(storage)
             else:
-                with torch.cuda.stream(self._stream):
+                with on(self._stream):
                     self.taken = self._take(storage)
             if self.taken:
                 self._is_changed()  # another thread may have written while it was copied
@@ -223,28 +224,29 @@ class Packed(ABC):
                     storage = storage.clone()  # type: ignore[no-untyped-call]
                 return handle.layout.over(storage)
             alone = len(self.handles) == 1
-            tensor = self._brought_for(handle)
+            tensor, stream = self._brought_for(handle)
             if is_python_node(current_node()):
                 if self.constant:
                     # It may be returned as a gradient, and be added to or scaled where it lies, uncounted too. Without
                     # hooks autograd sees that it is somebody's.
                     tensor = tensor if alone else tensor.clone()
                 else:
-                    self._left = _Left.of(tensor)  # torch's own nodes read once, others may ask again
+                    self._left = _Left.of(tensor, stream)  # torch's own nodes read once, others may ask again
         if self.in_order and handle.layout is self.first:
             tensor = tensor if alone else tensor.detach()
         else:
             tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
-        return tensor if self._loaded is None else self._hand_over(tensor)
+        return tensor if stream is None else handed_over(tensor, stream)
 
-    def _brought_for(self, handle: Handle) -> torch.Tensor:
+    def _brought_for(self, handle: Handle) -> tuple[torch.Tensor, torch.Stream | None]:
         brought, handle.brought = handle.brought or self._asked_again(handle), None
         tensor = brought.tensor
         if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
-            tensor = brought.tensor = self._fresh()
+            tensor = brought.tensor = self._bring()
             brought.version = tensor._version
+            brought.stream = None if self._stream is None else current_stream(tensor.device)
             self._part(handle, brought)
-        return tensor
+        return tensor, brought.stream
 
     def _part(self, handle: Handle, brought: Brought) -> None:
         """Have those that will not read before more than this has gone by bring it again, rather than hold it."""
@@ -261,7 +263,7 @@ class Packed(ABC):
             return brought
         left = None if self._left is None else self._left.get()
         if left is not None:
-            return Brought(left)
+            return left
         brought = self._new_generation()
         for other in self.handles:
             waiting = other()
@@ -273,21 +275,6 @@ class Packed(ABC):
         brought = Brought()
         self._brought = weakref.ref(brought)
         return brought
-
-    def _fresh(self) -> torch.Tensor:
-        tensor = self._bring()
-        if self._stream is not None:
-            self._loaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._loaded.record()
-        return tensor
-
-    def _hand_over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Order ``tensor``, brought back on another stream perhaps, before what follows on the current one."""
-        if tensor.is_cuda:
-            stream = torch.cuda.current_stream(tensor.device)
-            stream.wait_event(self._loaded)  # type: ignore[arg-type]
-            tensor.record_stream(stream)
-        return tensor
 
     # -- versions
 

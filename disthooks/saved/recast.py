@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._device import current_stream, event_on, on_accelerator
 from disthooks._tensors import Layout
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.ledger import Ledger
@@ -36,7 +37,7 @@ class WeightCopy(Packed):
         self._weight = weight
         self._mark: tuple[Any, ...] = ()
         self._checksum: torch.Tensor | None = None
-        self._proof: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._proof: tuple[torch.Tensor, torch.Event] | None = None
 
     @property
     def is_source(self) -> bool:
@@ -44,7 +45,7 @@ class WeightCopy(Packed):
         return False
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
-        proven = self._is_proven(storage) if self.alias.is_cuda else self._compare(storage)
+        proven = self._is_proven(storage) if on_accelerator(self.alias) else self._compare(storage)
         self.undecided = proven is None
         if proven and self._is_same_weight():
             self.ledger.count_recast(self.nbytes)
@@ -71,17 +72,16 @@ class WeightCopy(Packed):
             if isinstance(same, bool):
                 return same
             answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(same, non_blocking=True)
-            self._proof = answer, torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._proof[1].record()
+            self._proof = answer, event_on(current_stream(same.device))
         answer, done = self._proof
-        return bool(answer) if done.query() else None  # type: ignore[no-untyped-call]
+        return bool(answer) if done.query() else None
 
     def _bring(self) -> torch.Tensor:
         if not self._is_there():
             raise StoreError(f"a weight of {self.where!r} is not in memory in backward, to be cast again")
         again = self._cast()
         # On a GPU reading the checksum waits for the device: only when there is a reason.
-        if not (self.alias.is_cuda and self._is_same_weight()) and not self._is_same(again.untyped_storage()):
+        if not (on_accelerator(self.alias) and self._is_same_weight()) and not self._is_same(again.untyped_storage()):
             raise MutationError(
                 f"a weight was changed between the forward of {self.where!r} and its backward, and autocast's copy of "
                 "it was dropped: call backward before the optimizer steps, or the model is converted"

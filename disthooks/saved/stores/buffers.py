@@ -35,14 +35,15 @@ class _Returns:
     """Gives its memory back to the pool when nobody uses it any more."""
 
     pool: Buffers
-    mapped: mmap.mmap
+    block: Any
 
     def __del__(self) -> None:
-        self.pool.returned.append(self.mapped)  # a destructor takes no lock
+        self.pool.returned.append(self.block)  # a destructor takes no lock
 
 
 @functools.cache
-def _lease(room: int) -> Any:
+def lease_type(room: int) -> Any:
+    """A ctypes array of ``room`` bytes, which goes back to its pool."""
     return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
 
 
@@ -56,10 +57,10 @@ class Buffers:
 
     def __init__(self, keep: int = 0) -> None:
         self.keep = keep
-        self._idle: collections.OrderedDict[int, mmap.mmap] = collections.OrderedDict()  # by number, the oldest first
+        self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
-        self._blocks: list[weakref.ref[mmap.mmap]] = []  # all that there are
-        self.returned: collections.deque[mmap.mmap] = collections.deque()
+        self._blocks: list[weakref.ref[Any]] = []  # all that there are
+        self.returned: collections.deque[Any] = collections.deque()
         self.fork_lock = self._lock = threading.Lock()
         care_for(self)
 
@@ -77,15 +78,27 @@ class Buffers:
         room = room_for(nbytes)
         with self._lock:
             self._settle()
-            number = next((n for n, block in self._idle.items() if len(block) == room), None)
+            number = self._fitting(room)
             block = self._idle.pop(number) if number is not None else None
             self._shrink(self.keep - (0 if block is not None else room))
             if block is None:
-                block = _map(room)
+                block = self._new(room)
                 self._blocks.append(weakref.ref(block))
-        lease = _lease(room).from_buffer(block)
-        lease.pool, lease.mapped = self, block
+        lease = self._over(block)
+        lease.pool, lease.block = self, block
         return lease
+
+    def _fitting(self, room: int) -> int | None:
+        """The number of an idle block for ``room`` bytes."""
+        return next((n for n, block in self._idle.items() if len(block) == room), None)
+
+    def _new(self, room: int) -> Any:
+        """A new block; it has a length and can be referenced weakly."""
+        return map_block(room)
+
+    def _over(self, block: Any) -> Any:
+        """A lease of ``block``."""
+        return lease_type(len(block)).from_buffer(block)
 
     def trim(self, keep: int) -> None:
         """From now on ``keep`` so many; more is given back to the system."""
@@ -109,13 +122,18 @@ class Buffers:
 
     def _shrink(self, most: int) -> None:
         """Let go of idle blocks, the oldest first, until all together have at most ``most`` bytes."""
-        self._blocks = [reference for reference in self._blocks if reference() is not None]
-        total = sum(0 if block is None else len(block) for block in (reference() for reference in self._blocks))
+        total = self._total()
         while self._idle and total > most:
             total -= len(self._idle.popitem(last=False)[1])
 
+    def _total(self) -> int:
+        """Bytes of all blocks, in use or idle."""
+        self._blocks = [reference for reference in self._blocks if reference() is not None]
+        return sum(0 if block is None else len(block) for block in (reference() for reference in self._blocks))
 
-def _map(room: int) -> mmap.mmap:
+
+def map_block(room: int) -> mmap.mmap:
+    """Fresh memory of ``room`` bytes, of huge pages where that is worth it."""
     block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if room >= _HUGE:
         with contextlib.suppress(AttributeError, OSError):

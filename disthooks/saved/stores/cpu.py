@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from disthooks.errors import UsageError
+from disthooks._device import on_accelerator
+from disthooks._tensors import format_bytes, parse_bytes
+from disthooks._torch import uncompiled
+from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.courier import Courier
+from disthooks.saved.stores.parcel import Carried
 from disthooks.saved.stores.traffic import StoreReport
 
 
 class _Held(NamedTuple):
+    """A tensor in CPU memory, and where it belongs."""
+
     tensor: torch.Tensor
     device: torch.device
     nbytes: int
+
+
+class _Sent(NamedTuple):
+    """A ticket, and who counts and moves it. It is dropped when nobody has it: Ctrl-C may take it from anybody."""
+
+    courier: Courier
+    ticket: Carried
+    account: Account
+
+    def drop(self) -> None:
+        """Drop it, if that is not done yet."""
+        owed, self.ticket.owed = self.ticket.owed, 0
+        self.account.release(owed)
+        self.courier.drop(self.ticket)
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.drop()
 
 
 @dataclass(frozen=True)
 class OnCpu(Store):
     """Keep saved tensors of a GPU in CPU memory; a tensor that is there already stays, without a copy.
 
+    Copies go beside the computation, on streams of their own: out as soon as a tensor is saved, small ones (up to 64
+    KiB) together, and back before the backward comes to them, in the order of the last backward and by when it
+    wanted each. The last ones of a forward, which come back at once, are not copied at all.
+
     Args:
         limit: most bytes at any time in this process, an int or text such as ``"64 GiB"``, or ``"256 GiB per node"``,
-            of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for no limit.
-        pin_memory: page-locked copies, which a GPU reads faster: True, False, or ``"auto"`` for wherever
-            there is a GPU.
+            of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for no limit. Bytes in flight
+            count.
+        pin_memory: page-locked copies, which a GPU reads and writes beside the computation: True, False, or
+            ``"auto"`` for wherever it can be had. One eighth of the node's memory is never taken for it.
+        in_flight: most bytes that it holds on each device: what is being copied, what is not copied because it comes
+            back at once, and what was brought back ahead. Of a new tensor that is larger there is one. Where more
+            would be, the computation waits for a copy, on the device; the host does not. 512 MiB are 10 to 20 ms of a
+            link with 25 to 55 GB/s: an operator that makes tensors faster than that for longer is not hidden by more,
+            and one that takes longer needs less.
 
     Raises:
-        UsageError: when ``limit`` is not a size or ``pin_memory`` none of the three.
-        StoreError: in forward, at the limit.
+        UsageError: when ``limit`` or ``in_flight`` is not a size or ``pin_memory`` none of the three.
+        StoreError: in forward, at the limit, or when there is no memory.
 
     >>> store = OnCpu("64 GiB")
     >>> x = torch.ones(3)
@@ -40,43 +76,121 @@ class OnCpu(Store):
 
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
+    in_flight: int | str = field(default="512 MiB", kw_only=True)
     account: Account = field(init=False, repr=False, compare=False)
+    _couriers: dict[torch.device, Courier] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pin_memory not in (True, False, "auto"):
             raise UsageError(f"OnCpu: pin_memory must be True, False or 'auto', got {self.pin_memory!r}")
+        parse_bytes(self.in_flight, "OnCpu in_flight")
         object.__setattr__(self, "account", Account(self.limit, "OnCpu"))
+        object.__setattr__(self, "_couriers", {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.limit, self.pin_memory, self.in_flight)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """False for a tensor in CPU memory."""
         return not tensor.is_cpu
 
-    def put(self, tensor: torch.Tensor) -> _Held:
-        """Copy ``tensor`` to the CPU and wait for the copy; hold it as it is if it is there."""
+    def put(self, tensor: torch.Tensor) -> _Held | _Sent:
+        """Have ``tensor`` copied to the CPU; hold it as it is if it is there."""
+        if on_accelerator(tensor):
+            return self._send(tensor)
         nbytes = tensor.nbytes
         self.account.reserve(nbytes)
         if tensor.is_cpu:
             return _Held(tensor, tensor.device, nbytes)
         try:
-            pin = torch.cuda.is_available() if self.pin_memory == "auto" else self.pin_memory
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin).copy_(tensor)
+            return _Held(tensor.cpu(), tensor.device, nbytes)
         except BaseException:
             self.account.release(nbytes)
             raise
-        return _Held(copy, tensor.device, nbytes)
 
-    def get(self, ticket: _Held) -> torch.Tensor:
+    def _send(self, tensor: torch.Tensor) -> _Sent:
+        courier = self.courier(tensor.device)
+        self.account.reserve(tensor.nbytes)
+        sent = None
+        try:
+            sent = _Sent(courier, courier.ticket(tensor), self.account)
+            sent.ticket.owed = tensor.nbytes
+            courier.put(sent.ticket)
+        except BaseException as error:
+            if sent is None or not sent.ticket.owed:
+                self.account.release(tensor.nbytes)
+            if sent is not None:
+                sent.drop()
+            if isinstance(error, OSError):
+                what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory; give it a limit="
+                raise StoreError(what, wanted=tensor.nbytes) from error
+            raise
+        return sent
+
+    def get(self, ticket: _Held | _Sent) -> torch.Tensor:
         """The tensor on the device it came from."""
+        if isinstance(ticket, _Sent):
+            return ticket.courier.get(ticket.ticket)
         return ticket.tensor.to(ticket.device)
 
+    def held(self, ticket: _Held | _Sent) -> torch.Tensor:
+        """The tensor, in CPU memory; the host waits until it is there."""
+        return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
+
+    def prefetch(self, ticket: _Held | _Sent) -> None:
+        """Bring it back to its device, if there is room."""
+        if isinstance(ticket, _Sent):
+            ticket.courier.prefetch(ticket.ticket)
+
+    def drop(self, ticket: _Held | _Sent) -> None:
+        """Give the bytes back to the limit; the memory goes when no copy needs it."""
+        if isinstance(ticket, _Sent):
+            ticket.drop()
+        else:
+            self.account.release(ticket.nbytes)
+
+    def wait(self) -> None:
+        """Wait until all that is to be copied to the CPU is there."""
+        for courier in list(self._couriers.values()):
+            courier.wait()
+
+    def rest(self) -> None:
+        """Let go of host memory that is idle."""
+        for courier in list(self._couriers.values()):
+            courier.rest()
+
     def report(self) -> tuple[StoreReport, ...]:
-        """Bytes of the copies."""
-        return (StoreReport("OnCpu()", held=self.account.held, limit=self.account.limit),)
+        """Bytes held, and what was copied from and to all devices."""
+        return (_report(self.account, list(self._couriers.values())),)
 
-    def held(self, ticket: _Held) -> torch.Tensor:
-        """The tensor, in CPU memory."""
-        return ticket.tensor
+    def courier(self, device: torch.device) -> Courier:
+        """Who moves the tensors of ``device``, an accelerator, for this store."""
+        found = self._couriers.get(device)
+        if found is None:
+            made = Courier(device, parse_bytes(self.in_flight, "in_flight"), pin=self.pin_memory is not False)
+            found = self._couriers.setdefault(device, made)  # another thread may have been faster
+        return found
 
-    def drop(self, ticket: _Held) -> None:
-        """Give the bytes back to the limit; the memory goes with the ticket."""
-        self.account.release(ticket.nbytes)
+
+def _report(account: Account, couriers: Sequence[Courier]) -> StoreReport:
+    flying = sum(courier.in_flight for courier in couriers)  # first: it looks at what is done by now
+    return StoreReport(
+        "OnCpu()",
+        held=account.held,
+        limit=account.limit,
+        in_flight=flying,
+        written=sum(courier.written for courier in couriers),
+        never_written=sum(courier.never_written for courier in couriers),
+        from_memory=sum(courier.from_memory for courier in couriers),
+        ahead=sum(courier.ahead for courier in couriers),
+        in_vain=sum(courier.in_vain for courier in couriers),
+        read=sum(courier.read for courier in couriers),
+        write_seconds=sum(courier.out.seconds for courier in couriers),
+        read_seconds=sum(courier.back.seconds for courier in couriers),
+        measured_write=max((courier.out.best or 0.0 for courier in couriers), default=0.0) or None,
+        measured_read=max((courier.back.best or 0.0 for courier in couriers), default=0.0) or None,
+    )
+
+
+def _made(limit: int | str | None, pin_memory: Any, in_flight: int | str) -> OnCpu:
+    return OnCpu(limit, pin_memory=pin_memory, in_flight=in_flight)

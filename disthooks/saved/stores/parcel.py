@@ -1,0 +1,145 @@
+"""A device's tensor in a store, and what goes to the host and back in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disthooks._device import current_stream, handed_over, used_on
+from disthooks.saved.stores.lane import Lane
+from disthooks.saved.stores.transfer import Coming, Outgoing
+
+SMALL = 64 << 10  # bytes: smaller ones go together, for a copy has its price whatever its size
+JOINED = 1 << 20  # bytes of small ones that are worth a copy
+
+
+class Carried:
+    """One tensor of a device that was put: there still, or in a parcel.
+
+    Attributes:
+        tensor: itself, as long as it was not sent.
+        own: whether that is a copy of what was put, which nobody else knows.
+        counted: bytes of it that count as held on the device, apart from its parcel.
+        parcel: what it was sent in.
+        offset: where it begins in that.
+    """
+
+    __slots__ = (
+        "counted",
+        "device",
+        "dropped",
+        "dtype",
+        "lane",
+        "nbytes",
+        "offset",
+        "owed",
+        "own",
+        "parcel",
+        "position",
+        "shape",
+        "tensor",
+    )
+
+    def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
+        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
+        self.lane = lane
+        # A part of something much larger would keep all of it.
+        self.own = not _is_plain(tensor) or tensor.untyped_storage().nbytes() > 2 * self.nbytes
+        self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
+        self.position, self.dropped = 0, False
+        self.counted = self.owed = 0
+        self.parcel: Parcel | None = None
+        self.offset = 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    used_on(tensor, current_stream(tensor.device))
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class Parcel:
+    """What goes in one copy, each way: a tensor, or many small ones in one 1-D uint8 tensor.
+
+    Attributes:
+        members: the tickets in it that are not dropped.
+        coming: what is on its way back, before anybody wants it.
+        whole: small ones that came back, until each of them was read.
+    """
+
+    __slots__ = ("__weakref__", "_stream", "_unread", "coming", "joined", "members", "nbytes", "outgoing", "whole")
+
+    def __init__(self, members: Sequence[Carried], outgoing: Outgoing, joined: bool) -> None:
+        self.members, self.outgoing, self.joined = set(members), outgoing, joined
+        self.nbytes = outgoing.host.nbytes
+        self.coming: Coming | None = None
+        self.whole: torch.Tensor | None = None
+        self._stream = current_stream(outgoing.device)  # that fills ``whole``, or the source of several
+        self._unread: set[Carried] = set()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is on the device, for anybody who wants it."""
+        return self.outgoing.source is not None or self.whole is not None
+
+    def from_source(self, ticket: Carried, source: torch.Tensor) -> torch.Tensor:
+        """The tensor of ``ticket`` from what is still held of what was sent."""
+        if self.joined:
+            return self._part(ticket, handed_over(source, self._stream))
+        return source.clone() if ticket.own else source
+
+    def from_back(self, ticket: Carried, back: torch.Tensor | None) -> torch.Tensor:
+        """The tensor of ``ticket`` from what came ``back`` now, for the current stream; None: which came before."""
+        if not self.joined and back is not None:
+            return back
+        if back is not None:
+            self.whole, self._stream, self._unread = back, current_stream(back.device), set(self.members)
+        assert self.whole is not None
+        part = self._part(ticket, handed_over(self.whole, self._stream))
+        self.done_with(ticket)
+        return part
+
+    def done_with(self, ticket: Carried) -> None:
+        """``ticket`` was read, or is dropped."""
+        self._unread.discard(ticket)
+        if not self._unread:
+            self.whole = None
+
+    def in_host(self, ticket: Carried) -> torch.Tensor:
+        """The tensor of ``ticket`` in host memory, once it is there; the host waits."""
+        host = self.outgoing.wait()
+        return self._part(ticket, host) if self.joined else host
+
+    @staticmethod
+    def _part(ticket: Carried, whole: torch.Tensor) -> torch.Tensor:
+        # Its own memory: it may be written to, and is let go of alone.
+        return whole[ticket.offset : ticket.offset + ticket.nbytes].clone().view(ticket.dtype).view(ticket.shape)
+
+
+class Batch:
+    """Small tensors that will go together, about ``enough`` bytes, made on ``stream``."""
+
+    def __init__(self, stream: torch.Stream, enough: int) -> None:
+        self.stream, self._enough = stream, enough
+        self.tickets: list[Carried] = []
+        self.nbytes = 0
+
+    def add(self, ticket: Carried) -> bool:
+        """Whether it is full with ``ticket``."""
+        self.tickets.append(ticket)
+        self.nbytes += ticket.nbytes
+        return self.nbytes >= self._enough
+
+
+def join(tickets: Sequence[Carried], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of ``tensors`` one behind the other, on the current stream; each ticket knows where its own begin."""
+    stream, end = current_stream(tensors[0].device), 0
+    for ticket, tensor in zip(tickets, tensors, strict=True):
+        ticket.offset = end
+        end += ticket.nbytes
+        used_on(tensor, stream)
+    return torch.cat([tensor.detach().view(-1).view(torch.uint8) for tensor in tensors])

@@ -1,0 +1,425 @@
+"""Saved tensors of a device in host memory: exact, beside the computation, within bounds, and nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import types
+import warnings
+
+import pytest
+import simulated
+import torch
+from carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
+from faulty import soon
+from models import CASES, build, identical
+from models import step as train
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores import courier as couriers
+from disthooks.saved.stores import pinned, transfer
+from disthooks.saved.stores.lane import Lane
+
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize("in_flight", ["512 MiB", "300 KiB", "64 KiB", 0])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_bit_identical(device: torch.device, case: str, in_flight: int | str) -> None:
+    model, x = build(case)
+    model, x = model.to(device), x.to(device)
+    store = dh.OnCpu(in_flight=in_flight)
+    saved = dh.saving(every(store))
+    with sdpa_kernel(SDPBackend.MATH):
+        truth = train(model, x)
+        assert identical(train(model, x), truth)
+        for _ in range(4):
+            assert identical(train(model, x, saved), truth)
+    report = saved.report()
+    assert report.moved == report.stored > 10_000
+    assert report.held == 0
+    assert is_clean(store, device)
+    if in_flight == 0:
+        assert tier(store).written == report.stored
+
+
+def test_nothing_waits_on_the_host(device: torch.device) -> None:
+    """Neither forward nor backward, from the third step on: the first ones make page-locked memory."""
+    x = given(device, 200_000)
+    for in_flight in ("512 MiB", "2 MiB", 0):
+        store = dh.OnCpu(in_flight=in_flight)
+        truth = gradient(x)
+        for _ in range(2):
+            step(store, x)
+        torch.accelerator.synchronize(device)
+        with no_waits(device):
+            found = [step(store, x) for _ in range(3)]
+        assert all(torch.equal(other, truth) for other in found)
+        assert is_clean(store, device)
+
+
+def test_the_last_ones_are_not_copied(device: torch.device) -> None:
+    """12 tensors of 200 KB are saved, of which five fit into what may be held on the device."""
+    x = given(device)
+    size = x.nbytes
+    store = dh.OnCpu(in_flight=5 * size)
+    step(store, x)
+    before = tier(store)
+    assert torch.equal(step(store, x), gradient(x))
+    assert is_clean(store, device)
+    after = tier(store)
+    assert after.written - before.written == 7 * size
+    assert after.read - before.read <= 7 * size
+    assert after.never_written - before.never_written == 5 * size
+    assert after.from_memory - before.from_memory >= 5 * size
+
+
+def test_more_is_put_than_was_expected(device: torch.device) -> None:
+    x = given(device)
+    store = dh.OnCpu(in_flight=5 * x.nbytes)
+    for length in (8, 24, 3, 24, 8):
+        assert torch.equal(step(store, x, length), gradient(x, length))
+        assert is_clean(store, device)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_the_bound_holds(device: torch.device, parts: int) -> None:
+    """What it holds on the device is never more than in_flight, or the newest tensor alone; while copies take long."""
+    only_simulated(device)
+    simulated.delays(2e-3)
+    x = given(device)
+    store = dh.OnCpu(in_flight=parts * x.nbytes)
+    courier = store.courier(device)
+    most = max(parts, 1) * x.nbytes
+    for _ in range(3):
+        with dh.saving(every(store)):
+            y = x
+            for _ in range(12):
+                y = torch.sin(y)
+                torch.cos(torch.zeros(1, device=device, requires_grad=True))  # the next operator: contents are taken
+                assert courier._bytes + courier._coming_bytes <= most
+            y = y.sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], gradient(x))
+        del y
+        assert is_clean(store, device)
+
+
+def test_device_memory_falls(device: torch.device) -> None:
+    x = given(device, 250_000)
+
+    def peak(context: object) -> int:
+        torch.accelerator.synchronize(device)
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        with context:
+            y = chain(x, 40)
+        torch.autograd.grad(y, x)
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.max_memory_allocated(device) - before
+
+    plain = peak(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+    store = dh.OnCpu(in_flight="3 MiB")
+    ours = [peak(dh.saving(every(store))) for _ in range(3)]
+    assert plain > 38 * x.nbytes
+    assert max(ours) < plain / 3
+    assert max(ours) < 3 * MiB + 6 * x.nbytes
+
+
+def test_nothing_grows(device: torch.device) -> None:
+    """Neither device memory nor page-locked memory, over many steps of several sizes."""
+    store = dh.OnCpu(in_flight="1 MiB")
+    sizes = [given(device, numel) for numel in (50_000, 30_000, 61_000, 1000)]
+    held, pool = [], []
+    for i in range(60):
+        step(store, sizes[i % 4])
+        if i % 4 == 3:
+            assert is_clean(store, device)
+            held.append(torch.accelerator.memory_allocated(device))
+            pool.append(store.courier(device).pool.held)
+    assert held[-1] <= held[4]
+    assert pool[-1] <= pool[4]
+
+
+def test_small_ones_go_together(device: torch.device) -> None:
+    """100 tensors of 4 KiB: one copy each way, and bits as they were."""
+    only_simulated(device)
+    store = dh.OnCpu(in_flight="64 MiB")
+    values = [torch.full((1024,), float(i)).to(device) for i in range(100)]
+    with simulated.counted() as counts:
+        tickets = [store.put(value) for value in values]
+        store.wait()
+        del values
+    assert counts["to_host_async"] == 1
+    assert counts["to_host_async_bytes"] == 100 * 4096
+    with simulated.counted() as counts:
+        found = [store.get(ticket) for ticket in reversed(tickets)]
+    assert counts["to_device_async"] == 1
+    assert counts["to_device_async_bytes"] == 100 * 4096
+    assert counts.waits == 0
+    found[0].zero_()  # each has memory of its own
+    assert [float(value[7]) for value in found] == [0.0, *map(float, range(98, -1, -1))]
+    for ticket in tickets:
+        store.drop(ticket)
+    assert is_clean(store, device)
+
+
+def test_small_ones_of_all_kinds(device: torch.device) -> None:
+    store = dh.OnCpu()
+    values = [
+        torch.randn(33, 7),
+        torch.rand(1001) > 0.5,
+        torch.tensor([7], dtype=torch.uint8),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.empty(0, 4),
+        torch.randn(40, 50).t()[::2],
+        torch.randn(5, 5).to(torch.bfloat16),
+        torch.arange(1000)[3:5],
+    ]
+    values = [value.to(device) for value in values]
+    tickets = [store.put(value) for value in values]
+    for waited in (False, True):
+        for ticket, value in zip(tickets, values, strict=True):
+            back = store.get(ticket)
+            assert (back.dtype, back.device, back.shape) == (value.dtype, value.device, value.shape)
+            assert torch.equal(back.cpu(), value.cpu())
+            assert torch.equal(store.held(ticket), value.cpu()) or not waited
+        store.wait()
+        torch.accelerator.synchronize(device)
+    for ticket in tickets:
+        store.drop(ticket)
+    assert is_clean(store, device)
+
+
+def test_small_ones_that_are_never_enough_are_not_forgotten(device: torch.device) -> None:
+    x = given(device, 1000)
+    store = dh.OnCpu()
+    with dh.saving(every(store)):
+        y = chain(x)
+    store.wait()
+    assert tier(store).written == 12 * x.nbytes
+    assert tier(store).in_flight == 0
+    assert torch.equal(torch.autograd.grad(y, x)[0], gradient(x))
+    del y
+    assert is_clean(store, device)
+
+
+def test_a_small_part_does_not_keep_the_rest(device: torch.device) -> None:
+    large = torch.zeros(4 * MiB, device=device)
+    store = dh.OnCpu()
+    ticket = store.put(large[5000:7000])
+    torch.accelerator.synchronize(device)
+    before = torch.accelerator.memory_allocated(device)
+    del large
+    assert torch.accelerator.memory_allocated(device) <= before - 16 * MiB
+    assert torch.equal(store.get(ticket).cpu(), torch.zeros(2000))
+
+
+def test_it_comes_back_ahead(device: torch.device) -> None:
+    """In the order of the last backward, and in the reverse one of the forward where there is none."""
+    x = given(device)
+    store = dh.OnCpu(in_flight=4 * x.nbytes)
+    for _ in range(5):
+        assert torch.equal(step(store, x, 20), gradient(x, 20))
+    assert is_clean(store, device)
+    seen = tier(store)
+    assert seen.ahead > seen.read / 2
+    assert seen.in_vain == 0
+    assert 0 < seen.read <= seen.written
+
+
+def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> None:
+    x = given(device)
+    store = dh.OnCpu(in_flight=x.nbytes)
+    step(store, x)
+    torch.accelerator.synchronize(device)
+    with dh.saving(every(store)):
+        y = chain(x)
+    lane = store.courier(device)._own.lane
+    with no_waits(device):
+        times = list(lane.times().values())
+    assert len(times) == 12
+    assert times == sorted(times)
+    assert times[0] == 0 < times[-1]
+    del y
+
+
+def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
+    """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
+    courier = dh.OnCpu().courier(device)
+    courier._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
+
+    class Parcel:
+        nbytes, coming = 1000, None
+
+    parcels = [Parcel() for _ in range(3)]
+    for due, count in (([1.0, 2.0, 10.0], 2), ([1.0, 1.5, 2.0], 3), ([5.0, 9.0, 11.0], 1), ([1.0, 20.0, 30.0], 1)):
+        assert courier._how_many(dict(zip(parcels, due, strict=True)), 0.5, due[0]) == count
+    assert courier._how_many(dict.fromkeys(parcels, math.nan), None, None) == 3
+    parcels[0].coming = types.SimpleNamespace(is_done=lambda: True)
+    assert courier._how_many(dict(zip(parcels, [1.0, 3.0, 9.0], strict=True)), 0.5, 1.0) == 1
+
+
+def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower, and as right; said once."""
+    x = given(device)
+    store = dh.OnCpu(in_flight="500 KiB")
+    monkeypatch.setattr(pinned, "pinned_block", lambda device, room, node: None)
+    store.courier(device).pool = pinned.Pinned(device)
+    with pytest.warns(UserWarning, match="page-locked memory is not to be had"):
+        assert torch.equal(step(store, x), gradient(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert torch.equal(step(store, x), gradient(x))
+    assert not store.courier(device).pool.tensor(x.shape, x.dtype).is_pinned()
+    assert is_clean(store, device)
+
+
+def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> None:
+    x = given(device)
+    for pin in (True, False):
+        store = dh.OnCpu(pin_memory=pin, in_flight=0)
+        assert torch.equal(step(store, x), gradient(x))
+        assert store.courier(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
+
+
+def test_the_order_changes(device: torch.device) -> None:
+    """Wrong guesses cost time, never a wrong tensor."""
+    store = dh.OnCpu(in_flight="600 KiB")
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(30_000, generator=generator) for _ in range(20)]
+    sources = [value.to(device) for value in values]
+    for _ in range(8):
+        tickets = [store.put(source.clone()) for source in sources]
+        for i in torch.randperm(20, generator=generator).tolist():
+            found = store.get(tickets[i])
+            assert torch.equal(found.cpu(), values[i])
+            if i % 3:
+                store.drop(tickets[i])
+        for i in range(0, 20, 3):
+            store.drop(tickets[i])
+        tickets.clear()
+        assert is_clean(store, device)
+    assert tier(store).ahead > 0
+
+
+def test_a_branch_that_is_not_used(device: torch.device) -> None:
+    """What was brought ahead for nobody goes."""
+    x = given(device)
+    store = dh.OnCpu(in_flight=4 * x.nbytes)
+    for _ in range(4):
+        with dh.saving(every(store)):
+            unused, used = chain(x), chain(x)
+        assert torch.equal(torch.autograd.grad(used, x)[0], gradient(x))
+        del unused, used
+        assert is_clean(store, device)
+
+
+def test_the_limit_counts_what_is_in_flight(device: torch.device) -> None:
+    x = torch.ones(100_000, device=device)
+    store = dh.OnCpu(5 * x.nbytes, in_flight="64 MiB")
+    tickets = [store.put(x + i) for i in range(5)]
+    with pytest.raises(StoreError, match="full"):
+        store.put(x)
+    store.drop(tickets.pop())
+    tickets.append(store.put(x + 7))
+    assert torch.equal(store.get(tickets[-1]), x + 7)
+    for ticket in tickets:
+        store.drop(ticket)
+    assert is_clean(store, device)
+
+
+def test_writing_to_what_comes_back_changes_nothing_else(device: torch.device) -> None:
+    for numel in (1000, 50_000):
+        store = dh.OnCpu(in_flight=0)
+        x = torch.arange(numel, dtype=torch.float32)
+        tickets = [store.put((x + i).to(device)) for i in range(3)]
+        store.wait()
+        for _ in range(3):
+            for i, ticket in enumerate(tickets):
+                back = store.get(ticket)
+                assert torch.equal(back.cpu(), x + i)
+                back.zero_()
+
+
+def test_the_report(device: torch.device) -> None:
+    x = given(device, 400_000)
+    store = dh.OnCpu(in_flight="4 MiB")
+    with dh.saving(every(store)) as saved:
+        y = chain(x, 12)
+    torch.autograd.grad(y, x)
+    del y
+    assert is_clean(store, device)
+    seen = tier(store)
+    assert seen.written == 12 * x.nbytes
+    assert seen.read + seen.from_memory == seen.written
+    assert seen.write_seconds > 0 < seen.read_seconds
+    assert seen.measured_write > 1e6 < seen.measured_read
+    assert "wrote" in str(saved.report())
+
+
+def broken(store: dh.OnCpu, x: torch.Tensor, error: type[BaseException]) -> None:
+    with dh.saving(every(store)):
+        chain(x)
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_the_middle(device: torch.device, error: type[BaseException]) -> None:
+    x = given(device)
+    store = dh.OnCpu(in_flight="400 KiB")
+    for _ in range(3):
+        with pytest.raises(error):
+            broken(store, x, error)
+        assert torch.equal(step(store, x), gradient(x))
+    assert is_clean(store, device)
+
+
+def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every call that orders streams, one after the other: the steps that follow are right, and nothing is left."""
+    x = given(device)
+    truth = gradient(x)
+    store = dh.OnCpu(in_flight="400 KiB")
+    step(store, x)
+    real, calls = transfer.event_on, [0]
+    for at in range(1, 60, 3):
+        calls[0] = 0
+
+        def interrupted(*args: object, at: int = at, **kwargs: object) -> torch.Event:
+            calls[0] += 1
+            if calls[0] == at:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer, "event_on", interrupted)
+            patch.setattr(couriers, "event_on", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                assert torch.equal(step(store, x), truth)
+        gc.collect()
+        assert torch.equal(step(store, x), truth)
+    gc.collect()
+    assert soon(lambda: is_clean(store, device))
+
+
+def test_lanes_forget_what_is_long_ago() -> None:
+    class Ticket:
+        position, dropped, nbytes = 0, False, 8
+
+    lane = Lane()
+    for count in range(1, 40):
+        tickets = [Ticket() for _ in range(count)]
+        for ticket in tickets:
+            lane.put(ticket)
+        for ticket in tickets:
+            lane.read(ticket)
+        for ticket in tickets:
+            ticket.dropped = True
+            lane.drop(ticket)
+    assert len(lane._rounds) <= 8
+    assert not lane._turns
+    assert not lane._before
