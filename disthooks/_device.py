@@ -117,3 +117,12 @@ def refuse_capture(who: str, instead: str) -> None:
             f"{who}: a CUDA graph is being captured (torch.cuda.graph, make_graphed_callables), and its replays run no "
             f"Python, so the hooks would act in the capture and never again; {instead}"
         )
+
+
+def stream_of(tensor: torch.Tensor) -> torch.Stream | None:
+    """The stream that this thread now works on, of the accelerator that ``tensor`` is on, if it is on one.
+
+    >>> stream_of(torch.ones(1)) is None
+    True
+    """
+    return current_stream(tensor.device) if on_accelerator(tensor) else None

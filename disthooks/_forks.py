@@ -10,7 +10,11 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """Has a lock that no other thread may hold during a fork, and perhaps more to do in the child."""
+    """Has a lock that no other thread may hold during a fork, and perhaps more to do in the child.
+
+    One that is taken while another's is held has a ``fork_depth``, larger than the other's, which is 0 where there is
+    none: who forks takes them in that order, or it and a thread would wait for each other.
+    """
 
     @property
     def fork_lock(self) -> contextlib.AbstractContextManager[bool]:
@@ -33,7 +37,7 @@ def care_for(one: Forked) -> None:
 
 def _before() -> None:
     _lock.acquire()
-    for one in list(_all):
+    for one in sorted(_all, key=lambda one: getattr(one, "fork_depth", 0)):
         one.fork_lock.__enter__()
         _held.append(one)
 

@@ -32,8 +32,9 @@ from disthooks.saved.report import SavedReport
 from disthooks.saved.saving import saving
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.device import OnDevice
 from disthooks.saved.stores.disk import OnDisk
-from disthooks.saved.stores.tiers import OnDevice, Tiered
+from disthooks.saved.stores.tiers import Tiered
 from disthooks.saved.stores.traffic import StoreReport
 from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
 from disthooks.watch.blame import blame

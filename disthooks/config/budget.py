@@ -15,7 +15,8 @@ from disthooks._tensors import format_bytes, local_part, parse_bytes
 from disthooks.config.source import Source
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.stores.base import Functions, Store
-from disthooks.saved.stores.tiers import OnDevice, Tiered
+from disthooks.saved.stores.device import OnDevice
+from disthooks.saved.stores.tiers import Tiered
 
 
 def weights_of(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from disthooks.grads.stats.base import Stat
 from disthooks.saved import codecs
 from disthooks.saved.codecs.base import Codec
 from disthooks.saved.recompute.stage import Recompute
-from disthooks.saved.stores import cpu, disk, tiers
+from disthooks.saved.stores import cpu, device, disk, tiers
 from disthooks.saved.stores.base import Store
 
 
@@ -75,7 +75,7 @@ _OTHERS = (
     Kind("DeepSpeedMonitor", "sink", sinks.DeepSpeedMonitor, given="engine"),
 )
 _CLASSES: dict[str, tuple[Callable[..., Any], ...]] = {
-    "store": (cpu.OnCpu, tiers.OnDevice, disk.OnDisk),
+    "store": (cpu.OnCpu, device.OnDevice, disk.OnDisk),
     "recompute": (Recompute,),
     "codec": (codecs.Cast, codecs.Compact, codecs.Compress, codecs.Quantize),
     "rule": (

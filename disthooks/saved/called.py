@@ -16,8 +16,8 @@ class Called:
 
     __slots__ = ("ledger", "nbytes", "packed", "store", "where")
 
-    def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int) -> None:
-        self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, ""
+    def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int, where: str) -> None:
+        self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, where
         ledger.change_held(nbytes)
 
     @uncompiled()
@@ -28,5 +28,5 @@ class Called:
         """What the user's ``unpack`` makes of it."""
         begin = time.perf_counter()
         tensor: torch.Tensor = self.store.get(self.packed)
-        self.ledger.count_got(self.nbytes, time.perf_counter() - begin)
+        self.ledger.count_got(self.nbytes, time.perf_counter() - begin, self.where)
         return tensor

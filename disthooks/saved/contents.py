@@ -73,14 +73,17 @@ class InStore(Packed):
             content = content.clone()  # a store may take its time
         parts = self._encode(content) if self._codecs else (content,)
         if self._codecs and len(parts) == 1 and parts[0] is content and not self._store.moves(content):
-            self.ledger.count_kept("in place", self.nbytes)  # no codec took it, and the store is where it is
+            self.ledger.count_kept(
+                "in place", self.nbytes, self.where
+            )  # no codec took it, and the store is where it is
             return False
         self._wanted = (content.dtype, content.shape)
         self._addresses = [part.data_ptr() for part in parts]
-        self._tickets = self._put(parts)
+        self._tickets = self._put(parts, content.nbytes)
         return True
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        begin = time.perf_counter()
         tensors: tuple[torch.Tensor, ...] = (content,)
         self._spec: list[Any] = []
         for place, codec in enumerate(self._codecs):
@@ -89,6 +92,7 @@ class InStore(Packed):
                 self._measure(place, codec, tensors, encoded)
             self._spec.append([(len(parts), spec) for parts, spec in encoded])
             tensors = tuple(part for parts, _ in encoded for part in parts)
+        self.ledger.count_codecs(time.perf_counter() - begin, self.where)
         return tensors
 
     def _measure(
@@ -109,7 +113,7 @@ class InStore(Packed):
                 for tensor, parts, spec in changed:
                     self.ledger.count_error(repr(codec), relative_error(codec.decode(parts, spec), tensor))
 
-    def _put(self, tensors: Sequence[torch.Tensor]) -> _Tickets:
+    def _put(self, tensors: Sequence[torch.Tensor], saved: int) -> _Tickets:
         begin = time.perf_counter()
         held = _Tickets(self._store, self.ledger)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
@@ -119,7 +123,7 @@ class InStore(Packed):
             moved += tensor.nbytes if self._store.moves(tensor) or tensor.device != self.alias.device else 0
         held.nbytes = total
         self.ledger.change_held(total)
-        self.ledger.count_put(total, moved, time.perf_counter() - begin)
+        self.ledger.count_put(total, moved, time.perf_counter() - begin, self.where, saved)
         return held
 
     def _bring(self) -> torch.Tensor:
@@ -127,7 +131,10 @@ class InStore(Packed):
             refuse_capture(self.where)  # of a backward
         begin = time.perf_counter()
         tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
-        self.ledger.count_got(self._tickets.nbytes, time.perf_counter() - begin)
+        seconds, copied = time.perf_counter() - begin, 0.0
+        for ticket in self._tickets.tickets:
+            copied += self._store.took(ticket)
+        self.ledger.count_got(self._tickets.nbytes, seconds, self.where, copied)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
@@ -143,9 +150,11 @@ class InStore(Packed):
         return _spread(content, self.region)
 
     def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        begin = time.perf_counter()
         for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
             parts = iter(tensors)
             tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
+        self.ledger.count_codecs(time.perf_counter() - begin, self.where)
         return tensors[0]
 
 

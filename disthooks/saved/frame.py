@@ -173,26 +173,29 @@ class Frame:
         key = storage._cdata, tensor._version, region or dtype, call, id(owner)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)
+        # Who reads a packed value holds its lock and counts in the ledger; so no handle is asked for under the ledger's.
         with self._ledger.lock:
             packed = self._ledger.index.find(key)
             if packed is None and region is not None and not (small or alone):
                 whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
                 packed = self._whole(part, owner, region, whole)
-            if packed is not None and packed.owner() is owner and not alone:
-                self._note(tensor, part, owner, packed, layout)
-                return self._shared(tensor, part, packed, layout)
-            whole_of = owner if part is tensor and not small and region is None and weight is None else None
-            packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
-            packed.owner, packed.constant, packed.volatile = weakref.ref(owner), is_constant(owner), alone or call > 0
-            self._ledger.index.add(key, packed)
-            self._ledger.place += part.nbytes
+            known = packed is not None and packed.owner() is owner and not alone
+            if packed is None or not known:
+                whole_of = owner if part is tensor and not small and region is None and weight is None else None
+                packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
+                packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
+                packed.volatile = alone or call > 0
+                self._ledger.index.add(key, packed)
+                self._ledger.place += part.nbytes
+                if region is None and part is tensor and isinstance(packed, InStore) and not (call or alone):
+                    self._ledger.index.see(owner, packed)
+                self._pending.append(weakref.ref(packed))
             self._note(tensor, part, owner, packed, layout)
-            if region is None and part is tensor and isinstance(packed, InStore) and not (call or alone):
-                self._ledger.index.see(owner, packed)
-            self._pending.append(weakref.ref(packed))
-            handle = packed.handle(layout)
+        if known:
+            return self._shared(tensor, part, packed, layout)
+        handle = packed.handle(layout)
         if small:
-            self._ledger.count_kept("small", _nbytes(part))
+            self._ledger.count_kept("small", _nbytes(part), self._where)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
         return handle
@@ -214,7 +217,7 @@ class Frame:
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
         """A further handle on what is packed already."""
         handle = packed.handle(layout)
-        self._ledger.count_shared(part.nbytes)
+        self._ledger.count_shared(part.nbytes, self._where)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "shared")
         return handle
@@ -258,7 +261,7 @@ class Frame:
         return kept
 
     def _told(self, tensor: torch.Tensor, reason: str) -> None:
-        self._ledger.count_kept(reason, _nbytes(tensor))
+        self._ledger.count_kept(reason, _nbytes(tensor), self._where)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "kept")
 
@@ -268,8 +271,8 @@ class Frame:
         if _nbytes(tensor) < self._at_least:
             return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
         begin = time.perf_counter()
-        packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor))
-        self._ledger.count_put(packed.nbytes, 0, time.perf_counter() - begin)
+        packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor), self._where)
+        self._ledger.count_put(packed.nbytes, 0, time.perf_counter() - begin, self._where)
         if _events.listeners:
             _events.tell("pack", self._where, tensor, "stored")
         return packed

@@ -15,7 +15,7 @@ from disthooks import memory
 from disthooks._device import on_accelerator
 from disthooks._forks import care_for
 from disthooks.saved.index import Index
-from disthooks.saved.report import SavedReport
+from disthooks.saved.report import SavedReport, SiteReport
 from disthooks.saved.stores.base import Store
 
 _STEPPED_BACK = (
@@ -36,6 +36,16 @@ _GRAPHS = (
 )
 
 
+class _Site:
+    """The counts of one module, those of a :class:`SiteReport`."""
+
+    __slots__ = tuple(SiteReport.__dataclass_fields__)
+
+    def __init__(self) -> None:
+        self.tensors = self.saved = self.stored = self.moved = self.shared = self.kept = self.loaded = 0
+        self.pack_seconds = self.unpack_seconds = self.codec_seconds = self.copy_seconds = 0.0
+
+
 class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
@@ -47,9 +57,9 @@ class Ledger:
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self.places: dict[Any, Any] = {}  # what was proven of what is computed again; see recompute/places.py
-        self._calls = self._inner = self._tensors = 0
-        self._stored = self._moved = self._shared = self._recast = self._loaded = 0  # bytes
-        self._pack_seconds = self._unpack_seconds = 0.0
+        self._calls = self._inner = 0
+        self._recast = 0  # bytes
+        self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
         self._differed: collections.Counter[str] = collections.Counter()
@@ -70,25 +80,37 @@ class Ledger:
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
 
-    def count_put(self, stored: int, moved: int, seconds: float) -> None:
-        """Add to ``stored`` and ``moved``, and the time that the store took for it."""
+    def count_put(self, stored: int, moved: int, seconds: float, where: str = "", saved: int | None = None) -> None:
+        """Add to ``stored`` and ``moved``, and the time that the store took for it, for what ``where`` saved.
+
+        ``saved``: its bytes before codecs, if there are any.
+        """
         with self.lock:
-            self._tensors += 1
-            self._stored += stored
-            self._moved += moved
-            self._pack_seconds += seconds
+            site = self._sites[where]
+            site.tensors += 1
+            site.saved += stored if saved is None else saved
+            site.stored += stored
+            site.moved += moved
+            site.pack_seconds += seconds
             self._settle()
 
-    def count_got(self, loaded: int, seconds: float) -> None:
-        """Add to ``loaded``, and the time that the store took for it."""
+    def count_got(self, loaded: int, seconds: float, where: str = "", copied: float = 0.0) -> None:
+        """Add to ``loaded``, the time that the store took for it, and ``copied``, that of its copies beside that."""
         with self.lock:
-            self._loaded += loaded
-            self._unpack_seconds += seconds
+            site = self._sites[where]
+            site.loaded += loaded
+            site.unpack_seconds += seconds
+            site.copy_seconds += copied
 
-    def count_shared(self, nbytes: int) -> None:
+    def count_codecs(self, seconds: float, where: str = "") -> None:
+        """Add the time that codecs took."""
+        with self.lock:
+            self._sites[where].codec_seconds += seconds
+
+    def count_shared(self, nbytes: int, where: str = "") -> None:
         """Add to ``shared``."""
         with self.lock:
-            self._shared += nbytes
+            self._sites[where].shared += nbytes
 
     def count_recast(self, nbytes: int) -> None:
         """Add to ``recast``."""
@@ -126,10 +148,11 @@ class Ledger:
         with self.lock:
             self._inner += 1
 
-    def count_kept(self, reason: str, nbytes: int) -> None:
+    def count_kept(self, reason: str, nbytes: int, where: str = "") -> None:
         """Add to ``kept``."""
         with self.lock:
             self._kept[reason] += nbytes
+            self._sites[where].kept += nbytes
 
     def count_pass(self, reason: str, where: str) -> None:
         """One more call of ``where`` that went through without hooks; the user is told once if that can be mended."""
@@ -151,27 +174,33 @@ class Ledger:
         with self.lock:
             self._settle()
             self._read_errors()
+            sites = {
+                name: SiteReport(*(getattr(site, field) for field in _Site.__slots__))
+                for name, site in self._sites.items()
+            }
+            every = sum(sites.values(), SiteReport())
             return SavedReport(
                 calls=self._calls,
-                stored=self._stored,
-                moved=self._moved,
-                shared=self._shared,
-                kept=sum(self._kept.values()),
+                stored=every.stored,
+                moved=every.moved,
+                shared=every.shared,
+                kept=every.kept,
                 kept_by=dict(self._kept),
                 recast=self._recast,
                 recomputed=sum(self._recomputed.values()),
                 recomputed_by=dict(self._recomputed),
                 differed=dict(self._differed),
-                loaded=self._loaded,
+                loaded=every.loaded,
                 held=self._held,
                 passed=dict(self._passed),
                 inner=self._inner,
-                pack_seconds=self._pack_seconds,
-                unpack_seconds=self._unpack_seconds,
-                tensors=self._tensors,
+                pack_seconds=every.pack_seconds,
+                unpack_seconds=every.unpack_seconds,
+                tensors=every.tensors,
                 unreturned=memory.unreturned(),
                 tiers=() if store is None else store.report(),
                 errors=dict(self._errors),
+                sites=sites,
             )
 
     def _read_errors(self) -> None:

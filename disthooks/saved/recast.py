@@ -51,7 +51,7 @@ class WeightCopy(Packed):
             self.ledger.count_recast(self.nbytes)
             return True
         if proven is not None:
-            self.ledger.count_kept("autocast weight", self.nbytes)
+            self.ledger.count_kept("autocast weight", self.nbytes, self.where)
         return False
 
     def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:

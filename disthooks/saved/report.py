@@ -10,7 +10,48 @@ from disthooks._tensors import format_bytes
 from disthooks.saved.stores.traffic import StoreReport
 
 _WORTH = 64 << 10  # bytes: below, most of the time goes to the tensor and not to its bytes (benchmarks/threshold.py)
+_FEW = 3  # modules that are named in a text
 _MUCH = 0.1  # seconds of waiting that are worth a word
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """What one module's saved tensors came to: one entry of :attr:`SavedReport.sites`. Bytes, or seconds.
+
+    Attributes:
+        tensors: contents that were handed to the store, each once.
+        saved: their bytes, as the module saved them.
+        stored: their bytes as the store got them: after codecs.
+        moved: of those, bytes that left the memory they were in.
+        shared: saved again as views of what was packed already.
+        kept: left where they were.
+        loaded: brought back from the store.
+        pack_seconds: of the host, in the store, in forward.
+        unpack_seconds: of the host, in the store, in backward.
+        codec_seconds: of the host, in codecs, both ways.
+        copy_seconds: during which their bytes were copied, written and read beside the computation, by the stores that
+            can tell; what was done in one go with others counts by its bytes.
+    """
+
+    tensors: int = 0
+    saved: int = 0
+    stored: int = 0
+    moved: int = 0
+    shared: int = 0
+    kept: int = 0
+    loaded: int = 0
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+    codec_seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+    def __add__(self, other: SiteReport) -> SiteReport:
+        """The figures of both, summed.
+
+        >>> (SiteReport(tensors=1, saved=8) + SiteReport(tensors=2, kept=4)).tensors
+        3
+        """
+        return SiteReport(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -42,6 +83,7 @@ class SavedReport:
         tensors: how many were handed to the store.
         unreturned: bytes that this process has freed and its C library keeps: they stay resident.
         tiers: a report of each place of the store, which other attachments may use too.
+        sites: the same for each module that saved something, by its name ("" for a block of code).
     """
 
     calls: int = 0
@@ -64,6 +106,7 @@ class SavedReport:
     tensors: int = 0
     unreturned: int = field(default=0, compare=False)  # of the process, in this moment
     tiers: tuple[StoreReport, ...] = ()
+    sites: dict[str, SiteReport] = field(default_factory=dict)
 
     def __add__(self, other: SavedReport) -> SavedReport:
         """The figures of both, summed; of ``errors`` and ``unreturned`` the larger."""
@@ -74,6 +117,10 @@ class SavedReport:
                 summed[name] = tuple({tier.name: tier for tier in (*mine, *theirs)}.values())
             elif name == "errors":
                 summed[name] = {codec: max(mine.get(codec, 0.0), theirs.get(codec, 0.0)) for codec in mine | theirs}
+            elif name == "sites":
+                summed[name] = {
+                    site: mine.get(site, SiteReport()) + theirs.get(site, SiteReport()) for site in mine | theirs
+                }
             elif name == "unreturned":
                 summed[name] = max(mine, theirs)
             elif isinstance(mine, dict):
@@ -102,6 +149,8 @@ class SavedReport:
         if self.errors:
             worst = ", ".join(f"{codec} {error:.2g}" for codec, error in sorted(self.errors.items()))
             lines.append(f"largest relative error in a sample of tensors: {worst}")
+        if len(self.sites) > 1:
+            lines.append(self._largest())
         if calls:
             lines.append(f"calls without hooks: {calls}")
         if self.inner:
@@ -109,6 +158,15 @@ class SavedReport:
         lines += [str(tier) for tier in self.tiers]
         lines += [f"* {line}" for line in self.advice()]
         return "\n".join(lines)
+
+    def _largest(self) -> str:
+        """The modules that saved most, in a line."""
+        order = sorted(self.sites.items(), key=lambda item: (-item[1].saved - item[1].kept, item[0]))
+        most = ", ".join(
+            f"{name or 'outside of modules'} {format_bytes(site.saved + site.kept)}" for name, site in order[:_FEW]
+        )
+        rest = len(order) - _FEW
+        return f"most in {most}" + (f", and {rest} more" if rest > 0 else "")
 
     @property
     def hidden_seconds(self) -> float:

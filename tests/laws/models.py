@@ -115,5 +115,6 @@ def stores(folder: object) -> dict[str, object]:
         "disk": dh.OnDisk(folder),
         "disk, every tensor": dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
         "recompute": dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDisk(folder)),
+        "tiers": dh.pipeline(dh.AtLeast(0), dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(folder))),
         "functions": dh.Functions(lambda t: t.detach(), lambda t: t),
     }

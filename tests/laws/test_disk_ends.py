@@ -13,7 +13,7 @@ from faulty import soon
 from moving import alone, clean, movers, one_thread, pipe, right, script, shut  # noqa: F401
 
 import disthooks as dh
-from disthooks.saved.stores import ticket as moved
+from disthooks.saved.stores import carrier as moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -36,7 +36,7 @@ from moving import (  # noqa: F401  # noqa: F401
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import ticket as moved
+from disthooks.saved.stores import carrier as moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

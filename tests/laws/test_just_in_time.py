@@ -112,7 +112,7 @@ def test_who_does_not_wait_has_no_memory_kept_to_read_into(tmp_path: pathlib.Pat
     store = dh.OnDisk(tmp_path)
     for _ in range(2):
         _step(store, 0.05)
-    pool = store._mover._transfer.buffers
+    pool = store._mover.transfer.buffers
     assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
 
 

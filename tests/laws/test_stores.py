@@ -17,7 +17,12 @@ from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.buffers import room_for
 
 # A new store is one line here.
-STORES = {"OnCpu": lambda folder, **kw: dh.OnCpu(**kw), "OnDisk": lambda folder, **kw: dh.OnDisk(folder, **kw)}
+STORES = {
+    "OnCpu": lambda folder, **kw: dh.OnCpu(**kw),
+    "OnDevice": lambda folder, **kw: dh.OnDevice(**kw),
+    "OnDisk": lambda folder, **kw: dh.OnDisk(folder, **kw),
+    "OnDisk, past the host where it can": lambda folder, **kw: dh.OnDisk(folder, gpu_direct="auto", **kw),
+}
 
 TENSORS = {
     "floats": torch.randn(33, 7),

@@ -14,6 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from disthooks.saved.stores.base import Store
 
 
 def _in_threads(functions: list[Callable[[], object]]) -> list[object]:
@@ -149,3 +150,50 @@ def test_data_parallel(tmp_path: pathlib.Path) -> None:
     for a, b in zip(got, truth, strict=True):
         torch.testing.assert_close(a, b)
     assert model.blocks[0].report().moved > 0
+
+
+class Slow(Store):
+    """A store whose reads wait until they are let go on."""
+
+    def __init__(self) -> None:
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        pass
+
+
+def test_a_backward_reads_what_a_forward_saves_again() -> None:
+    """One thread has the packed value and wants to count, another one counts and wants the packed value."""
+    store = Slow()
+    x = torch.randn(256, 64, requires_grad=True)
+    with dh.saving(store) as saving:
+        y = x.exp()
+        z = y.sin()
+
+        def read() -> None:
+            z.sum().backward()
+
+        def save() -> None:
+            assert store.reading.wait(60)
+            with saving:
+                y[:64].cos()
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (read, save)]
+        y.sum()  # the contents of y are taken
+        for thread in threads:
+            thread.start()
+        assert store.reading.wait(60)
+        threads[1].join(0.5)  # it saves, or waits for the reader
+        store.go_on.set()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+    assert saving.report().shared > 0

@@ -82,6 +82,10 @@ class Arena:
     def after_fork(self) -> None:
         """The child can read what its parent wrote; it never writes here (see ``process``)."""
 
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self._fd
+
     # -- bytes
 
     def write(self, memory: memoryview, offset: int) -> None:

@@ -57,6 +57,21 @@ class Store(ABC):
         """What was put, if it still is in memory, so that another store can take it without a read; else None."""
         return None
 
+    def adopt(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
+        """Like ``put``, for what another store took from the device of ``stream``, where it comes back to."""
+        return self.put(tensor.to(stream.device))
+
+    def on_device(self) -> int:
+        """Bytes that it holds on accelerators of what it keeps elsewhere: on their way there, or back too early."""
+        return 0
+
+    def allow(self, nbytes: int) -> None:  # noqa: B027
+        """Hold at most ``nbytes`` so, from now on, as far as that can be without waiting on the host."""
+
+    def took(self, ticket: Any) -> float:
+        """Seconds that its bytes were moved beside the computation since this was last asked; 0 where none knows."""
+        return 0.0
+
     def prefetch(self, ticket: Any) -> None:  # noqa: B027
         """``ticket`` will be asked for soon; by default nothing."""
 

@@ -55,6 +55,8 @@ class Buffers:
             bytes.
     """
 
+    fork_depth = 2  # asked for memory under other locks
+
     def __init__(self, keep: int = 0) -> None:
         self.keep = keep
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
@@ -161,7 +163,13 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int =
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_memory.restype = ctypes.py_object
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_READ = 0x100  # PyBUF_READ
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+
+def memory_at(address: int, nbytes: int, write: bool = False) -> memoryview:
+    """``nbytes`` from ``address`` on, for the system calls. They are not held: keep whose they are."""
+    view: memoryview = _view_memory(address, nbytes, _WRITE if write else _READ)
+    return view
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -169,5 +177,4 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
     The memory is not held: keep the tensor.
     """
-    view: memoryview = _view_memory(tensor.data_ptr(), tensor.nbytes, _READ)
-    return view
+    return memory_at(tensor.data_ptr(), tensor.nbytes)

@@ -40,7 +40,7 @@ class Courier:
     """
 
     def __init__(self, device: torch.device, most: int, pin: bool) -> None:
-        self.device, self.most = device, most
+        self.device, self.most, self._own_most = device, most, most
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Rate(), Rate()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -164,6 +164,14 @@ class Courier:
             self._settle()
             return self._bytes + self._coming_bytes
 
+    def allow(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on the device, if that is less than ``most``; the computation waits if it has to."""
+        with self._lock:
+            self._settle()
+            self.most = min(self._own_most, nbytes)
+            while self._bytes + self._coming_bytes > self.most and self._relieve(None):
+                pass
+
     def rest(self) -> None:
         """Let go of what is done, and of host memory that is idle."""
         with self._lock:
@@ -206,9 +214,10 @@ class Courier:
             ticket.tensor = None
         self.written += parcel.nbytes
 
-    def _relieve(self, newest: Carried) -> bool:
+    def _relieve(self, newest: Carried | None) -> bool:
         """Hold less on the device, without waiting on the host; False when there is no way."""
-        parcel = next((parcel for parcel in self._flying if parcel is not newest.parcel), None)
+        newly = None if newest is None else newest.parcel
+        parcel = next((parcel for parcel in self._flying if parcel is not newly), None)
         if parcel is not None:
             self._link.let_go(parcel.outgoing)
             self._landed(parcel)

@@ -142,6 +142,15 @@ class OnCpu(Store):
         if isinstance(ticket, _Sent):
             ticket.courier.prefetch(ticket.ticket)
 
+    def on_device(self) -> int:
+        """Bytes on the devices."""
+        return sum(courier.on_device for courier in list(self._couriers.values()))
+
+    def allow(self, nbytes: int) -> None:
+        """Hold less of them there."""
+        for courier in list(self._couriers.values()):
+            courier.allow(nbytes)
+
     def drop(self, ticket: _Held | _Sent) -> None:
         """Give the bytes back to the limit; the memory goes when no copy needs it."""
         if isinstance(ticket, _Sent):

@@ -11,11 +11,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from disthooks._tensors import parse_bytes
+from disthooks._device import on_accelerator
+from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
-from disthooks.errors import UsageError
+from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.carrier import Transfer
+from disthooks.saved.stores.gpu_direct import GpuDirect, opened
 from disthooks.saved.stores.mover import Mover
 from disthooks.saved.stores.ticket import Ticket
 from disthooks.saved.stores.traffic import StoreReport
@@ -47,13 +50,40 @@ def _arena(directory: str, direct: bool | Literal["auto"]) -> Arena:
 def _mover(store: OnDisk) -> Mover:
     """The mover of this process for what ``store`` asks for; a fork gets one of its own."""
     directories = [_here(directory) for directory in store.directories]
-    key = (*map(os.path.realpath, directories), os.getpid(), store.direct, store.in_flight, store.checksum)
+    process, asked = os.getpid(), (store.direct, store.in_flight, store.checksum, store.gpu_direct)
+    key = (*map(os.path.realpath, directories), process, *asked)
     with _lock:
         found = _movers.get(key)
         if found is None:
             arenas = [_arena(directory, store.direct) for directory in directories]
-            found = _movers[key] = Mover(arenas, parse_bytes(store.in_flight, "in_flight"), store.checksum)
+            way = _Way(arenas, store)
+            budget = parse_bytes(store.in_flight, "in_flight")
+            found = _movers[key] = Mover(arenas, budget, Transfer(store.checksum, way))
         return found
+
+
+class _Way:
+    """The way past the host that ``store`` asks for, looked for when it is first needed; and why there is none.
+
+    Raises:
+        StoreError: at once, when it has to be there and is not.
+    """
+
+    def __init__(self, arenas: Sequence[Arena], store: OnDisk) -> None:
+        self._arenas, self._checksum, self._lock = arenas, store.checksum, threading.Lock()
+        self._looked = store.gpu_direct is False
+        self._found: GpuDirect | None = None
+        self.why_staged = ""  # also when nobody asked for it
+        if store.gpu_direct is True and self() is None:
+            raise arenas[0].error(f"gpu_direct=True, but {self.why_staged}", None, None)
+
+    def __call__(self) -> GpuDirect | None:
+        if not self._looked:
+            with self._lock:
+                if not self._looked:
+                    self._found, self.why_staged = opened(self._arenas, self._checksum)
+                    self._looked = True
+        return self._found
 
 
 def _here(directory: str) -> str:
@@ -85,10 +115,14 @@ class OnDisk(Store):
         checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; a thread takes a quarter of a
             second for each GB, each way.
         in_flight: most bytes that are held until they are written, and as many that are read ahead.
+        gpu_direct: have an NVIDIA GPU write and read large tensors past the host's memory (GPUDirect Storage, through
+            kvikio): True, False, or ``"auto"`` for wherever it works; ``report()`` says why it does not. What is
+            written so stays on the GPU until it is, up to ``in_flight`` bytes.
 
     Raises:
         UsageError: when an argument is not what it should be.
-        StoreError: at once when no file can be made in ``directory``, or ``direct=True`` does not work there; in
+        StoreError: at once when no file can be made in ``directory``, or ``direct=True`` or ``gpu_direct=True`` does
+            not work there; in
             forward at the limit; when a tensor could not be written, once, as soon as the next one is saved or
             wanted: it is still in memory, so the backward can be run all the same; in backward when one cannot be
             read. It has ``path``, ``wanted`` and ``free``.
@@ -108,6 +142,7 @@ class OnDisk(Store):
     direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
     checksum: bool = field(default=False, kw_only=True)
     in_flight: int | str = field(default="64 MiB", kw_only=True)
+    gpu_direct: bool | Literal["auto"] = field(default=False, kw_only=True)
     account: Account = field(init=False, repr=False, compare=False)
     directories: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _mover: Mover = field(init=False, repr=False, compare=False)
@@ -115,6 +150,8 @@ class OnDisk(Store):
     def __post_init__(self) -> None:
         if self.direct not in (True, False, "auto"):
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
+        if self.gpu_direct not in (True, False, "auto"):
+            raise UsageError(f"OnDisk: gpu_direct must be True, False or 'auto', got {self.gpu_direct!r}")
         parse_bytes(self.in_flight, "OnDisk in_flight")
         several = not isinstance(self.directory, (str, os.PathLike))
         given: Any = self.directory if several else (self.directory,)
@@ -127,34 +164,58 @@ class OnDisk(Store):
         object.__setattr__(self, "_mover", _mover(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight)
+        return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight, self.gpu_direct)
 
     def put(self, tensor: torch.Tensor) -> _Stored:
         """Have ``tensor`` written; wait when too many bytes are in flight."""
-        host = tensor.detach().cpu().contiguous()
+        content = (tensor.detach() if on_accelerator(tensor) else tensor.detach().cpu()).contiguous()
+        return self._put(content, tensor.device, None)
+
+    def adopt(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
+        """Have ``tensor`` written, which is in memory and belongs on the device of ``stream``."""
+        return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
+
+    def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
         mover = self._own_mover()
-        stored = _Stored(mover, mover.ticket(host, tensor.device), self.account)
+        stored = _Stored(mover, mover.ticket(content, device), self.account)
+        stored.ticket.at = home
         try:
-            self.account.reserve(host.nbytes)
-            stored.ticket.owed = host.nbytes
+            self.account.reserve(content.nbytes)
+            stored.ticket.owed = content.nbytes
             mover.put(stored.ticket)
-        except BaseException:
+        except BaseException as error:
             stored.drop()
+            if isinstance(error, OSError):
+                what = f"OnDisk({self.directory!r}): no host memory to copy {format_bytes(content.nbytes)} to"
+                raise StoreError(what, path=str(self.directory), wanted=content.nbytes) from error
             raise
         return stored
 
     def get(self, ticket: _Stored) -> torch.Tensor:
         """The tensor on the device it came from: itself while it is in memory, afterwards from disk."""
-        return ticket.mover.get(ticket.ticket).to(ticket.ticket.device)
+        return ticket.mover.get(ticket.ticket)
 
     def held(self, ticket: _Stored) -> torch.Tensor | None:
         """The tensor, as long as it is not written."""
         held = ticket.ticket.tensor
-        return None if held is None else held.to(ticket.ticket.device)
+        return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
+
+    def took(self, ticket: _Stored) -> float:
+        """Seconds in which it was written and read."""
+        seconds, ticket.ticket.seconds = ticket.ticket.seconds, 0.0
+        return seconds
 
     def prefetch(self, ticket: _Stored) -> None:
         """Read it before it is wanted."""
         ticket.mover.prefetch(ticket.ticket)
+
+    def on_device(self) -> int:
+        """Bytes that are copied from devices in this moment, or were read and are there before they are wanted."""
+        return self._own_mover().transfer.on_device
+
+    def allow(self, nbytes: int) -> None:
+        """Hold less of them there."""
+        self._own_mover().transfer.allow(nbytes)
 
     def drop(self, ticket: _Stored) -> None:
         """Let its place be used again."""
@@ -214,8 +275,11 @@ def _report(name: str, mover: Mover, account: Account) -> StoreReport:
         measured_write=sum(each.write for each in measured) or None,
         measured_read=sum(each.read for each in measured) or None,
         why_buffered="; ".join(sorted({arena.why_buffered for arena in mover.arenas} - {""})),
+        why_staged=getattr(mover.transfer.directly, "why_staged", ""),
     )
 
 
-def _made(directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str) -> OnDisk:
-    return OnDisk(directory, limit, direct=direct, checksum=checksum, in_flight=in_flight)
+def _made(
+    directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str, gpu_direct: Any = False
+) -> OnDisk:
+    return OnDisk(directory, limit, direct=direct, checksum=checksum, in_flight=in_flight, gpu_direct=gpu_direct)

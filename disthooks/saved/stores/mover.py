@@ -16,9 +16,11 @@ import torch
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
+from disthooks.saved.stores.carrier import Transfer
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Stream
-from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITING, WRITTEN, Slab, Ticket, Transfer, padded
+from disthooks.saved.stores.staging import Incoming, let_go
+from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITTEN, Slab, Ticket, taken_together
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
@@ -36,14 +38,14 @@ class Mover(Crew[Slab | list[Ticket]]):
     Args:
         arenas: tensors go to each in turn.
         budget: bytes in flight, each way.
-        checksum: check what is read.
+        transfer: moves the bytes.
         threads: at most so many.
     """
 
-    def __init__(self, arenas: Sequence[Arena], budget: int, checksum: bool, threads: int = 2) -> None:
+    def __init__(self, arenas: Sequence[Arena], budget: int, transfer: Transfer, threads: int = 2) -> None:
         self.arenas, self.budget, self.process = arenas, budget, os.getpid()
-        self._transfer = Transfer(checksum)
-        self.traffic = self._transfer.traffic
+        self.transfer = transfer
+        self.traffic = self.transfer.traffic
         self._own = threading.local()  # the stream of each thread that puts
         self._turns = itertools.cycle(arenas)
         self._writes: collections.deque[Ticket] = collections.deque()
@@ -60,6 +62,7 @@ class Mover(Crew[Slab | list[Ticket]]):
     def after_fork(self) -> None:
         """What was not written stays in memory in a child, for who wants it."""
         super().after_fork()
+        self.transfer.after_fork()
         for ticket in self._ahead:
             ticket.reading = False
         self._reads.clear()
@@ -68,7 +71,8 @@ class Mover(Crew[Slab | list[Ticket]]):
     # -- for the threads of the computation
 
     def ticket(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
-        """A ticket to put, for ``tensor``, contiguous and in CPU memory, which belongs on ``device``."""
+        """A ticket to put, for ``tensor``, contiguous and in CPU memory or on an accelerator, which belongs on
+        ``device``."""
         return Ticket(tensor, device, self._stream())
 
     def put(self, ticket: Ticket) -> None:
@@ -83,7 +87,8 @@ class Mover(Crew[Slab | list[Ticket]]):
             while 0 < self._flying > self.budget - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
-            self._transfer.for_writes()
+            self.transfer.for_writes()
+            self.transfer.begin(ticket)
             ticket.stream.put(ticket)
             self._flying += ticket.nbytes
             ticket.state, ticket.said = QUEUED, self._said
@@ -93,7 +98,7 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self._call_for_work()
 
     def get(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor of ``ticket`` in CPU memory: the one that was put, as long as it is in memory, or a copy.
+        """The tensor of ``ticket``: the one that was put, as long as it is in memory, or a copy.
 
         Raises:
             StoreError: when one could not be written, which is said once: it stays in memory. Or when it cannot be
@@ -110,10 +115,10 @@ class Mover(Crew[Slab | list[Ticket]]):
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
         # Reads into memory that is there already are faster; who does not wait would have it for nothing.
-        self._transfer.for_reads(keep=2 * self.budget if ticket.stream.waiting > _MUCH else 0)
-        return self._late(ticket) if found is None else found
+        self.transfer.for_reads(keep=2 * self.budget if ticket.stream.waiting > _MUCH else 0)
+        return self.transfer.give(ticket, self._late(ticket) if found is None else found)
 
-    def _late(self, ticket: Ticket) -> torch.Tensor:
+    def _late(self, ticket: Ticket) -> torch.Tensor | Incoming:
         """Wait for it, or read it here."""
         begin = time.perf_counter()
         while (found := self._read_for(ticket)) is None:
@@ -135,7 +140,8 @@ class Mover(Crew[Slab | list[Ticket]]):
         """
         if not ticket.dropped:
             ticket.dropped = True
-            ticket.tensor = ticket.ahead = None
+            let_go(ticket.outgoing)
+            ticket.tensor = ticket.ahead = ticket.outgoing = None
             self._dropped.append(ticket)
 
     def wait(self) -> None:
@@ -149,7 +155,7 @@ class Mover(Crew[Slab | list[Ticket]]):
     def rest(self) -> None:
         """Let go of threads and memory that have nothing to do, and of space in the file; all come back when needed."""
         self.end_idle()
-        self._transfer.buffers.clear()
+        self.transfer.buffers.clear()
         for arena in self.arenas:
             arena.shrink(keep_peak=False)
 
@@ -160,17 +166,17 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._settle()
             return self._flying
 
-    def _read_for(self, ticket: Ticket) -> torch.Tensor | None:
+    def _read_for(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
         """Its tensor after its slab was read in this thread; or, when another one is at it, after a while."""
         me = threading.get_ident()
-        tensors: list[tuple[Ticket, torch.Tensor]] = []
+        tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
         try:
             with self._lock:
                 slab = self._claim(ticket, me)
                 if slab is None:
                     self._wait()
             if slab is not None:
-                tensors = self._transfer.read(slab)
+                tensors = self.transfer.read(slab)
         finally:
             with self._lock:
                 slab = self._claims.get(me)
@@ -202,7 +208,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         else:
             self._was_written(job, StoreError("a thread that moved a saved tensor has died"))
 
-    def _in_memory(self, ticket: Ticket) -> torch.Tensor | None:
+    def _in_memory(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
         """The tensor of ``ticket``, if it is in memory, for one who wants it now."""
         if ticket.ahead is not None:
             ahead = ticket.ahead
@@ -242,6 +248,7 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self._done.notify_all()
             self._let_go(ticket)
             self._dropped.popleft()  # now: after an interrupt, all of it is done again
+        self.transfer.settle()
         if not self._writes and not any(self._jobs.values()):
             self._flying = 0  # whatever an interrupt left it at
 
@@ -274,18 +281,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             slab = min(self._reads, key=lambda slab: slab.start)
             self._reads.remove(slab)
             return slab
-        found: list[Ticket] = []
-        total = 0
-        while self._writes and total < _JOINED:
-            if found and self._writes[0].nbytes > _SMALL:
-                break
-            ticket = self._writes.popleft()
-            if ticket.state == QUEUED:
-                ticket.state = WRITING
-                found.append(ticket)
-                total += padded(ticket.nbytes)  # what it takes in the slab, and in the memory it is joined in
-                if ticket.nbytes > _SMALL:
-                    break
+        found = taken_together(self._writes, _SMALL, _JOINED)
         self._uncalled = 0
         return found or None
 
@@ -299,13 +295,13 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._flying -= ticket.nbytes
             ticket.state = WRITTEN if error is None else FAILED
             if error is None and ticket.slab is not None:
-                ticket.tensor = None
+                ticket.tensor = ticket.outgoing = None
             elif error is not None and not ticket.dropped and ticket.said == self._said:
                 self._failed = self._failed or (ticket, error)
             self._let_go(ticket)
         self._done.notify_all()
 
-    def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor]]) -> None:
+    def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor | Incoming]]) -> None:
         """An error of reading ahead is found again by who wants it."""
         self._is_over(slab)  # in this moment, so that what is dropped in the next one is let go of
         for ticket in slab.members:
@@ -329,20 +325,20 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._write(job)
 
     def _read_ahead(self, slab: Slab) -> None:
-        tensors: list[tuple[Ticket, torch.Tensor]] = []
+        tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
         with contextlib.suppress(BaseException):
-            tensors = self._transfer.read(slab)
+            tensors = self.transfer.read(slab)
         with self._lock:
             self._was_read(slab, tensors)
 
     def _write(self, job: list[Ticket]) -> None:
         arena = next(self._turns)
         try:
-            self._transfer.write(job, arena)
+            self.transfer.write(job, arena)
         except BaseException as error:
             with self._lock:
                 self._was_written(job, error)
         else:
             with self._lock:
                 self._was_written(job, None)
-        self._transfer.look_after(arena)
+        self.transfer.look_after(arena)

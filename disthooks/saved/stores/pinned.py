@@ -77,6 +77,8 @@ class Pinned:
         pin: False for ordinary memory.
     """
 
+    fork_depth = 2  # asked for memory under other locks
+
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self.device = device
         self.pin = pin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -110,6 +111,19 @@ class Stream:
         """The part of the last backward like this one that was waiting for reads."""
         known = self._known.get(len(self._tickets))
         return 0.0 if known is None else known.waiting
+
+    def turn(self, ticket: Ordered) -> float:
+        """When ``ticket`` will be wanted, as a number to compare with those of others: a larger one is later.
+
+        By the last backward; what that did not read is wanted last, and of what it cannot tell the newest first.
+        """
+        if not self._known:
+            return -ticket.position
+        count = next(reversed(self._known))
+        rank = self._known[count].rank.get(ticket.position)
+        if rank is not None:
+            return rank
+        return math.inf if ticket.position < count else -ticket.position
 
     def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
         """Those that will be wanted after ``ticket``, the next one first, and in how many seconds of computing.

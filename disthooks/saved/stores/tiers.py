@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from disthooks._device import on, stream_of
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Account, Functions, Store
+from disthooks.saved.stores.device import OnDevice
 from disthooks.saved.stores.traffic import StoreReport
+from disthooks.saved.stores.turns import Placed, Queue, Turns
 
-
-@dataclass(frozen=True)
-class OnDevice(Store):
-    """Keep saved tensors where they are, up to a limit: the first tier of a :class:`Tiered`.
-
-    Args:
-        limit: most bytes at any time in this process, an int or text such as ``"8 GiB"``, or ``"64 GiB per node"``.
-
-    Raises:
-        UsageError: when ``limit`` is not a size.
-        StoreError: in forward, at the limit.
-
-    >>> store = OnDevice("1 MiB")
-    >>> x = torch.ones(3)
-    >>> store.get(store.put(x)).data_ptr() == x.data_ptr()
-    True
-    """
-
-    limit: int | str
-    account: Account = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "account", Account(self.limit, "OnDevice"))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OnDevice, (self.limit,)
-
-    def moves(self, tensor: torch.Tensor) -> bool:
-        """Never."""
-        return False
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Hold ``tensor``."""
-        self.account.reserve(tensor.nbytes)
-        return tensor
-
-    def get(self, ticket: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return ticket
-
-    def held(self, ticket: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return ticket
-
-    def drop(self, ticket: torch.Tensor) -> None:
-        """Let go of it."""
-        self.account.release(ticket.nbytes)
-
-    def report(self) -> tuple[StoreReport, ...]:
-        """Bytes held."""
-        return (StoreReport("OnDevice()", held=self.account.held, limit=self.account.limit),)
-
-
-class _Placed:
-    """A tensor in one of the tiers; it moves down when those that will be wanted sooner need its place."""
-
-    __slots__ = ("__weakref__", "dropped", "lock", "ticket", "tier")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held while it is moved or read
-        self.tier = -1  # nowhere
-        self.ticket: Any = None
-        self.dropped = False
+_LOOK = 8  # tensors: of what will be wanted next, so many are looked at
+_AHEAD = 32 << 20  # bytes of them that a tier is told of
 
 
 @dataclass(frozen=True)
@@ -105,9 +44,9 @@ class Tiered(Store):
     """
 
     stores: tuple[Store, ...]
-    # The tensors of each tier, the oldest first.
-    _queues: tuple[collections.deque[weakref.ref[_Placed]], ...] = field(init=False, repr=False, compare=False)
-    _most: list[int] = field(init=False, repr=False, compare=False)  # their lengths from which they are sorted out
+    _queues: tuple[Queue, ...] = field(init=False, repr=False, compare=False)  # the tensors of each tier
+    _turns: Turns = field(init=False, repr=False, compare=False)
+    _largest: list[int] = field(init=False, repr=False, compare=False)  # bytes of one tensor
     _broken: set[int] = field(init=False, repr=False, compare=False)  # tiers that failed, until they are empty
 
     def __init__(self, *stores: Store) -> None:
@@ -115,9 +54,12 @@ class Tiered(Store):
             raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
         object.__setattr__(self, "stores", stores)
         object.__setattr__(self, "worth", max(store.worth for store in stores))
-        object.__setattr__(self, "_queues", tuple(collections.deque() for _ in stores))
+        object.__setattr__(self, "_queues", tuple(map(Queue, range(len(stores)))))
+        object.__setattr__(self, "_turns", Turns())
+        object.__setattr__(self, "_largest", [0])
         object.__setattr__(self, "_broken", set())
-        object.__setattr__(self, "_most", [1024] * len(stores))
+        if isinstance(stores[0], OnDevice):
+            stores[0].below.update({id(store): store for store in stores[1:]})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tiered, self.stores
@@ -129,31 +71,53 @@ class Tiered(Store):
         """Whether any of the tiers takes it out of the memory it is in."""
         return any(store.moves(tensor) for store in self.stores)
 
-    def put(self, tensor: torch.Tensor) -> _Placed:
+    def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier, or the next one that takes it."""
-        placed = _Placed()
-        self._place(placed, tensor, 0)
+        placed = Placed(tensor.nbytes, stream_of(tensor))
+        self._turns.put(placed)
+        try:
+            if placed.at is not None:
+                self._make_way(tensor.nbytes)
+            self._place(placed, tensor, 0)
+        except BaseException:
+            self.drop(placed)
+            raise
+        if placed.at is not None and placed.tier > 0:
+            self._leave_room(0)
         return placed
 
-    def get(self, ticket: _Placed) -> torch.Tensor:
+    def get(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from wherever it is."""
+        following = self._turns.read(ticket, _LOOK)
+        if ticket.at is not None:
+            self._leave_room(0)
         with self._at(ticket):
+            ticket.asked = False
             store = self.stores[ticket.tier]
             try:
-                return store.get(ticket.ticket)
+                tensor = store.get(ticket.ticket)
             except StoreError:
                 # It may be the failure of another tensor, which is said once.
                 held = store.held(ticket.ticket)
-                return store.get(ticket.ticket) if held is None else held
+                tensor = store.get(ticket.ticket) if held is None else held
+                tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
+        self._look_ahead(following)
+        return tensor
 
-    def prefetch(self, ticket: _Placed) -> None:
+    def took(self, ticket: Placed) -> float:
+        """Seconds of the tier that it is in."""
+        with self._at(ticket):
+            return self.stores[ticket.tier].took(ticket.ticket)
+
+    def prefetch(self, ticket: Placed) -> None:
         """Have its tier read it ahead."""
         with self._at(ticket):
             self.stores[ticket.tier].prefetch(ticket.ticket)
 
-    def drop(self, ticket: _Placed) -> None:
+    def drop(self, ticket: Placed) -> None:
         """Let go of it."""
         ticket.dropped = True
+        self._turns.drop(ticket)
         self._let_go(ticket)
 
     def wait(self) -> None:
@@ -170,31 +134,31 @@ class Tiered(Store):
         """One entry for each tier."""
         return tuple(report for store in self.stores for report in store.report())
 
-    def tier_of(self, ticket: _Placed) -> int:
+    def tier_of(self, ticket: Placed) -> int:
         """The number of the tier that a tensor is in now; the first is 0."""
         return ticket.tier
 
-    def _place(self, placed: _Placed, tensor: torch.Tensor, first: int) -> None:
+    def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
         """Put ``tensor`` into tier ``first``, or the next one that takes it."""
         why = ""  # not the error: its traceback would hold what this frame holds, in a cycle
         for tier in range(first, len(self.stores)):
             try:
-                placed.ticket = self._put_at(tier, tensor)
+                placed.ticket = self._put_at(tier, tensor, placed.at)
             except StoreError as error:
                 why = str(error)
                 continue
             placed.tier = tier
-            self._line_up(tier, placed)
+            self._queues[tier].add(placed, self._turns.of(placed))
             return
         raise StoreError(f"{self!r}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
-    def _put_at(self, tier: int, tensor: torch.Tensor) -> Any:
+    def _put_at(self, tier: int, tensor: torch.Tensor, at: torch.Stream | None) -> Any:
         """A ticket of one tier; StoreError when there is no way to make room there."""
         store = self.stores[tier]
         self._mend(tier)
         while True:
             try:
-                return store.put(tensor)
+                return store.put(tensor) if at is None or not tensor.is_cpu else store.adopt(tensor, at)
             except StoreError:
                 account = getattr(store, "account", None)
                 if not isinstance(account, Account) or account.has_room(tensor.nbytes):
@@ -211,42 +175,80 @@ class Tiered(Store):
                 raise StoreError(f"{self.stores[tier]!r} failed, and is not empty yet")
             self._broken.discard(tier)
 
-    def _make_room(self, tier: int) -> bool:
-        """Move the oldest tensor of ``tier`` further down; False when that cannot be done."""
-        queue = self._queues[tier]
+    def _make_room(self, tier: int, nbytes: int = 0) -> bool:
+        """Move the tensor of ``tier`` that will be wanted last further down, for a new one of ``nbytes``.
+
+        False when that cannot be done.
+        """
         if tier + 1 == len(self.stores):
             return False
-        while (first := _first(queue)) is not None:
-            oldest = first()
-            if oldest is None or oldest.dropped or oldest.tier != tier:
-                _remove(queue, first)
-                continue
-            with self._at(oldest):
-                if oldest.tier != tier:
+        while (last := self._queues[tier].last()) is not None:
+            with self._at(last):
+                if last.tier != tier:
                     continue  # another thread was faster
-                held = self.stores[tier].held(oldest.ticket)
+                held = self.stores[tier].held(last.ticket)
                 if held is None:
                     return False  # it would have to be read
-                before = oldest.ticket
-                self._place(oldest, held, tier + 1)
+                before = last.ticket
+                if last.at is None:
+                    self._place(last, held, tier + 1)
+                else:
+                    self._leave_room(nbytes - last.nbytes)
+                    with on(last.at):  # what filled it, and what the next tier has to come after
+                        self._place(last, held, tier + 1)
                 self.stores[tier].drop(before)
             return True
         return False
 
-    def _line_up(self, tier: int, placed: _Placed) -> None:
-        """``placed`` is the newest of ``tier``; those that are gone are sorted out from time to time."""
-        queue = self._queues[tier]
-        if len(queue) > self._most[tier]:
-            for _ in range(len(queue)):
-                first = _first(queue)
-                other = None if first is None else first()
-                if first is not None and _remove(queue, first) and other is not None and other.tier == tier:
-                    queue.append(first)
-            self._most[tier] = 2 * len(queue) + 1024
-        queue.append(weakref.ref(placed))
+    # -- the device
+
+    def _make_way(self, nbytes: int) -> None:
+        """Have what is on the device leave room for ``nbytes`` more, which are there already.
+
+        What moves down is there until it is copied. So that nothing waits for that, it begins before the limit is
+        reached: a tensor of the largest size can be on its way while the next one comes, in up to an eighth of the
+        limit.
+        """
+        first = self.stores[0]
+        limit = first.account.limit if isinstance(first, OnDevice) else None
+        if limit is None or not isinstance(first, OnDevice):
+            return
+        self._largest[0] = max(self._largest[0], nbytes)
+        early = limit - min(limit // 8, 2 * self._largest[0])
+        with contextlib.suppress(StoreError):  # the tiers below are full: it is the new one that finds out
+            while nbytes <= limit and first.account.held + nbytes > early and self._make_room(0, nbytes):
+                pass
+        self._leave_room(nbytes)
+
+    def _leave_room(self, nbytes: int) -> None:
+        """Let the tiers below hold on the device what the first one leaves of its limit, less ``nbytes``."""
+        first = self.stores[0]
+        if not isinstance(first, OnDevice) or first.account.limit is None:
+            return
+        room = first.account.limit - first.account.held - nbytes
+        below = list(first.below.values())
+        held = [store.on_device() for store in below]
+        for store, own in zip(below, held, strict=True):
+            store.allow(max(0, room - sum(held) + own))
+
+    def _look_ahead(self, following: Sequence[Placed]) -> None:
+        """Have what will be wanted next, and is further down, brought nearer."""
+        most = _AHEAD
+        for placed in following:
+            most -= placed.nbytes if placed.tier > 0 else 0
+            if most < 0:
+                return
+            if placed.tier > 0 and not placed.asked and placed.lock.acquire(blocking=False):
+                try:
+                    if placed.tier > 0 and not placed.dropped:
+                        placed.asked = True
+                        self.stores[placed.tier].prefetch(placed.ticket)
+                finally:
+                    placed.lock.release()
+                    self._let_go(placed)
 
     @contextlib.contextmanager
-    def _at(self, placed: _Placed) -> Iterator[None]:
+    def _at(self, placed: Placed) -> Iterator[None]:
         """Nobody else is at it; who drops it meanwhile leaves that to this one."""
         try:
             with placed.lock:
@@ -254,32 +256,13 @@ class Tiered(Store):
         finally:
             self._let_go(placed)
 
-    def _let_go(self, placed: _Placed) -> None:
+    def _let_go(self, placed: Placed) -> None:
         """Drop it if it is to be dropped, unless somebody is at it, who will then."""
         while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
             try:
                 tier, placed.tier = placed.tier, -1
                 if tier >= 0:
                     self.stores[tier].drop(placed.ticket)
+                    placed.ticket = None
             finally:
                 placed.lock.release()
-
-
-_Queue = collections.deque["weakref.ref[_Placed]"]
-
-
-def _first(queue: _Queue) -> weakref.ref[_Placed] | None:
-    """The oldest; other threads may take it away."""
-    try:
-        return queue[0]
-    except IndexError:
-        return None
-
-
-def _remove(queue: _Queue, first: weakref.ref[_Placed]) -> bool:
-    """Take ``first`` out, unless another thread has."""
-    try:
-        queue.remove(first)
-    except ValueError:
-        return False
-    return True

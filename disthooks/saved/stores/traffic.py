@@ -97,6 +97,7 @@ class StoreReport:
         measured_write: what the disk gave alone, in bytes a second; None until 256 MiB were written.
         measured_read: the same for reading.
         why_buffered: why it goes through the page cache of the system; empty when it does not.
+        why_staged: why a GPU's tensors go through host memory, where something else was asked for.
     """
 
     name: str
@@ -114,6 +115,7 @@ class StoreReport:
     measured_write: float | None = None
     measured_read: float | None = None
     why_buffered: str = ""
+    why_staged: str = ""
 
     def __str__(self) -> str:
         most = "" if self.limit is None else f" of {format_bytes(self.limit)}"
@@ -131,6 +133,8 @@ class StoreReport:
             )
         if self.why_buffered:
             lines.append(f"  through the page cache: {self.why_buffered}")
+        if self.why_staged:
+            lines.append(f"  from a GPU through host memory: {self.why_staged}")
         return "\n".join(lines)
 
 

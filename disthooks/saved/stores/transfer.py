@@ -116,6 +116,8 @@ class Link:
         back: what was fetched.
     """
 
+    fork_depth = 1  # who moves tensors has a lock, too
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._back = new_stream(device), new_stream(device)

@@ -1,0 +1,301 @@
+"""The bytes of tensors, from memory to an arena and back."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from disthooks._device import current_stream, event_on, handed_over, on
+from disthooks.errors import StoreError
+from disthooks.saved.stores.arena import CHUNK, Arena
+from disthooks.saved.stores.buffers import PAGE, Buffers, memory_at, memory_of, tensor_over
+from disthooks.saved.stores.gpu_direct import GpuDirect
+from disthooks.saved.stores.staging import Incoming, arriving, brought, pinned, sent, shaped, source_of, taken
+from disthooks.saved.stores.ticket import Slab, Ticket, padded
+from disthooks.saved.stores.traffic import Traffic
+from disthooks.saved.stores.transfer import Link, Outgoing, link_of
+
+_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept: it is used all the time
+_MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
+
+
+Directly = Callable[[], "GpuDirect | None"]
+
+
+class Transfer:
+    """Moves the bytes of tickets.
+
+    Args:
+        checksum: keep a CRC-32 of what is written, and compare it with that of what is read.
+        directly: the way from a GPU past the host, if there is one; asked for the first time when a tensor needs it.
+    """
+
+    def __init__(self, checksum: bool, directly: Directly = lambda: None) -> None:
+        self._checksum, self.directly = checksum, directly
+        self.buffers = Buffers()
+        self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
+        self._measured: set[Arena] = set()  # or tried to
+        self._links: dict[torch.device, Link] = {}  # that were used
+        self._sent: collections.deque[Outgoing] = collections.deque()  # whose sources are held, the oldest first
+        self._coming: weakref.WeakSet[Incoming] = weakref.WeakSet()
+        self._lock = threading.RLock()  # of both; a collection may begin inside
+        self._allowed = sys.maxsize  # bytes on devices
+
+    def for_reads(self, keep: int) -> None:
+        """Reads come: what was kept to write from goes, but for ``keep`` bytes."""
+        self.buffers.trim(keep)
+
+    def for_writes(self) -> None:
+        """Writes come."""
+        self.buffers.keep = _STAGING
+
+    def after_fork(self) -> None:
+        """A child cannot use the devices."""
+        self._lock = threading.RLock()
+        self._links.clear()
+        self._sent.clear()
+
+    def settle(self) -> None:
+        """Let go of what no device is copying any more."""
+        if not self._links:
+            return
+        for link in tuple(self._links.values()):
+            link.poll()
+        with self._lock:
+            while self._sent and self._sent[0].source is None:
+                self._sent.popleft()
+
+    @property
+    def on_device(self) -> int:
+        """Bytes on devices, on their way out or back."""
+        self.settle()
+        with self._lock:
+            coming = sum(incoming.on_device for incoming in tuple(self._coming))
+            return coming + sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
+
+    def allow(self, nbytes: int) -> None:
+        """Hold at most so many there; the current streams wait for what they have to, the host does not."""
+        self._allowed = nbytes
+        with self._lock:
+            while self._sent and self.on_device > nbytes and self._sent:
+                outgoing = self._sent.popleft()
+                link_of(outgoing.device).let_go(outgoing)
+
+    def begin(self, ticket: Ticket) -> None:
+        """Begin to copy the tensor of ``ticket`` out of its device, if it is on one; nothing waits."""
+        tensor = ticket.tensor
+        if tensor is None or tensor.is_cpu or not tensor.nbytes:
+            return
+        ticket.at = current_stream(ticket.device)
+        direct = self.directly()
+        if direct is not None and direct.takes(tensor):
+            ticket.filled = event_on(ticket.at)
+            return
+        self._links[ticket.device] = link_of(ticket.device)
+        ticket.outgoing = outgoing = sent(tensor)
+        with self._lock:
+            self._sent.append(outgoing)
+        ticket.tensor = outgoing.host
+
+    def give(self, ticket: Ticket, found: torch.Tensor | Incoming) -> torch.Tensor:
+        """What was ``found`` for ``ticket``, where it belongs and for the current stream.
+
+        As long as what was put is on its device, it is that.
+        """
+        if isinstance(found, Incoming):
+            return taken(found, ticket.device)
+        if ticket.at is None:
+            return found.to(ticket.device)
+        if found.device == ticket.device:
+            return handed_over(found, ticket.at)
+        outgoing = ticket.outgoing  # it goes when all is written: what was found is filled then
+        source = source_of(outgoing, ticket.at)
+        return source if source is not None else brought(found, ticket.device, outgoing)
+
+    def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
+        """Write the tensors of ``tickets`` to a new slab; after an error there is none.
+
+        Raises:
+            StoreError: when the system does not take it, or the memory of one was taken away meanwhile.
+        """
+        # Those that were dropped in this moment have none.
+        held = [(ticket, tensor) for ticket in tickets if (tensor := ticket.tensor) is not None and tensor.nbytes]
+        if not held:
+            return
+        end = 0
+        for ticket, tensor in held:
+            _wait_until_filled(ticket)
+            ticket.offset = padded(end)
+            end = ticket.offset + ticket.nbytes
+            _check_memory(tensor, arena)
+            if self._checksum:
+                ticket.checksum = zlib.crc32(memory_of(tensor))
+        extent = arena.allocate(end)
+        try:
+            begin = time.perf_counter()
+            with self.traffic.writing.one():
+                self._write_at(arena, extent.offset, held, end)
+            seconds = time.perf_counter() - begin
+            for _, tensor in held:
+                _check_memory(tensor, arena)
+        except BaseException:
+            arena.free(extent)
+            raise
+        slab = Slab(arena, extent, [ticket for ticket, _ in held])
+        for ticket in slab.members:
+            ticket.slab = slab
+            ticket.seconds += seconds * ticket.nbytes / end
+            self.traffic.written += ticket.nbytes
+
+    def look_after(self, arena: Arena) -> None:
+        """Give space in the file back that is not needed; measure the disk, once, when enough went to it."""
+        arena.shrink(keep_peak=True)
+        if self.traffic.written > _MEASURE_FROM and arena not in self._measured:
+            self._measured.add(arena)
+            with contextlib.suppress(StoreError, OSError):  # as good as never asked
+                arena.measure(self.buffers)
+
+    def _write_at(self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int) -> None:
+        tensor, direct = held[0][1], self.directly() if held[0][0].filled is not None else None
+        if direct is not None:
+            direct.write(arena, tensor, offset)  # never with others: it is large
+        elif len(held) > 1:
+            self._write_joined(arena, offset, held, nbytes)
+        elif not arena.direct:
+            arena.write(memory_of(tensor), offset)
+        elif held[0][0].at is not None and _is_in_pages(tensor):
+            arena.write(memory_at(tensor.data_ptr(), _pages(nbytes)), offset)
+        else:
+            self._write_aligned(arena, offset, tensor)
+
+    def _write_joined(
+        self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+    ) -> None:
+        staging = self.buffers.lease(nbytes)
+        address = ctypes.addressof(staging)
+        for ticket, tensor in held:
+            ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
+        arena.write(memoryview(staging).cast("B")[: _pages(nbytes)], offset)
+
+    def _write_aligned(self, arena: Arena, offset: int, tensor: torch.Tensor) -> None:
+        """Through memory that is aligned: torch's tensors do not begin at a page."""
+        staging = self.buffers.lease(min(tensor.nbytes, CHUNK))
+        memory = memoryview(staging).cast("B")
+        for start in range(0, tensor.nbytes, CHUNK):
+            count = min(CHUNK, tensor.nbytes - start)
+            ctypes.memmove(staging, tensor.data_ptr() + start, count)
+            arena.write(memory[: _pages(count)], offset + start)
+
+    def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor | Incoming]]:
+        """The tensors of a slab that are still wanted, in memory that is used again when nobody uses any of them.
+
+        Those of a device are on their way there when this returns.
+
+        Raises:
+            StoreError: when it cannot be read, or is not what was written.
+        """
+        arena = slab.arena
+        if arena.process != os.getpid():
+            raise StoreError(
+                f"OnDisk({arena.directory!r}): process {arena.process} stored this tensor, and {os.getpid()} is a fork "
+                "of it: its file may be written meanwhile. Run the backward in the process that ran the forward",
+                path=arena.directory,
+            )
+        wanted = [ticket for ticket in slab.members if not ticket.dropped]
+        if not wanted:
+            return []
+        if wanted[0].filled is not None:
+            return [(wanted[0], self._read_directly(wanted[0], arena, slab.extent.offset))]
+        begin = wanted[0].offset // PAGE * PAGE
+        nbytes = wanted[-1].offset + wanted[-1].nbytes - begin
+        device = next((ticket.device for ticket in wanted if ticket.at is not None), None)
+        lease, memory = self._memory(arena, nbytes, device)
+        started = time.perf_counter()
+        with self.traffic.one_read(nbytes):
+            arena.read(
+                memory[: _pages(nbytes)] if arena.direct else memory[:nbytes], slab.extent.offset + begin, nbytes
+            )
+        seconds = time.perf_counter() - started
+        for ticket in wanted:
+            ticket.seconds += seconds * ticket.nbytes / nbytes
+            start = ticket.offset - begin
+            if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:
+                raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
+            self.traffic.read += ticket.nbytes
+        return [(ticket, self._arrived(ticket, lease, ticket.offset - begin)) for ticket in wanted]
+
+    def _read_directly(self, ticket: Ticket, arena: Arena, offset: int) -> torch.Tensor:
+        """The tensor of ``ticket``, read by its device."""
+        direct, stream = self.directly(), ticket.at
+        assert direct is not None
+        assert stream is not None
+        with on(stream):
+            tensor = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
+        event_on(stream).synchronize()  # the memory may have been another tensor's until now
+        begin = time.perf_counter()
+        with self.traffic.one_read(ticket.nbytes):
+            direct.read(arena, tensor, offset)
+        ticket.seconds += time.perf_counter() - begin
+        self.traffic.read += ticket.nbytes
+        return tensor
+
+    def _memory(self, arena: Arena, nbytes: int, device: torch.device | None) -> tuple[Any, memoryview]:
+        """What to read into: pinned memory if it goes on to a ``device``."""
+        try:
+            if device is not None:
+                block = pinned(nbytes, device)
+                return block, memory_at(block.data_ptr(), block.nbytes, write=True)
+            lease = self.buffers.lease(nbytes)
+        except OSError as error:
+            raise arena.error("no memory to read into", error, nbytes) from error
+        return lease, memoryview(lease).cast("B")
+
+    def _arrived(self, ticket: Ticket, lease: Any, offset: int) -> torch.Tensor | Incoming:
+        """What was read for ``ticket``; on its way to its device already."""
+        if not isinstance(lease, torch.Tensor):
+            return tensor_over(lease, ticket.shape, ticket.dtype, offset)
+        host = shaped(lease, ticket.shape, ticket.dtype, offset)
+        if ticket.at is None:
+            return host
+        with self._lock:  # two threads must not both find the last room
+            if self.on_device + ticket.nbytes > self._allowed:
+                return host
+            incoming = arriving(host, ticket.at)
+            self._coming.add(incoming)
+        return incoming
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _wait_until_filled(ticket: Ticket) -> None:
+    """What is written may be on its way to where it is written from; this thread waits, and nobody else."""
+    if (outgoing := ticket.outgoing) is not None:
+        outgoing.wait()
+    if ticket.filled is not None:
+        ticket.filled.synchronize()
+
+
+def _is_in_pages(tensor: torch.Tensor) -> bool:
+    """Whether it begins at a page, and the last page it reaches into is its own."""
+    end = int(tensor.storage_offset()) * tensor.element_size() + _pages(tensor.nbytes)
+    return tensor.data_ptr() % PAGE == 0 and end <= tensor.untyped_storage().nbytes()
+
+
+def _check_memory(tensor: torch.Tensor, arena: Arena) -> None:
+    last = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < last:
+        what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
+        raise arena.error(what, None, last)

@@ -1,0 +1,284 @@
+"""OnDisk from a device: right under random delays, beside the computation, bounded, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import simulated
+import torch
+from faulty import soon
+from models import CASES, build, identical, step
+from moving import Gate, Nth, write
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores import mover
+from disthooks.saved.stores.transfer import link_of
+
+ALL = dh.AtLeast(0)
+
+
+def chain(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def truth(x: torch.Tensor, length: int = 12) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(chain(x, length).sum(), x)
+    return grad.cpu()
+
+
+def on(device: torch.device, numel: int = 20_000, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return x.to(device).requires_grad_()
+
+
+def clean(store: dh.OnDisk) -> bool:
+    """Whether nothing is held, in flight, in the file or on its way any more."""
+    moving = store._mover
+
+    def nothing() -> bool:
+        gc.collect()
+        busy = moving.in_flight or moving._ahead or any(moving._jobs.values())
+        links = moving.transfer._links.values()
+        copying = any(link._sent or link._coming for link in links)
+        used = 0
+        for arena in moving.arenas:
+            arena.shrink(keep_peak=True)
+            used += arena._used
+        return not (busy or copying or used or store.account.held)
+
+    return soon(nothing)
+
+
+@pytest.fixture
+def each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are not joined: each is written when it is put."""
+    monkeypatch.setattr(mover, "_SMALL", 0)
+    monkeypatch.setattr(mover, "_JOINED", 1)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Shut: every write waits there."""
+    shut = Gate(write)
+    monkeypatch.setattr(os, "pwrite", shut)
+    yield shut
+    shut.open.set()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_bit_identical(case: str, direct: bool, tmp_path: pathlib.Path, device: torch.device) -> None:
+    model, x = build(case)
+    model, x = model.to(device), x.to(device)
+    model.eval()  # a dropout mask is drawn on the device
+    expected = step(model, x)
+    store = dh.OnDisk(tmp_path, direct="auto" if direct else False, in_flight="256 KiB", checksum=direct)
+    for seed in range(3):
+        if device.type == "sim":
+            simulated.delays(200e-6, seed)
+        saved = dh.saving(ALL, store)
+        assert identical(step(model, x, saved), expected)
+        report = saved.report()
+        assert report.moved == report.stored > 1000
+        assert report.held == 0
+    assert store.report()[0].written + store.report()[0].never_written > 0
+    assert clean(store)
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_it_comes_back_from_the_disk(tmp_path: pathlib.Path, device: torch.device) -> None:
+    """All of it written and read, and what was handed out is nobody else's."""
+    store = dh.OnDisk(tmp_path, in_flight="200 KiB")
+    for seed in range(4):
+        x = on(device, 20_000 + 7 * seed, seed)
+        with dh.saving(ALL, store):
+            y = chain(x)
+        store.wait()
+        before = store.report()[0]
+        y.sum().backward()
+        after = store.report()[0]
+        assert after.read - before.read == 12 * x.nbytes
+        assert torch.equal(x.grad.cpu(), truth(x))
+    assert after.ahead > 0
+    assert clean(store)
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_a_second_backward_reads_again(tmp_path: pathlib.Path, device: torch.device) -> None:
+    store, x = dh.OnDisk(tmp_path), on(device)
+    with dh.saving(ALL, store):
+        y = chain(x).sum()
+    store.wait()
+    grads = [torch.autograd.grad(y, x, retain_graph=True)[0].cpu() for _ in range(3)]
+    assert all(torch.equal(grad, truth(x)) for grad in grads)
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Path, device: torch.device) -> None:
+    """From the device while its copy is under way, afterwards from pinned memory. Nobody waits for the disk."""
+    store, tensor = dh.OnDisk(tmp_path, direct=False), torch.arange(10_000.0).to(device)
+    ticket = store.put(tensor)
+    outgoing = ticket.ticket.outgoing
+    assert outgoing is not None
+    first = store.get(ticket)
+    assert torch.equal(first.cpu(), tensor.cpu())
+    outgoing.wait()
+    back = store.get(ticket)
+    assert back.device == tensor.device
+    assert back.data_ptr() != tensor.data_ptr()
+    assert torch.equal(back.cpu(), tensor.cpu())
+    assert store.report()[0].from_memory == 2 * tensor.nbytes
+    gate.open.set()
+    store.wait()
+    assert ticket.ticket.outgoing is None
+    assert torch.equal(store.get(ticket).cpu(), tensor.cpu())
+    store.drop(ticket)
+    assert clean(store)
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path, device: torch.device) -> None:
+    store = dh.OnDisk(tmp_path, in_flight="1 MiB", direct=False)
+    x = torch.zeros(32 << 10, device=device)  # 128 KiB each
+    tickets: list[object] = []
+
+    def put() -> None:
+        tickets.extend(store.put(x + i) for i in range(12))
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    assert soon(lambda: store.report()[0].in_flight == 1 << 20)
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert store.report()[0].in_flight == 1 << 20
+    assert store.account.held == (1 << 20) + x.nbytes  # the one that waits counts
+    gate.open.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    for i, ticket in enumerate(tickets):
+        assert torch.equal(store.get(ticket).cpu(), x.cpu() + i)
+        store.drop(ticket)
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_a_write_that_fails_is_said_once_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, device: torch.device
+) -> None:
+    store, x = dh.OnDisk(tmp_path), on(device)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    shut = Gate(Nth(write, 3, full))
+    monkeypatch.setattr(os, "pwrite", shut)
+    with dh.saving(ALL, store):
+        y = chain(x, 4).sum()
+    shut.open.set()
+    with pytest.raises(StoreError, match="No space left") as caught:
+        store.wait()
+    assert caught.value.wanted == -(-x.nbytes // 4096) * 4096
+    del caught
+    (grad,) = torch.autograd.grad(y, x)
+    assert torch.equal(grad.cpu(), truth(x, 4))
+    del y
+    assert clean(store)
+
+
+def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, device: torch.device) -> None:
+    """And is held no longer than its copy takes."""
+    if device.type != "sim":
+        pytest.skip("only the simulated device can be made to hold a stream")
+    store, tensor = dh.OnDisk(tmp_path), torch.arange(10_000.0).to(device)
+    link = link_of(tensor.device)
+    with simulated.held(link._out):
+        ticket = store.put(tensor)
+        assert store.get(ticket).data_ptr() == tensor.data_ptr()
+        assert store.on_device() == tensor.nbytes
+    store.wait()
+    assert store.on_device() == 0
+    store.drop(ticket)
+    assert clean(store)
+
+
+def test_the_limit_counts_them(tmp_path: pathlib.Path, device: torch.device) -> None:
+    store = dh.OnDisk(tmp_path, "100 KiB")
+    with pytest.raises(StoreError, match="full"):
+        store.put(torch.zeros(1 << 20, device=device))
+    assert store.account.held == 0
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_threads(tmp_path: pathlib.Path, device: torch.device) -> None:
+    store, found = dh.OnDisk(tmp_path, in_flight="200 KiB"), {}
+
+    def train(seed: int) -> None:
+        x = on(device, 4000 + seed, seed)
+        with dh.saving(ALL, store):
+            y = chain(x)
+        y.sum().backward()
+        found[seed] = torch.equal(x.grad.cpu(), truth(x))
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == dict.fromkeys(range(4), True)
+    assert clean(store)
+
+
+def test_dropped_while_it_is_copied(tmp_path: pathlib.Path, device: torch.device) -> None:
+    """Its pinned memory must not be another one's before the device is done with it."""
+    store = dh.OnDisk(tmp_path)
+    for i in range(50):
+        store.drop(store.put(torch.full((5000,), float(i), device=device)))
+        ticket = store.put(torch.full((5000,), -float(i), device=device))
+        assert torch.equal(store.get(ticket).cpu(), torch.full((5000,), -float(i)))
+        store.wait()
+        assert torch.equal(store.get(ticket).cpu(), torch.full((5000,), -float(i)))
+        store.drop(ticket)
+    assert clean(store)
+
+
+KILLED = """
+import sys, torch
+sys.path[:0] = sys.argv[2:]
+import simulated
+if not torch.cuda.is_available():
+    simulated.load()
+import disthooks as dh
+device = torch.device("cuda" if torch.cuda.is_available() else "sim", 0)
+x = torch.ones(100_000, device=device, requires_grad=True)
+with dh.saving(dh.AtLeast(0), dh.OnDisk(sys.argv[1])) as saved:
+    y = x
+    for _ in range(20):
+        y = y.sin()
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_sigkill_leaves_nothing(tmp_path: pathlib.Path, device: torch.device) -> None:
+    paths = [str(pathlib.Path(simulated.__file__).parent), *sys.path]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), *paths],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "saved\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,150 @@
+"""Tiers from a device: gradients are right, and the limit holds, with what is in flight."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+
+import pytest
+import simulated
+import torch
+from faulty import soon
+from models import CASES, build, identical, step
+
+import disthooks as dh
+from disthooks._device import on
+from disthooks.saved.stores.tiers import Tiered
+
+ALL = dh.AtLeast(0)
+
+
+def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def down(folder: pathlib.Path, kind: str) -> list[object]:
+    """What comes below the first tier."""
+    disk = dh.OnDisk(folder, in_flight="2 MiB")
+    return {"cpu": [dh.OnCpu()], "disk": [disk], "both": [dh.OnCpu("96 KiB"), disk]}[kind]
+
+
+def counted_on_device(tiers: Tiered) -> int:
+    """Bytes that all tiers hold on the device, in flight too."""
+    return tiers.stores[0].account.held + sum(store.on_device() for store in tiers.stores[1:])
+
+
+def nothing_left(tiers: Tiered) -> bool:
+    def empty() -> bool:
+        gc.collect()
+        return counted_on_device(tiers) == 0 and all(report.held == 0 for report in tiers.report())
+
+    return soon(empty)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "both"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_bit_identical(case: str, kind: str, tmp_path: pathlib.Path, device: torch.device) -> None:
+    model, x = build(case)
+    model, x = model.to(device).eval(), x.to(device)
+    expected = step(model, x)
+    tiers = dh.Tiered(dh.OnDevice("64 KiB"), *down(tmp_path, kind))
+    for seed in range(3):
+        if device.type == "sim":
+            simulated.delays(200e-6, seed)
+        saved = dh.saving(ALL, tiers)
+        assert identical(step(model, x, saved), expected)
+        assert saved.report().held == 0
+    assert sum(report.written + report.never_written for report in tiers.report()[1:]) > 0
+    assert nothing_left(tiers)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "both"])
+def test_the_limit_holds_what_is_in_flight_too(kind: str, tmp_path: pathlib.Path, device: torch.device) -> None:
+    """At every moment of the forward, and the device's own peak beside what the chain itself has there."""
+    n = 512 << 10  # bytes of a tensor, which is too large to be joined with others
+    limit, length = 8 * n, 40
+    x = torch.randn(n // 4, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    (expected,) = torch.autograd.grad(chain(x, length).sum(), x)
+    tiers = dh.Tiered(dh.OnDevice(limit), *down(tmp_path, kind))
+    most = 0
+    for _ in range(3):
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        with dh.saving(ALL, tiers):
+            y = x
+            for _ in range(length):
+                y = y.sin()
+                most = max(most, counted_on_device(tiers))
+        forward = torch.accelerator.max_memory_allocated(device) - before
+        # The newest that is not packed yet, the one that the operator makes, and the one that comes to the store.
+        assert forward <= limit + 3 * n
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad.cpu(), expected.cpu())
+        # In backward: the sum's gradient, two of the chain, what is read now and what comes ahead of it.
+        assert torch.accelerator.max_memory_allocated(device) - before <= limit + 8 * n
+        del y, grad
+    assert limit - 3 * n <= most <= limit
+    assert nothing_left(tiers)
+
+
+def test_it_begins_before_the_limit(tmp_path: pathlib.Path, device: torch.device) -> None:
+    """A tensor of the largest size may be on its way while the next one comes; in up to an eighth of the limit."""
+    tiers = dh.Tiered(dh.OnDevice(16 * 4096), dh.OnCpu())
+    tickets = [tiers.put(torch.full((1024,), float(i)).to(device)) for i in range(32)]
+    assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * 18 + [0] * 14
+    for i, ticket in enumerate(tickets):
+        assert torch.equal(tiers.get(ticket).cpu(), torch.full((1024,), float(i)))
+        tiers.drop(ticket)
+    assert nothing_left(tiers)
+
+
+def test_nobody_waits_on_the_host(device: torch.device) -> None:
+    if device.type != "sim":
+        pytest.skip("waits are counted in the simulated device")
+    x = torch.randn(20_000).to(device).requires_grad_()
+    tiers = dh.Tiered(dh.OnDevice("400 KiB"), dh.OnCpu())
+    for _ in range(2):
+        with dh.saving(ALL, tiers), simulated.counted() as forward:
+            y = chain(x, 30)
+        y.sum().backward()
+    assert forward["to_host_async_bytes"] >= 20 * x.nbytes
+    assert forward.waits == 0
+
+
+def test_a_larger_one_than_the_limit(tmp_path: pathlib.Path, device: torch.device) -> None:
+    tiers = dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu(), dh.OnDisk(tmp_path))
+    large = torch.randn(1 << 16).to(device)
+    small = [tiers.put(torch.full((1024,), float(i)).to(device)) for i in range(8)]
+    ticket = tiers.put(large)
+    assert tiers.tier_of(ticket) == 1
+    assert torch.equal(tiers.get(ticket).cpu(), large.cpu())
+    for i, one in enumerate(small):
+        assert torch.equal(tiers.get(one).cpu(), torch.full((1024,), float(i)))
+        tiers.drop(one)
+    tiers.drop(ticket)
+    assert nothing_left(tiers)
+
+
+def test_what_a_side_stream_fills(device: torch.device) -> None:
+    """It moves down, and comes back, in the order of that stream, whichever is current by then."""
+    side = torch.Stream(device)
+    numel = 32 << 10  # 128 KiB: smaller ones are copied together, later
+    tiers = dh.Tiered(dh.OnDevice("512 KiB"), dh.OnCpu())
+    for seed in range(4):
+        truth = [torch.full((numel,), float(seed + i)) for i in range(16)]
+        hosts, tickets = [value.pin_memory() for value in truth], []
+        with simulated.held(side) if device.type == "sim" else contextlib.nullcontext():
+            for i, host in enumerate(hosts):
+                with contextlib.nullcontext() if i % 4 else on(side):
+                    filled = torch.empty(numel, device=device).copy_(host, non_blocking=True)
+                    tickets.append(tiers.put(filled))
+                    del filled
+        for ticket, expected in zip(reversed(tickets), reversed(truth), strict=True):
+            assert torch.equal(tiers.get(ticket).cpu(), expected)
+            tiers.drop(ticket)
+    assert nothing_left(tiers)

@@ -1,0 +1,91 @@
+"""What only a real GPU shows of OnDisk and Tiered: pinned pages, GPUDirect Storage, and its allocator's own peak."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores.buffers import PAGE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+ALL = dh.AtLeast(0)
+
+
+def chain(x: torch.Tensor, length: int) -> torch.Tensor:
+    for _ in range(length):
+        x = x.sin()
+    return x
+
+
+def test_it_is_written_from_pinned_pages(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    ticket = store.put(torch.randn(1 << 20, device="cuda"))
+    outgoing = ticket.ticket.outgoing
+    if outgoing is not None:
+        assert outgoing.host.is_pinned()
+        assert outgoing.host.data_ptr() % PAGE == 0
+    store.wait()
+    store.drop(ticket)
+
+
+def test_many_steps_are_right_and_nothing_grows(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, in_flight="32 MiB")
+    tiers = dh.Tiered(dh.OnDevice("64 MiB"), dh.OnCpu(), store)
+    x = torch.randn(2 << 20, device="cuda", requires_grad=True)  # 8 MiB
+    (expected,) = torch.autograd.grad(chain(x, 40).sum(), x)
+    held = []
+    for i in range(60):
+        with dh.saving(ALL, store if i % 2 else tiers):
+            y = chain(x, 40)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, expected)
+        del y, grad
+        gc.collect()
+        torch.cuda.synchronize()
+        store.wait()
+        held.append(torch.cuda.memory_allocated())
+    assert max(held[20:]) <= max(held[:20]) + (32 << 20)
+
+
+def test_the_peak_of_tiers(tmp_path: pathlib.Path) -> None:
+    n, limit = 8 << 20, 64 << 20
+    x = torch.randn(n // 4, device="cuda", requires_grad=True)
+    for below in ((dh.OnCpu(),), (dh.OnDisk(tmp_path),)):
+        tiers = dh.Tiered(dh.OnDevice(limit), *below)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            with dh.saving(ALL, tiers):
+                y = chain(x, 60)
+            assert torch.cuda.max_memory_allocated() - before <= limit + 3 * n
+            y.sum().backward()
+            assert torch.cuda.max_memory_allocated() - before <= limit + 8 * n
+            x.grad, y = None, None
+
+
+def test_gpu_direct_where_it_is(tmp_path: pathlib.Path) -> None:
+    """The real kvikio; where it says no, the reason is one that a user can act on."""
+    try:
+        store = dh.OnDisk(tmp_path, gpu_direct=True)
+    except StoreError as error:
+        pytest.skip(str(error))
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)  # 4 MiB
+    (expected,) = torch.autograd.grad(chain(x, 12).sum(), x)
+    for i in range(20):
+        with dh.saving(ALL, store):
+            y = chain(x, 12)
+        if i % 2:
+            store.wait()
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, expected)
+        del y
+    assert store.report()[0].read > 0
+    assert store.report()[0].why_staged == ""

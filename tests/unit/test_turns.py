@@ -1,0 +1,78 @@
+"""Which tensor of a tier is wanted last: by the last backward, where it is known."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from copies import Copies
+
+import disthooks as dh
+from disthooks.saved.stores.turns import Placed, Queue, Turns
+
+
+def step(tiers: dh.Tiered, order: list[int]) -> list[int]:
+    """Put as many, read them in ``order``, and drop each; in which tier each was."""
+    tickets = [tiers.put(torch.full((16,), float(i))) for i in range(len(order))]
+    where = [tiers.tier_of(ticket) for ticket in tickets]
+    for i in order:
+        assert torch.equal(tiers.get(tickets[i]), torch.full((16,), float(i)))
+        tiers.drop(tickets[i])
+    return where
+
+
+def test_the_order_of_the_last_backward_says_who_moves() -> None:
+    """A first one that is wanted first, as a shortcut over all of a model may be, stays from the second step on."""
+    tiers = dh.Tiered(dh.OnDevice(3 * 64), Copies())
+    order = [0, 5, 4, 3, 2, 1]
+    assert step(tiers, order) == [1, 1, 1, 0, 0, 0]
+    assert step(tiers, order) == [0, 1, 1, 1, 0, 0]
+    assert step(tiers, [5, 4, 3, 2, 1, 0]) == [0, 1, 1, 1, 0, 0]
+    assert step(tiers, [5, 4, 3, 2, 1, 0]) == [1, 1, 1, 0, 0, 0]
+    assert [store.account.held for store in tiers.stores] == [0, 0]
+
+
+def test_what_is_never_read_goes_first() -> None:
+    tiers = dh.Tiered(dh.OnDevice(3 * 64), Copies())
+    for where in ([1, 1, 0, 0, 0], [1, 0, 1, 0, 0]):
+        tickets = [tiers.put(torch.zeros(16)) for _ in range(5)]
+        assert [tiers.tier_of(ticket) for ticket in tickets] == where
+        for i in (4, 3, 1, 0):
+            tiers.get(tickets[i])
+        for ticket in tickets:
+            tiers.drop(ticket)
+
+
+def test_nothing_is_held() -> None:
+    """Neither by the order that is learned nor by a tier's queue."""
+    tiers = dh.Tiered(dh.OnDevice(), dh.OnCpu())
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor.untyped_storage())
+    kept = tiers.put(torch.zeros(1))  # its stream goes on
+    ticket = tiers.put(tensor)
+    del tensor
+    tiers.drop(ticket)
+    assert alive() is None
+    tiers.drop(kept)
+
+
+def test_a_queue_sorts_out_what_is_gone() -> None:
+    queue = Queue(0)
+    for i in range(5000):
+        placed = Placed(1)
+        placed.tier = 0
+        queue.add(placed, i)
+    assert len(queue) < 2100
+    del placed
+    gc.collect()
+    assert queue.last() is None
+
+
+@pytest.mark.parametrize("look", [0, 3])
+def test_what_comes_next(look: int) -> None:
+    turns, placed = Turns(), [Placed(1) for _ in range(6)]
+    for one in placed:
+        turns.put(one)
+    assert turns.read(placed[4], look) == placed[3:0:-1][:look]
