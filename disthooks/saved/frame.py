@@ -173,7 +173,7 @@ class Frame:
         key = storage._cdata, tensor._version, region or dtype, call, id(owner)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)
-        # Who reads a packed value holds its lock and counts in the ledger; so no handle is asked for under the ledger's.
+        # Who reads a packed value holds its lock and counts in the ledger: no handle is asked for under the ledger's.
         with self._ledger.lock:
             packed = self._ledger.index.find(key)
             if packed is None and region is not None and not (small or alone):
