@@ -15,7 +15,7 @@ from disthooks import memory
 from disthooks._device import on_accelerator
 from disthooks._forks import care_for
 from disthooks.saved.index import Index
-from disthooks.saved.report import SavedReport, SiteReport
+from disthooks.saved.report import SavedReport, SiteReport, shared_out
 from disthooks.saved.stores.base import Store
 
 _STEPPED_BACK = (
@@ -179,6 +179,7 @@ class Ledger:
                 for name, site in self._sites.items()
             }
             every = sum(sites.values(), SiteReport())
+            tiers = () if store is None else store.report()
             return SavedReport(
                 calls=self._calls,
                 stored=every.stored,
@@ -198,9 +199,9 @@ class Ledger:
                 unpack_seconds=every.unpack_seconds,
                 tensors=every.tensors,
                 unreturned=memory.unreturned(),
-                tiers=() if store is None else store.report(),
+                tiers=tiers,
                 errors=dict(self._errors),
-                sites=sites,
+                sites=shared_out(sites, tiers),
             )
 
     def _read_errors(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disthooks._tensors import format_bytes
@@ -29,8 +30,8 @@ class SiteReport:
         pack_seconds: of the host, in the store, in forward.
         unpack_seconds: of the host, in the store, in backward.
         codec_seconds: of the host, in codecs, both ways.
-        copy_seconds: during which their bytes were copied, written and read beside the computation, by the stores that
-            can tell; what was done in one go with others counts by its bytes.
+        copy_seconds: during which their bytes were copied, written and read beside the computation. ``OnDisk`` knows it
+            of each tensor; of other stores it is the part of the store's own time that these bytes are of all.
     """
 
     tensors: int = 0
@@ -52,6 +53,25 @@ class SiteReport:
         3
         """
         return SiteReport(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+
+def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) -> dict[str, SiteReport]:
+    """``sites`` with the time that ``tiers`` took, by their bytes, where no store told it of each tensor.
+
+    >>> sites = {"a": SiteReport(moved=30, loaded=10), "b": SiteReport(moved=10, loaded=10)}
+    >>> found = shared_out(sites, [StoreReport("OnCpu()", write_seconds=4.0, read_seconds=2.0)])
+    >>> found["a"].copy_seconds, found["b"].copy_seconds
+    (4.0, 2.0)
+    """
+    every = sum(sites.values(), SiteReport())
+    if every.copy_seconds:
+        return dict(sites)
+    out = sum(tier.write_seconds for tier in tiers) / max(1, every.moved)
+    back = sum(tier.read_seconds for tier in tiers) / max(1, every.loaded)
+    return {
+        name: replace(site, copy_seconds=out * site.moved + back * site.loaded if site.moved else 0.0)
+        for name, site in sites.items()
+    }
 
 
 @dataclass(frozen=True)

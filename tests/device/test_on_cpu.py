@@ -423,3 +423,22 @@ def test_lanes_forget_what_is_long_ago() -> None:
     assert len(lane._rounds) <= 8
     assert not lane._turns
     assert not lane._before
+
+
+def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()) for _ in range(3)])
+    model.to(device)
+    store = dh.OnCpu(in_flight="256 KiB")
+    with dh.save_activations(model, "?", store) as saving:
+        for _ in range(2):
+            y = model(torch.randn(512, 256, device=device))
+            store.wait()
+            y.square().mean().backward()
+    torch.accelerator.synchronize()
+    report = saving.report()
+    (tier,) = report.tiers
+    assert tier.write_seconds > 0
+    assert tier.read_seconds > 0
+    assert all(site.copy_seconds > 0 for site in report.sites.values())
+    total = sum(site.copy_seconds for site in report.sites.values())
+    assert total == pytest.approx(tier.write_seconds + tier.read_seconds)
