@@ -8,7 +8,6 @@ orders the wrong work.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
@@ -74,8 +73,8 @@ def capturing() -> bool:
     >>> capturing()
     False
     """
-    ask: Any = torch.cuda.is_current_stream_capturing
-    return _HAS_GRAPHS and bool(ask())
+    # Asked without a driver, or in a fork, CUDA raises; who captures has used it in this process.
+    return _HAS_GRAPHS and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:

@@ -28,6 +28,16 @@ def test_nothing_is_captured_here() -> None:
     _device.refuse_capture("nobody", "nothing")
 
 
+def test_a_build_for_cuda_without_a_driver_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(_device, "_HAS_GRAPHS", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not _device.capturing()
+
+
 @pytest.mark.usefixtures("capturing")
 def test_hooks_refuse_to_open_in_a_capture_and_name_the_module() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.ones(64, 64)
