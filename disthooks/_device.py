@@ -56,6 +56,16 @@ def on(stream: torch.Stream) -> torch.Stream:
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
+def work_for(device: torch.device) -> None:
+    """Have this thread, which is one of our own, be on ``device`` from now on.
+
+    A thread begins on the first device. When it waits for another, or lets go of an event there, CUDA goes back to the
+    first and makes a context on it: hundreds of MB, for each process of the node.
+    """
+    if torch.accelerator.current_device_index() != device.index:
+        torch.accelerator.set_device_index(device)
+
+
 def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
     """What happens when all that ``stream`` was given so far is done."""
     event = torch.Event(stream.device, enable_timing=timed)

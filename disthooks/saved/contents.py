@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from disthooks._device import handed_over
 from disthooks._tensors import Layout
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
@@ -194,7 +195,8 @@ class SmallCopy(Packed):
         return True
 
     def _bring(self) -> torch.Tensor:
-        return _spread(self._copy, self.region)
+        made_on = self._stream
+        return _spread(self._copy if made_on is None else handed_over(self._copy, made_on), self.region)
 
 
 def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:

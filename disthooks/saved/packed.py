@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from disthooks._device import current_stream, handed_over, on, on_accelerator
+from disthooks._device import current_stream, handed_over, on, on_accelerator, used_on
 from disthooks._tensors import Layout
 from disthooks._torch import StorageRef, current_node, is_python_node
 from disthooks.errors import MutationError
@@ -191,6 +191,10 @@ class Packed(ABC):
                     self.taken = self._take(storage)
             if self.taken:
                 self._is_changed()  # another thread may have written while it was copied
+                if self._stream is not None:
+                    # A graph would hold it until its backward. Now it goes sooner, and memory that belongs to another
+                    # stream must not be used again before this one is done with what it was given: by us, or by others.
+                    used_on(self.alias, self._stream)
                 self.alias.data = _empty(self.alias.dtype, self.alias.device)
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:

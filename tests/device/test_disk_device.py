@@ -20,7 +20,7 @@ from moving import Gate, Nth, write
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import mover
+from disthooks.saved.stores import carrier, mover
 from disthooks.saved.stores.transfer import link_of
 
 ALL = dh.AtLeast(0)
@@ -282,3 +282,37 @@ def test_sigkill_leaves_nothing(tmp_path: pathlib.Path, device: torch.device) ->
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_its_threads_are_on_the_device(
+    device: torch.device, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that write and read ahead; on another one CUDA would make a context, in each process of a node."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("one device")
+    seen: set[int] = set()
+
+    def watched(name: str) -> None:
+        real = getattr(carrier.Transfer, name)
+
+        def run(*args: object) -> object:
+            if threading.current_thread().name.startswith("disthooks"):
+                seen.add(torch.accelerator.current_device_index())
+            return real(*args)
+
+        monkeypatch.setattr(carrier.Transfer, name, run)
+
+    watched("write")
+    watched("read")
+    x = on(torch.device(device.type, 1))
+    store = dh.OnDisk(tmp_path)
+    for _ in range(3):
+        with dh.saving(dh.pipeline(ALL, store)):
+            y = chain(x)
+        store.wait()
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad.cpu(), truth(x))
+        del y
+    assert seen == {1}
+    assert torch.accelerator.current_device_index() == 0
+    assert clean(store)

@@ -17,6 +17,7 @@ from disthooks.errors import StoreError
 from disthooks.saved.stores.lane import Lane
 from disthooks.saved.stores.parcel import JOINED, SMALL, Batch, Carried, Parcel, join
 from disthooks.saved.stores.pinned import pool_of
+from disthooks.saved.stores.prefetch import Own
 from disthooks.saved.stores.transfer import Rate, link_of
 
 _LOOK = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
@@ -44,7 +45,7 @@ class Courier:
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Rate(), Rate()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
-        self._own = threading.local()  # the lane of each thread that puts
+        self._own = Own(Lane)  # the lane of each thread that puts
         self._staying: dict[Carried, None] = {}  # the oldest first
         self._batches: dict[int, Batch] = {}  # by the stream that made what is in them
         self._flying: collections.deque[Parcel] = collections.deque()  # the oldest first
@@ -62,9 +63,7 @@ class Courier:
 
     def ticket(self, tensor: torch.Tensor) -> Carried:
         """A ticket to put."""
-        if not hasattr(self._own, "lane"):
-            self._own.lane = Lane()
-        return Carried(tensor.detach(), cast(Lane, self._own.lane))
+        return Carried(tensor.detach(), self._own())
 
     def put(self, ticket: Carried) -> None:
         """Have the tensor of ``ticket`` sent, after what the current stream was given so far; or later, or never.
@@ -184,18 +183,16 @@ class Courier:
         if ticket.nbytes > SMALL:
             self._ship([ticket])
             return
-        stream = current_stream(self.device)
-        batch = self._batches.get(stream.stream_id)
+        number = ticket.stream.stream_id
+        batch = self._batches.get(number)
         if batch is None:
-            batch = self._batches[stream.stream_id] = Batch(stream, min(JOINED, self.most // 8))
+            batch = self._batches[number] = Batch(min(JOINED, self.most // 8))
         if batch.add(ticket):
-            self._flush([stream.stream_id])
+            self._flush([number])
 
     def _flush(self, streams: Iterable[int] | None = None) -> None:
         for number in list(self._batches if streams is None else streams):
-            batch = self._batches[number]
-            with on(batch.stream):
-                self._ship(batch.tickets)
+            self._ship(self._batches[number].tickets)
             del self._batches[number]
 
     def _ship(self, tickets: Sequence[Carried]) -> None:
@@ -205,9 +202,10 @@ class Courier:
         if not held:
             return
         members, tensors = [ticket for ticket, _ in held], [tensor for _, tensor in held]
-        source = join(members, tensors) if len(held) > 1 else tensors[0]
-        outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
-        parcel = Parcel(members, outgoing, joined=len(held) > 1)
+        with on(members[0].stream):  # whoever is in need of room, or of a copy, may work on another one
+            source = join(members, tensors) if len(held) > 1 else tensors[0]
+            outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
+            parcel = Parcel(members, outgoing, joined=len(held) > 1)
         self._flying.append(parcel)
         for ticket in members:
             ticket.parcel, ticket.counted = parcel, 0
@@ -269,7 +267,7 @@ class Courier:
             self.from_memory += ticket.nbytes
         if parcel is None:
             assert tensor is not None
-            return tensor.clone() if ticket.own else tensor
+            return ticket.itself(tensor)
         if source is not None:
             return parcel.from_source(ticket, source)
         if parcel.whole is not None:

@@ -102,7 +102,8 @@ class Lane(Stream):
         """
         count = len(self._tickets)
         marks = self._unread.get(count)
-        if marks is not None and next(reversed(marks.values()))[1].query():
+        # The last of them first, but another stream or thread may be behind it.
+        if marks is not None and all(event.query() for _, event in reversed(marks.values())):
             self._times[count] = _seconds(marks)
             del self._unread[count]
         return self._times.get(count, {})

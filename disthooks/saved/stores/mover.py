@@ -9,16 +9,16 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
+from disthooks._device import work_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.carrier import Transfer
 from disthooks.saved.stores.crew import Crew
-from disthooks.saved.stores.prefetch import Stream
+from disthooks.saved.stores.prefetch import Own, Stream
 from disthooks.saved.stores.staging import Incoming, let_go
 from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITTEN, Slab, Ticket, taken_together
 
@@ -46,7 +46,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         self.arenas, self.budget, self.process = arenas, budget, os.getpid()
         self.transfer = transfer
         self.traffic = self.transfer.traffic
-        self._own = threading.local()  # the stream of each thread that puts
+        self._stream = Own(Stream)  # that of each thread that puts
         self._turns = itertools.cycle(arenas)
         self._writes: collections.deque[Ticket] = collections.deque()
         self._reads: collections.deque[Slab] = collections.deque()
@@ -188,11 +188,6 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     # -- under the lock
 
-    def _stream(self) -> Stream:
-        if not hasattr(self._own, "stream"):
-            self._own.stream = Stream()
-        return cast(Stream, self._own.stream)
-
     def _say_failure(self) -> None:
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:
@@ -319,6 +314,9 @@ class Mover(Crew[Slab | list[Ticket]]):
     # -- in the threads
 
     def _do(self, job: Slab | list[Ticket]) -> None:
+        tickets = job.members if isinstance(job, Slab) else job
+        if (device := next((ticket.device for ticket in tuple(tickets) if ticket.at is not None), None)) is not None:
+            work_for(device)
         if isinstance(job, Slab):
             self._read_ahead(job)
         else:

@@ -23,6 +23,7 @@ class Carried:
         counted: bytes of it that count as held on the device, apart from its parcel.
         parcel: what it was sent in.
         offset: where it begins in that.
+        stream: the one in whose order the tensor was filled, as far as it was when it was put.
     """
 
     __slots__ = (
@@ -38,12 +39,13 @@ class Carried:
         "parcel",
         "position",
         "shape",
+        "stream",
         "tensor",
     )
 
     def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
-        self.lane = lane
+        self.lane, self.stream = lane, current_stream(tensor.device)
         # A part of something much larger would keep all of it.
         self.own = not _is_plain(tensor) or tensor.untyped_storage().nbytes() > 2 * self.nbytes
         self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
@@ -51,6 +53,11 @@ class Carried:
         self.counted = self.owed = 0
         self.parcel: Parcel | None = None
         self.offset = 0
+
+    def itself(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was put, for the current stream: a copy where nobody else is to write to it."""
+        tensor = handed_over(tensor, self.stream)
+        return tensor.clone() if self.own else tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -90,7 +97,7 @@ class Parcel:
         """The tensor of ``ticket`` from what is still held of what was sent."""
         if self.joined:
             return self._part(ticket, handed_over(source, self._stream))
-        return source.clone() if ticket.own else source
+        return ticket.itself(source)
 
     def from_back(self, ticket: Carried, back: torch.Tensor | None) -> torch.Tensor:
         """The tensor of ``ticket`` from what came ``back`` now, for the current stream; None: which came before."""
@@ -121,10 +128,10 @@ class Parcel:
 
 
 class Batch:
-    """Small tensors that will go together, about ``enough`` bytes, made on ``stream``."""
+    """Small tensors that were made on one stream and will go together, about ``enough`` bytes."""
 
-    def __init__(self, stream: torch.Stream, enough: int) -> None:
-        self.stream, self._enough = stream, enough
+    def __init__(self, enough: int) -> None:
+        self._enough = enough
         self.tickets: list[Carried] = []
         self.nbytes = 0
 

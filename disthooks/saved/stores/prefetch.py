@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+
+Learns = TypeVar("Learns")
 
 _ORDERS = 8  # that are remembered: of several models, or batches of several lengths, in turn
 _LOOK = 256  # places: beyond so many that are gone or passed there is nothing worth a guess
@@ -17,6 +20,36 @@ class Ordered(Protocol):
 
     position: int
     dropped: bool
+
+
+class Own(Generic[Learns]):
+    """One for each thread that asks; that of a thread that has ended is for the next new one.
+
+    ``nn.DataParallel`` starts a thread for each replica in each forward: what the last one learned is not to be lost.
+
+    >>> own = Own(Stream)
+    >>> own() is own()
+    True
+    >>> found = []
+    >>> for _ in range(2):
+    ...     thread = threading.Thread(target=lambda: found.append(own()))
+    ...     thread.start(); thread.join()
+    >>> found[0] is found[1] is not own()
+    True
+    """
+
+    def __init__(self, make: Callable[[], Learns]) -> None:
+        self._make, self._mine = make, threading.local()
+        self._all: dict[threading.Thread, Learns] = {}
+
+    def __call__(self) -> Learns:
+        """That of this thread."""
+        mine = getattr(self._mine, "one", None)
+        if mine is None:
+            left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
+            one = next((one for one in left if one is not None), None)  # whoever takes it out has it: no lock
+            self._all[threading.current_thread()] = self._mine.one = mine = self._make() if one is None else one
+        return cast(Learns, mine)
 
 
 class _Order(NamedTuple):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+from collections.abc import Callable
 
 import torch
 
-from disthooks._device import current_stream, event_on, new_stream, on, used_on
+from disthooks._device import capturing, current_stream, event_on, new_stream, on, used_on
 from disthooks._forks import care_for
 
 _LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
@@ -59,9 +60,12 @@ class _Copy:
     def __init__(self, device: torch.device, host: torch.Tensor, rate: Rate | None) -> None:
         self.device, self.host, self.rate = device, host, rate
 
-    def is_done(self) -> bool:
-        """Whether it has happened; asked of a copy that an interrupt stopped on its way out, never."""
-        return hasattr(self, "done") and self.done.query()
+    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # held: Python may be ending
+        """Whether it has happened; asked of a copy that an interrupt stopped on its way out, never.
+
+        While this thread captures a CUDA graph, which a question would end, nobody knows: a destructor may ask.
+        """
+        return hasattr(self, "done") and not _capturing() and self.done.query()
 
 
 class Outgoing(_Copy):

@@ -10,7 +10,7 @@ import weakref
 from typing import Any, cast
 
 from disthooks._forks import care_for
-from disthooks.saved.stores.prefetch import Stream
+from disthooks.saved.stores.prefetch import Own, Stream
 
 
 class Placed:
@@ -50,7 +50,7 @@ class Turns:
     """Learns from each backward in which order the next one will want what each thread puts."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._own = Own(Stream)  # that of each thread
         self._gone: collections.deque[Turn] = collections.deque()
         self.fork_lock = self._lock = threading.RLock()  # a collection may begin inside
         care_for(self)
@@ -62,9 +62,7 @@ class Turns:
         """``placed`` is the next one of this thread."""
         with self._lock:
             self._settle()
-            if not hasattr(self._own, "stream"):
-                self._own.stream = Stream()
-            placed.turn = Turn(placed, cast(Stream, self._own.stream))
+            placed.turn = Turn(placed, self._own())
             placed.turn.stream.put(placed.turn)
 
     def read(self, placed: Placed, look: int) -> list[Placed]:

@@ -1,0 +1,205 @@
+"""What is put on one stream and moved, read or let go of on another: each hazard on purpose, by streams that wait."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import simulated
+import torch
+from carried import chain, every, given, gradient, is_clean, only_simulated, tier
+
+import disthooks as dh
+from disthooks import _device
+from disthooks._device import current_stream, event_on, new_stream, on
+from disthooks.saved import contents
+from disthooks.saved.stores import parcel
+
+N = 50_000
+TIME = 0.05  # seconds in which what does not wait would be done
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone, which a simulated stream does beside the host."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def learned(store: dh.OnCpu, x: torch.Tensor) -> None:
+    """From now on the first two tensors are expected to come back at once."""
+    for _ in range(2):
+        tickets = [store.put(x.detach().clone()) for _ in range(2)]
+        for ticket in reversed(tickets):
+            store.get(ticket)
+        for ticket in tickets:
+            store.drop(ticket)
+        tickets.clear()
+        store.wait()
+
+
+def beside(function: Callable[[], torch.Tensor]) -> tuple[threading.Thread, list[torch.Tensor]]:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function().cpu()))
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize("how", ["room", "asked for"])
+def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device, how: str) -> None:
+    only_simulated(device)
+    store, x, side = dh.OnCpu(in_flight=3 * N * 4), given(device).detach(), new_stream(device)
+    learned(store, x)
+    torch.accelerator.synchronize(device)
+    with simulated.held(side):
+        with on(side):
+            ticket = store.put(copied(x))
+        assert ticket.ticket in store.courier(device)._staying
+        thread, found = None, []
+        if how == "room":
+            store.allow(0)
+        else:
+            thread, found = beside(lambda: store.held(ticket))
+        time.sleep(TIME)
+    if thread is not None:
+        thread.join()
+        assert torch.equal(found[0], x.cpu())
+    assert torch.equal(store.held(ticket), x.cpu())
+    store.drop(ticket)
+    assert is_clean(store, device)
+
+
+def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of something large is copied when it is put, after what its reader has waited for."""
+    only_simulated(device)
+    store, side = dh.OnCpu(), new_stream(device)
+    large = given(device, 8 * N).detach()
+    monkeypatch.setattr(parcel, "_copy", copied)
+    torch.accelerator.synchronize(device)
+    with simulated.held(side):
+        with on(side):
+            ticket = store.put(large[N : 2 * N])
+        thread, found = beside(lambda: store.get(ticket))
+        time.sleep(TIME)
+    thread.join()
+    assert torch.equal(found[0], large[N : 2 * N].cpu())
+
+
+def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made in the order of the stream that saved it, and later than that."""
+    only_simulated(device)
+
+    def take(self: contents.SmallCopy, storage: torch.UntypedStorage) -> bool:
+        self._copy = copied(self.content(storage))
+        return True
+
+    monkeypatch.setattr(contents.SmallCopy, "_take", take)
+    side, main = new_stream(device), current_stream(device)
+    part = given(device, 8 * N).detach()[1000:3000]
+    leaf = given(device, 2000)
+    saving = dh.saving(dh.pipeline(dh.AtLeast("64 KiB"), dh.OnCpu()))
+    saving.__enter__()
+    with on(side):
+        y = leaf * part
+    main.wait_event(event_on(side))
+    torch.accelerator.synchronize(device)
+    with simulated.held(side):
+        saving.__exit__(None, None, None)
+        thread, found = beside(lambda: y.grad_fn._saved_other)
+        time.sleep(TIME)
+    thread.join()
+    assert type(y.grad_fn._raw_saved_other.data.packed) is contents.SmallCopy
+    assert torch.equal(found[0], part.cpu())
+
+
+def test_times_of_streams_that_are_behind(device: torch.device) -> None:
+    """The last read of a backward was on a stream that is done, and another one on one that is not."""
+    only_simulated(device)
+    store, x, side = dh.OnCpu(in_flight=0), given(device).detach(), new_stream(device)
+
+    def around() -> None:
+        tickets = [store.put(x.clone()) for _ in range(3)]
+        with on(side):
+            store.get(tickets[2])
+        for ticket in tickets[1::-1]:
+            store.get(ticket)
+        for ticket in tickets:
+            store.drop(ticket)
+
+    torch.accelerator.synchronize(device)
+    with simulated.held(side):
+        for _ in range(3):
+            around()
+            current_stream(device).synchronize()
+    around()
+    assert is_clean(store, device)
+
+
+def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.device) -> None:
+    """A graph would have held it. Its stream has it again while another one is still to read it."""
+    only_simulated(device)
+    store, x = dh.OnCpu(in_flight=0), given(device).detach()
+    first, second = new_stream(device), new_stream(device)
+    seen = torch.zeros(N, device=device)
+    junk = torch.full((N,), 7.0).pin_memory()
+    torch.accelerator.synchronize(device)
+    with dh.saving(every(store)):
+        with on(first):
+            y = copied(x).requires_grad_() * 1
+        second.wait_event(event_on(first))
+        with on(second):
+            z = y.sin().cos()  # saves y, and has it taken
+        store.wait()
+        with simulated.held(second):
+            with on(second), torch.no_grad():
+                seen.copy_(y)
+            del y
+            store.courier(device).on_device  # noqa: B018  what is copied is let go of
+            with on(first):
+                for _ in range(4):
+                    torch.empty(N, device=device).copy_(junk, non_blocking=True)
+            first.synchronize()
+    torch.accelerator.synchronize(device)
+    assert torch.equal(seen, x)
+    del z
+
+
+def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of before may be let go of while a CUDA graph is captured: a question would end the capture."""
+    x = given(device)
+    store = dh.OnCpu(in_flight="64 MiB")
+    with dh.saving(every(store)):
+        y = chain(x)
+    torch.accelerator.synchronize(device)
+    flying = list(store.courier(device)._flying)
+    with monkeypatch.context() as patch:
+        patch.setattr(_device, "_HAS_GRAPHS", True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        del y
+        gc.collect()
+        assert flying
+        assert all(parcel.outgoing.source is not None for parcel in flying)  # though it is copied
+    del flying
+    assert is_clean(store, device)
+
+
+def test_threads_that_come_and_go_learn(device: torch.device) -> None:
+    """DataParallel starts a thread for each replica in each forward."""
+    x = given(device)
+    store = dh.OnCpu(in_flight=5 * x.nbytes)
+    truth = gradient(x)
+
+    def forward(graphs: list[torch.Tensor]) -> None:
+        with dh.saving(every(store)):
+            graphs.append(chain(x))
+
+    for i in range(4):
+        before, graphs = tier(store).never_written, []
+        thread = threading.Thread(target=forward, args=(graphs,))
+        thread.start()
+        thread.join()
+        assert torch.equal(torch.autograd.grad(graphs.pop(), x)[0], truth)
+        assert is_clean(store, device)
+        assert i == 0 or tier(store).never_written - before == 5 * x.nbytes
