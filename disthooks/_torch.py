@@ -36,6 +36,11 @@ def is_python_node(node: Any) -> bool:
     return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def node_name(node: Any) -> str:
+    """What torch calls the kind of ``node``; "" for a user's own, whose attributes are the user's: ``ctx.name``."""
+    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward: a gradient hook, or a checkpoint that computes again."""
     running: int = torch._C._current_graph_task_id()

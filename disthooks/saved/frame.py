@@ -255,7 +255,7 @@ class Frame:
         self._told(tensor, reason)
         if alias is None:
             alias = tensor if is_constant(tensor) else tensor.detach()
-        kept = Kept(alias, self._where)
+        kept = Kept(alias, self._where, reason)
         if self._again is not None and type(alias) is torch.Tensor:
             note(tensor, kept, Layout.of(alias))
         return kept

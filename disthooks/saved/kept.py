@@ -18,12 +18,12 @@ def changed_message(where: str, now: int, then: int) -> str:
 
 
 class Kept:
-    """What autograd holds for a tensor that stays where it is."""
+    """What autograd holds for a tensor that stays where it is, and why it stays."""
 
-    __slots__ = ("__weakref__", "tensor", "version", "where")
+    __slots__ = ("__weakref__", "reason", "tensor", "version", "where")
 
-    def __init__(self, tensor: torch.Tensor, where: str) -> None:
-        self.tensor, self.version, self.where = tensor, tensor._version, where
+    def __init__(self, tensor: torch.Tensor, where: str, reason: str = "") -> None:
+        self.tensor, self.version, self.where, self.reason = tensor, tensor._version, where, reason
 
     def check(self) -> None:
         """MutationError when the tensor was changed in place since."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disthooks._tensors import exotic, storages_of
-from disthooks._torch import StorageRef
+from disthooks._torch import StorageRef, node_name
 
 _NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
 
@@ -69,15 +69,15 @@ class Weights:
             weight = self._weight_like(owner)
             return None if weight is None else Copied(weight)
         node = owner.grad_fn
-        if node is None or node.name() != "ToCopyBackward0":
+        if node is None or node_name(node) != "ToCopyBackward0":
             return None
         node, output = node.next_functions[0]
         if self._replica and (node, output) in self._roots_of_copies():
             return Copied(None)
         direct = True
-        while node is not None and _VIEWS.fullmatch(node.name()):
+        while node is not None and _VIEWS.fullmatch(node_name(node)):
             node, direct = node.next_functions[0][0], False
-        weight = getattr(node, "variable", None)
+        weight = node.variable if node is not None and node_name(node) == "torch::autograd::AccumulateGrad" else None
         if not isinstance(weight, nn.Parameter):
             return None
         return Copied(weight if direct else None)

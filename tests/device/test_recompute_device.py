@@ -68,3 +68,19 @@ def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> N
             step()
         assert saving.report().recomputed > before
     assert counts.waits == plain.waits
+
+
+def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
+    """It would never drop anything if it only asked."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
+    truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    line = dh.pipeline(dh.AtLeast(0), dh.Recompute(check="always"), dh.OnDevice("1 GiB"))
+    with dh.save_activations(model, "*", line) as saving:
+        for step in range(1, 4):
+            grads = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+            assert all(torch.equal(grad.cpu(), right.cpu()) for grad, right in zip(grads, truth, strict=True))
+            if step == 1:
+                first = saving.report().recomputed
+    assert first > 0
+    assert saving.report().recomputed == 3 * first

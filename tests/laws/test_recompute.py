@@ -249,24 +249,33 @@ def test_a_formula_that_is_wrong_drops_nothing(monkeypatch: pytest.MonkeyPatch, 
     assert "mul" in report.recomputed_by
 
 
-def test_a_change_that_the_graph_does_not_show_is_found(tmp_path: pathlib.Path) -> None:
-    """The first time it changes nothing, so the proof holds; a later one says so."""
+@pytest.mark.parametrize("check", ["sampled", "always"])
+def test_a_change_that_the_graph_does_not_show_is_found(check: str, tmp_path: pathlib.Path) -> None:
+    """The first time it changes nothing, so the proof holds; a later one says so, or, compared each time, is stored."""
     factor = [1.0]
 
     def block(x: torch.Tensor) -> torch.Tensor:
         y = x.sigmoid().neg()
         with torch.no_grad():
             y *= factor[0]  # nobody saved it, and its node is what it was
-        return y.relu().sigmoid().sum()
+        return y.exp().sigmoid().sum()
 
     x = torch.randn(64, 64, requires_grad=True)
-    saving = dh.saving(dh.pipeline(ALL, dh.Recompute(check="always"), dh.OnDisk(tmp_path)))
+    saving = dh.saving(dh.pipeline(ALL, dh.Recompute(check=check), dh.OnDisk(tmp_path)))
     with saving:
         block(x).backward()
     assert saving.report().recomputed > 0
     factor[0] = -1.0
-    with pytest.raises(dh.errors.StoreError, match="no_grad"), saving:
-        block(x)
+    if check == "sampled":
+        with pytest.raises(dh.errors.StoreError, match="no_grad"), saving:
+            block(x)
+        return
+    for _ in range(3):
+        (truth,) = torch.autograd.grad(block(x), x)
+        with saving:
+            loss = block(x)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], truth)
+    assert saving.report().differed
 
 
 @pytest.mark.parametrize("when", ["before it is used", "after"])

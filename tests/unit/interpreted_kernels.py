@@ -89,3 +89,4 @@ def test_bools(n: int) -> None:
     filled[:n] = bools
     assert torch.equal(packed, sum(filled[k * run : (k + 1) * run] << k for k in range(8)).to(torch.uint8))
     assert torch.equal(fused.unpack(packed, n), bools)
+    assert torch.equal(fused.pack(bools * 254, run), packed)  # whatever is not 0 is true

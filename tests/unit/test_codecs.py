@@ -120,6 +120,13 @@ def test_compact_packs_zeros_and_keeps_signs(dtype: torch.dtype) -> None:
     assert not back[1].signbit()
 
 
+@pytest.mark.parametrize("count", [40, 41, 4000])
+def test_compact_of_a_mask_that_was_bytes(count: int) -> None:
+    """torch takes any byte but 0 for true, and one of them must not spill into others."""
+    x = torch.randint(0, 256, (count,), dtype=torch.uint8) * torch.randint(0, 2, (count,), dtype=torch.uint8)
+    assert torch.equal(round_trip(dh.Compact(), x.view(torch.bool)).view(torch.uint8), x.clamp(max=1))
+
+
 def test_compact_gets_smaller_or_leaves_it() -> None:
     bools = torch.rand(8001) > 0.1
     assert [part.nbytes for part in dh.Compact().encode(bools)[0]] == [1001]

@@ -20,10 +20,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Compact(Codec):
     """Pack what holds little: eight bools to a byte, and floating-point tensors with many zeros. Lossless.
 
-    A bool tensor of n elements becomes ceil(n / 8) bytes. A floating-point one becomes a bitmap of the elements that
-    are not zero, ceil(n / 8) bytes, and those elements, when that is at most three quarters of its bytes: the output
-    of a ReLU becomes about half. Zero is what has no bit set: -0.0, infs and every nan come back as the bits they were.
-    Everything else (integers, complex numbers) is left as it is.
+    A bool tensor of n elements becomes ceil(n / 8) bytes, and any byte that is true comes back as 1. A floating-point
+    one becomes a bitmap of the elements that are not zero, ceil(n / 8) bytes, and those elements, when that is at most
+    three quarters of its bytes: the output of a ReLU becomes about half. Zero is what has no bit set: -0.0, infs and
+    every nan come back as the bits they were. Everything else (integers, complex numbers) is left as it is.
 
     How many elements are not zero, and so how large the result is, a GPU's host could only wait for. By default it does
     not: there floating-point tensors are left as they are, and bools are packed in one Triton kernel (in some torch
@@ -90,6 +90,7 @@ def _packed(bools: torch.Tensor) -> torch.Tensor:
     n, units = fused.run_of(bools), bools.view(torch.uint8)
     if fused.packs(units, n):
         return fused.pack(units, n)
+    units = units.clamp(max=1)  # a mask that was bytes of 255 is as true
     packed = units[:n].clone()
     for k in range(1, 8):
         part = units[k * n : (k + 1) * n]  # the last ones may be short, or empty

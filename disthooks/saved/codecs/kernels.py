@@ -278,6 +278,12 @@ def decode(
 
 
 @triton.jit
+def _ones(word):
+    """1 for each byte that is not 0, as a mask that was bytes of 255 has them: no carry goes from one to the next."""
+    return ((((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word) >> 7) & 0x01010101
+
+
+@triton.jit
 def _last_word(bools_ptr, at, n):
     """Four bools from ``at`` on as the bytes of a word, of which not all may be there."""
     word = tl.load(bools_ptr + at, mask=at < n, other=0).to(tl.int32)
@@ -293,14 +299,14 @@ def pack(bools_ptr, packed_ptr, n, run, WORDS: tl.constexpr):
     words = first + tl.arange(0, WORDS)
     there = words < run // 4
     word_ptr = tl.pointer_type(tl.int32)
-    packed = tl.load(bools_ptr.to(word_ptr) + words, mask=there, other=0)
+    packed = _ones(tl.load(bools_ptr.to(word_ptr) + words, mask=there, other=0))
     for k in tl.static_range(1, 7):
-        packed |= tl.load((bools_ptr + k * run.to(tl.int64)).to(word_ptr) + words, mask=there, other=0) << k
+        packed |= _ones(tl.load((bools_ptr + k * run.to(tl.int64)).to(word_ptr) + words, mask=there, other=0)) << k
     last = 7 * run.to(tl.int64)
     if last + (first + WORDS) * 4 <= n:
-        packed |= tl.load((bools_ptr + last).to(word_ptr) + words, mask=there, other=0) << 7
+        packed |= _ones(tl.load((bools_ptr + last).to(word_ptr) + words, mask=there, other=0)) << 7
     else:
-        packed |= _last_word(bools_ptr, last + words * 4, n) << 7
+        packed |= _ones(_last_word(bools_ptr, last + words * 4, n)) << 7
     tl.store(packed_ptr.to(word_ptr) + words, packed, mask=there)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from disthooks._tensors import Layout
+from disthooks._torch import node_name
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.recompute.places import Place
 from disthooks.saved.recompute.planner import Norms, Planner
@@ -59,7 +60,7 @@ class Again:
         self._stage, self._ledger, self._where = stage, ledger, where
         self._norms = Norms(module)
         places: list[Place] = [] if lossless else list(ledger.places.values())
-        curious = not lossless and not (places and all(place.proven or place.differs for place in places))
+        curious = not lossless and not (places and all(place.settled for place in places))
         self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=_HELD if curious else 0)
 
     def remember(self, tensor: torch.Tensor) -> None:
@@ -81,17 +82,18 @@ class Again:
         if program is None:
             return None
         place = self._place(program.name, program.key)
-        if not place.is_right(program.run_exact, program.variants, original):
+        way = place.way(program.run_exact, program.variants, original)
+        if way is None:
             if place.differs:
                 self._ledger.count_differed(place.where, original.nbytes)
             return None
-        program.variant = place.variant
+        program.variant = way
         return program
 
     def narrow(self, origin: Origin, original: torch.Tensor) -> torch.dtype | None:
         """See :class:`Origin`."""
         node = origin.edge.node
-        if node.name() != "ToCopyBackward0":
+        if node_name(node) != "ToCopyBackward0":
             return None
         try:
             reader = Reader(origin.edge)
@@ -101,8 +103,8 @@ class Again:
         if dtype not in _WIDENED.get(original.dtype, ()):
             return None
         place = self._place("narrow", (dtype, origin.layout, original.device))
-        same = place.is_right(lambda _: original.to(dtype).to(original.dtype), 1, original)
-        return dtype if same else None
+        way = place.way(lambda _: original.to(dtype).to(original.dtype), 1, original)
+        return None if way is None else dtype
 
     def _place(self, name: str, key: Any) -> Place:
         places: dict[Any, Place] = self._ledger.places

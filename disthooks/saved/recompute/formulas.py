@@ -131,15 +131,24 @@ def div(node: Reader, find: Finder) -> Call:
 
 @formula("NativeDropoutBackward0")
 def dropout(node: Reader, find: Finder) -> Call:
-    """By the mask, which is saved: bool, a byte for each element."""
+    """By the mask, which is saved: bool, a byte for each element.
+
+    Whether ``native_dropout`` was given ``train=False`` the graph does not tell. Then nothing is masked and nothing is
+    scaled; a mask at random has a gap, but for one time in exp(64).
+    """
     p = node.number("p")
+    if math.prod(node.shape) * p < 64:
+        raise Unknown
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     rounded = 0.0 if p == 1 else float(torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").reciprocal())
-    runs: tuple[Run, ...] = (
-        lambda x, mask: _aten.native_dropout_backward(x, mask, rounded),  # the product that forward makes, too
-        lambda x, mask: x * (mask.to(x.dtype) * scale),  # as on a CPU
-    )
-    return Call("dropout", [node.input(0), node.saved("result1")], runs, (p,))
+    runs = [lambda x, mask: x * (mask.to(x.dtype) * scale)]  # as on a CPU
+    if node.device.type != "cpu":
+        runs.insert(0, lambda x, mask: _aten.native_dropout_backward(x, mask, rounded))  # forward's product, too
+    return Call("dropout", [node.input(0), node.saved("result1")], tuple(map(_unless_off, runs)), (p,), 2)
+
+
+def _unless_off(run: Run) -> Run:
+    return lambda x, mask: torch.where(mask.all(), x, run(x, mask))
 
 
 # -- norms
@@ -241,9 +250,15 @@ def group_norm(node: Reader, find: Finder) -> Call:
     return Call(
         "group_norm",
         [node.operand(0, "input"), weight, bias],
-        (lambda x, w, b: torch.native_group_norm(x.contiguous(), w, b, *numbers)[0],),
+        (lambda x, w, b: torch.native_group_norm(_dense(x), w, b, *numbers)[0],),
         numbers,
     )
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """As ``group_norm`` has it: on a CPU other kernels take channels last."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return x if x.is_cpu and last is not None and x.is_contiguous(memory_format=last) else x.contiguous()
 
 
 def _constant(tensor: torch.Tensor | None) -> Saved | None:
@@ -265,8 +280,8 @@ def cast(node: Reader, find: Finder) -> Call:
 
 @formula("CloneBackward0")
 def clone(node: Reader, find: Finder) -> Call:
-    """``contiguous()``, mostly: what comes of it is laid out as it was in the end."""
-    return Call("clone", [node.input(0)], (lambda x: x.contiguous(),))
+    """``contiguous()``, mostly, or ``clone()``: which of them the layout of what comes of it has to tell."""
+    return Call("clone", [node.input(0)], (lambda x: x.contiguous(), torch.clone))
 
 
 # -- views; each of its own value, so the base may be any

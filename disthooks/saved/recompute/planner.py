@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from disthooks._tensors import Layout, exotic
+from disthooks._torch import node_name
 from disthooks.saved.kept import Kept
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Handle
@@ -123,7 +124,7 @@ class Planner:
 
     def _computed(self, edge: Edge) -> int:
         """The number of the value of ``edge``, as the result of a step."""
-        read = FORMULAS.get(edge.node.name())
+        read = FORMULAS.get(node_name(edge.node))
         self._looked += 1
         if read is None or edge.number or self._looked > _DEEP:
             raise Unknown
@@ -181,7 +182,7 @@ class Planner:
         tensor = kept.tensor
         if tensor._version != kept.version:
             raise Unknown
-        if copied or isinstance(tensor, nn.Parameter):
+        if copied or isinstance(tensor, nn.Parameter) or kept.reason == "parameter":  # a view of one, too
             return self._input(self._norms.vector(tensor))
         if exotic(tensor) is not None:
             raise Unknown

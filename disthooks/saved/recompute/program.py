@@ -10,6 +10,7 @@ import torch
 
 from disthooks._device import current_stream, event_on, on_accelerator
 from disthooks._tensors import Layout
+from disthooks.errors import StoreError
 from disthooks.saved.kept import Kept
 from disthooks.saved.packed import Handle, Packed
 
@@ -49,6 +50,8 @@ class Vector:
 
 
 Input = Handle | Kept | Vector
+#: Steps that move elements, or round or combine each for itself: where it lies does not matter to its bits.
+_ANYWHERE = {"relu", "neg", "mul", "div", "cast", "clone", "view", "expand", "transpose", "t", "permute", "alias"}
 
 
 class Program:
@@ -124,6 +127,8 @@ class Program:
             return result
         if (result.dtype, result.shape) != (layout.dtype, layout.size):
             raise ValueError(f"{self.name} gave {result.dtype} {tuple(result.shape)}")  # a formula that is wrong
+        if result.is_cpu and not _same_order(result, layout) and any(map(_minds_layout, self.steps)):
+            raise ValueError(f"{self.name} gave strides {result.stride()}")  # the kernels had others before them
         return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=result.device).copy_(result)
 
 
@@ -141,6 +146,16 @@ def plainly(kind: str, threads: int | None) -> Iterator[None]:
         yield
 
 
+def _minds_layout(step: Step) -> bool:
+    """Whether its bits may depend on the layout of what another step computed; that of an input is what it was."""
+    return step.name not in _ANYWHERE and any(arg is not None and arg >= 0 for arg in step.args)
+
+
+def _same_order(result: torch.Tensor, layout: Layout) -> bool:
+    """Whether its elements lie in memory in the order of ``layout``."""
+    return all(n == 1 or a == b for n, a, b in zip(layout.size, result.stride(), layout.stride, strict=True))
+
+
 def _described(each: Input) -> tuple[Any, ...]:
     if isinstance(each, Handle):
         return each.layout, each.packed.alias.device
@@ -148,7 +163,17 @@ def _described(each: Input) -> tuple[Any, ...]:
 
 
 def _brought(each: Input) -> torch.Tensor:
-    return each.get() if isinstance(each, Vector) else each.unpack()
+    if isinstance(each, Vector):
+        return each.get()
+    if isinstance(each, Kept) and Layout.of(each.tensor).end() * each.tensor.itemsize > _storage_bytes(each.tensor):
+        raise StoreError(
+            f"Recompute: a tensor of {each.where!r} that others are computed from was freed before backward"
+        )
+    return each.unpack()
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _exact(each: Input) -> torch.Tensor | None:

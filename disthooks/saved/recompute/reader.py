@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disthooks._tensors import Layout
-from disthooks._torch import sequence_number
+from disthooks._torch import node_name, sequence_number
 from disthooks.saved.kept import Kept
 from disthooks.saved.packed import Handle, Packed
 
@@ -33,7 +33,7 @@ class Edge(NamedTuple):
 
 def leaf_of(edge: Edge) -> Any:
     """The leaf whose gradient ``edge`` leads to, or None; a user's own node may have any attributes."""
-    return edge.node.variable if edge.node.name() == "torch::autograd::AccumulateGrad" else None
+    return edge.node.variable if node_name(edge.node) == "torch::autograd::AccumulateGrad" else None
 
 
 class Saved(NamedTuple):

@@ -22,7 +22,8 @@ class Recompute:
         steps: most operators that are run for one tensor, from what is stored; views are free.
         check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place, and raises a ``StoreError``
             where it differs only later: something that the graph does not show had a hand in it. ``"always"``
-            compares each, for the price of computing everything twice.
+            compares each before it is dropped, for the price of computing everything twice and of waiting for the
+            device: what differs is stored, whenever that is.
 
     Raises:
         UsageError: when ``steps`` is no positive int, or ``check`` none of the two.
