@@ -32,6 +32,7 @@ DEVICE ?= cuda
 GPU_JOBS ?= 6
 GPU_TESTS ?= tests/gpu tests/device tests/unit/test_codecs.py $(shell $(PYTHON) tests/laws/switch.py)
 test-gpu: $(READY)
+	@$(RUN) tests/laws/switch.py $(DEVICE)
 	DISTHOOKS_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 $(RUN) -m pytest -n $(GPU_JOBS) --dist loadfile --durations=15 $(GPU_TESTS) $(ARGS)
 
 # Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.

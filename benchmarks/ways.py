@@ -60,9 +60,9 @@ class Ways:
         self._tiered(FOUR, first, lambda: [dh.Quantize(4)])
         for name in work.peaks:
             self._tiered(OURS, name, lambda: [])
-        self.made[RECOMPUTE] = lambda rows: self._ours([*self._recompute(), self.store])
+        self.made[RECOMPUTE] = lambda rows: self._ours([dh.Recompute(), self.store])
         for name in work.peaks:
-            self._tiered(RECOMPUTE, name, self._recompute)
+            self._tiered(RECOMPUTE, name, lambda: [dh.Recompute()])
         self.made[INPUTS] = lambda rows: self._ours([self.store], self._checkpointed)
         for name in others:
             self._tiered(FOUR, name, lambda: [dh.Quantize(4)])
@@ -142,11 +142,6 @@ class Ways:
 
         exact = not any(getattr(stage, "lossy", False) for stage in stages)
         return Way(whole, report=lambda: reports[0] if reports else None, exact=exact)
-
-    def _recompute(self) -> list[Any]:
-        if not hasattr(dh, "Recompute"):
-            raise Absent("this disthooks has no Recompute")
-        return [dh.Recompute()]
 
     def _tiered(self, like: str, name: str, stages: Callable[[], list[Any]]) -> None:
         """The way ``like``, with as much left on the device as its own peak leaves room for."""

@@ -85,12 +85,12 @@ def _planned(model: Any, inputs: Any, file: str) -> None:
         raise UsageError("; ".join(found.errors))
     placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
     told = {name: figures(report) for name, report in reports(model, inputs, placed).items()}
-    keys = ("stored", "moved", "shared", "kept")
+    keys = ("stored", "moved", "shared", "recomputed", "kept")
     to = {name: _short(line.store) for name, _, line in placed}
     rows = [(name or "(model)", to[name], *(size(figure[key]) for key in keys)) for name, figure in told.items()]
     total = ("all", "", *(size(sum(figure[key] for figure in told.values())) for key in keys))
     heads = ("module", "goes to", *keys)
-    console().print(table([*rows, total], heads, right=(2, 3, 4, 5), title=f"the same under {file}"))
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"the same under {file}"))
     for text in found.warnings:
         line(f"warning: {text}")
 

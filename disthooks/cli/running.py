@@ -71,7 +71,7 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
 def figures(report: SavedReport) -> dict[str, Any]:
     """Bytes by what became of them; ``kept`` without the weights, which nobody would move."""
     weights = report.kept_by.get("parameter", 0)
-    keys = ("calls", "stored", "moved", "shared", "recast", "passed", "errors")
+    keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "passed", "errors")
     return {key: getattr(report, key) for key in keys} | {"kept": report.kept - weights, "weights": weights}
 
 

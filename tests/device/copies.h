@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/from_blob.h>
 
 #include "runtime.h"
@@ -15,12 +16,13 @@ struct Place {
   char* data;
   std::vector<int64_t> sizes, strides;
   c10::ScalarType dtype;
-  bool conjugate, negative, dense;
+  bool conjugate, negative, dense, repeats;
 
   explicit Place(const at::Tensor& t)
       : data(static_cast<char*>(t.data_ptr())), sizes(t.sizes().vec()), strides(t.strides().vec()),
         dtype(t.scalar_type()), conjugate(t.is_conj()), negative(t.is_neg()),
-        dense(t.is_non_overlapping_and_dense() && !conjugate && !negative) {}
+        dense(t.is_non_overlapping_and_dense() && !conjugate && !negative),
+        repeats(at::has_internal_overlap(t) == at::MemOverlap::Yes) {}
   at::Tensor tensor() const {
     at::Tensor made = at::from_blob(data, sizes, strides, at::TensorOptions(dtype));
     made._set_conj(conjugate);
@@ -35,7 +37,8 @@ size_t span(const at::Tensor& t) {
 }
 
 void move(const Place& to, const Place& from, size_t bytes) {
-  if (to.dense && from.dense && to.dtype == from.dtype && to.strides == from.strides) {
+  bool alike = to.dtype == from.dtype && to.strides == from.strides;
+  if (alike && ((to.dense && from.dense) || (to.repeats && from.repeats))) {  // repeats: what an operator expanded
     std::memcpy(to.data, from.data, bytes);
     return;
   }

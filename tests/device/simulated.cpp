@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include "copies.h"
@@ -127,7 +128,8 @@ struct Crossing {
 
   void give_back(const at::Tensor& to, const at::Tensor& from) {
     if (!from.numel()) return;
-    results.emplace_back(Place(to), from);
+    // Zeros that torch never wrote down (a tangent that is not there) have no memory to copy from.
+    results.emplace_back(Place(to), from._is_zerotensor() ? at::zeros_like(from) : from);
     spans.push_back(span(to));
   }
 

@@ -269,6 +269,33 @@ sys.stdin.read()
 """
 
 
+def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, device: torch.device) -> None:
+    """Graphs that are thrown away, faster than the link is: their copies hold memory at both ends."""
+    if device.type != "sim":
+        pytest.skip("holds a stream")
+    store, x, link = dh.OnDisk(tmp_path, in_flight="64 KiB"), on(device, 4096), link_of(device)  # 16 KiB
+    torch.accelerator.synchronize()
+    before, most = torch.accelerator.memory_allocated(), []
+
+    def forwards() -> None:
+        for _ in range(12):
+            with dh.saving(ALL, store):
+                chain(x, 3)
+            most.append(torch.accelerator.memory_allocated())
+
+    thread = threading.Thread(target=forwards)
+    with simulated.held(link._out):
+        thread.start()
+        assert soon(lambda: len(link._sent) == 4)
+        thread.join(timeout=0.2)
+        assert thread.is_alive()
+        assert len(link._sent) == 4
+    thread.join()
+    assert len(most) == 12
+    assert max(most) - before <= (64 << 10) + 4 * x.nbytes
+    assert clean(store)
+
+
 def test_sigkill_leaves_nothing(tmp_path: pathlib.Path, device: torch.device) -> None:
     paths = [str(pathlib.Path(simulated.__file__).parent), *sys.path]
     process = subprocess.Popen(

@@ -56,6 +56,8 @@ def test_why_there_is_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
         dh.OnDisk(tmp_path, gpu_direct=True, direct=False)
     with pytest.raises(UsageError, match="gpu_direct must be"):
         dh.OnDisk(tmp_path, gpu_direct="yes")
+    with pytest.raises(UsageError, match="gpu_direct must be"):
+        dh.OnDisk(tmp_path, gpu_direct=1)
 
 
 def test_the_reason_is_in_the_report(tmp_path: pathlib.Path, device: torch.device) -> None:
@@ -75,6 +77,24 @@ def test_copies_and_pickles(tmp_path: pathlib.Path) -> None:
     for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
         assert twin == store
         assert twin.gpu_direct == "auto"
+
+
+def test_all_of_kvikio_is_imported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is laid out so (26.10): whoever imports it has its files, but neither its driver nor its defaults."""
+    package = tmp_path / "kvikio"
+    package.mkdir()
+    (package / "__init__.py").write_text("class CompatMode:\n    OFF = 0\n")
+    (package / "cufile_driver.py").write_text("def get(name):\n    return name == 'is_gds_available'\n")
+    (package / "defaults.py").write_text("def set(*config):\n    pass\n")
+    for name in ("kvikio", "kvikio.cufile_driver", "kvikio.defaults"):
+        monkeypatch.setitem(sys.modules, name, None)  # to have them as they were afterwards
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    found, why = gpu_direct._kvikio()
+    assert why == ""
+    assert callable(found.defaults.set)
 
 
 def test_past_the_host(kvikio: object, tmp_path: pathlib.Path, device: torch.device) -> None:

@@ -243,3 +243,9 @@ print("end", flush=True)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("end") == (2 if how == "a fork" else 1)
+
+
+def test_zeros_that_take_no_memory(device: torch.device) -> None:
+    """Torch's own, for tangents that are not there: there is nothing to copy from."""
+    zeros = torch._efficientzerotensor((2, 3), device=device)
+    assert torch.equal((zeros + 1).cpu(), torch.ones(2, 3))

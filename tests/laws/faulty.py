@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from copies import Copies
+from switch import KIND
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disthooks as dh
@@ -83,7 +84,9 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+            # On a device the device's alone: page-locked memory is a pool's, which keeps it for the next tensors.
+            here = isinstance(tensor, torch.Tensor) and tensor.device.type == KIND
+            if here and tensor.untyped_storage()._cdata not in given:
                 self.made.append(StorageRef(tensor.untyped_storage()))
         return result
 
@@ -99,6 +102,16 @@ def soon(what: Callable[[], bool]) -> bool:
     while not what() and time.monotonic() < end:
         time.sleep(0.005)
     return what()
+
+
+def left(*amounts: Callable[[], int]) -> tuple[int, ...]:
+    """The amounts; of a device's, those that are left within seconds.
+
+    A thread of autograd's own lets go of a graph there after the backward has raised, and a copy may be under way.
+    """
+    if KIND != "cpu":
+        soon(lambda: not any(amount() for amount in amounts))
+    return tuple(amount() for amount in amounts)
 
 
 @pytest.fixture

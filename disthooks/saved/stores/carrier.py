@@ -92,6 +92,20 @@ class Transfer:
                 outgoing = self._sent.popleft()
                 link_of(outgoing.device).let_go(outgoing)
 
+    def make_room(self, nbytes: int, most: int) -> None:
+        """Wait until ``nbytes`` more make at most ``most`` that are copied from devices.
+
+        Those that nobody wants any more are among them: nobody else waits for those, and both ends are in use still.
+        """
+        while True:
+            with self._lock:
+                under_way = sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
+                if not self._sent or under_way + nbytes <= most:
+                    return
+                oldest = self._sent[0]
+            oldest.wait()
+            self.settle()
+
     def begin(self, ticket: Ticket) -> None:
         """Begin to copy the tensor of ``ticket`` out of its device, if it is on one; nothing waits."""
         tensor = ticket.tensor

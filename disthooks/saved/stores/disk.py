@@ -75,7 +75,8 @@ class _Way:
         self._found: GpuDirect | None = None
         self.why_staged = ""  # also when nobody asked for it
         if store.gpu_direct is True and self() is None:
-            raise arenas[0].error(f"gpu_direct=True, but {self.why_staged}", None, None)
+            what = f"OnDisk({arenas[0].directory!r}): gpu_direct=True, but {self.why_staged}"
+            raise StoreError(what, path=arenas[0].directory)
 
     def __call__(self) -> GpuDirect | None:
         if not self._looked:
@@ -122,10 +123,9 @@ class OnDisk(Store):
     Raises:
         UsageError: when an argument is not what it should be.
         StoreError: at once when no file can be made in ``directory``, or ``direct=True`` or ``gpu_direct=True`` does
-            not work there; in
-            forward at the limit; when a tensor could not be written, once, as soon as the next one is saved or
-            wanted: it is still in memory, so the backward can be run all the same; in backward when one cannot be
-            read. It has ``path``, ``wanted`` and ``free``.
+            not work there; in forward at the limit; when a tensor could not be written, once, as soon as the next one
+            is saved or wanted: it is still in memory, so the backward can be run all the same; in backward when one
+            cannot be read. It has ``path``, ``wanted`` and ``free``.
 
     >>> import tempfile
     >>> store = OnDisk(tempfile.gettempdir())
@@ -148,9 +148,9 @@ class OnDisk(Store):
     _mover: Mover = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.direct not in (True, False, "auto"):
+        if not isinstance(self.direct, bool) and self.direct != "auto":  # 1 is True, and is taken for neither below
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
-        if self.gpu_direct not in (True, False, "auto"):
+        if not isinstance(self.gpu_direct, bool) and self.gpu_direct != "auto":
             raise UsageError(f"OnDisk: gpu_direct must be True, False or 'auto', got {self.gpu_direct!r}")
         parse_bytes(self.in_flight, "OnDisk in_flight")
         several = not isinstance(self.directory, (str, os.PathLike))

@@ -92,6 +92,7 @@ def _kvikio() -> tuple[Any, str]:
     try:
         kvikio: Any = importlib.import_module("kvikio")
         driver: Any = importlib.import_module("kvikio.cufile_driver")
+        importlib.import_module("kvikio.defaults")  # kvikio itself does not: it would not be there
     except Exception as error:  # also a library that does not load
         return None, f"kvikio cannot be imported ({error}): {_INSTALL}"
     try:

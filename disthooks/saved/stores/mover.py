@@ -87,6 +87,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             while 0 < self._flying > self.budget - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
+            self.transfer.make_room(ticket.nbytes, self.budget)
             self.transfer.for_writes()
             self.transfer.begin(ticket)
             ticket.stream.put(ticket)
