@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import threading
 import types
 import warnings
 
@@ -442,3 +443,33 @@ def test_the_time_of_copies_is_shared_out_among_modules(device: torch.device) ->
     assert all(site.copy_seconds > 0 for site in report.sites.values())
     total = sum(site.copy_seconds for site in report.sites.values())
     assert total == pytest.approx(tier.write_seconds + tier.read_seconds)
+
+
+def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None:
+    """What nobody wants any more is in use until its copy is done; who needs the room waits for that."""
+    only_simulated(device)
+    store = dh.OnCpu("4 MiB", in_flight="64 MiB")
+    x = torch.randn(1 << 18, device=device)
+    link, done = transfer.link_of(device), []
+    with simulated.held(link._out):
+        for _ in range(4):
+            store.put(x)  # and dropped
+        assert store.account.held == 4 << 20
+        waits = threading.Thread(target=lambda: done.append(store.put(x)), daemon=True)
+        waits.start()
+        waits.join(0.3)
+        assert waits.is_alive()
+    waits.join(60)
+    assert done
+    assert tier(store).held <= 4 << 20
+    assert torch.equal(store.get(done[0]).cpu(), x.cpu())
+    with simulated.held(link._back):
+        store.wait()
+        for _ in range(3):  # brought back, and not there yet when it is dropped
+            ticket = store.put(x.clone())
+            store.courier(device).allow(0)
+            store.get(ticket)
+            del ticket
+        assert tier(store).held > 1 << 20
+    done.clear()
+    assert is_clean(store, device)

@@ -15,7 +15,7 @@ from disthooks._device import current_stream, event_on, on
 from disthooks._forks import care_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.lane import Lane
-from disthooks.saved.stores.parcel import JOINED, SMALL, Batch, Carried, Parcel, join
+from disthooks.saved.stores.parcel import JOINED, SMALL, Batch, Carried, Owed, Parcel, join
 from disthooks.saved.stores.pinned import pool_of
 from disthooks.saved.stores.prefetch import Own
 from disthooks.saved.stores.transfer import Rate, link_of
@@ -53,6 +53,7 @@ class Courier:
         self._coming: dict[Parcel, None] = {}  # ahead, the oldest first
         self._coming_bytes = 0
         self._dropped: collections.deque[Carried] = collections.deque()
+        self.owed = Owed()
         self.fork_lock = self._lock = threading.RLock()  # a collection may begin inside
         care_for(self)
 
@@ -232,6 +233,7 @@ class Courier:
 
     def _settle(self) -> None:
         self._link.poll()
+        self.owed.settle()
         while self._flying and self._flying[0].outgoing.source is None:
             self._landed(self._flying[0])
         while self._dropped:
@@ -274,7 +276,7 @@ class Courier:
             return parcel.from_back(ticket, None)
         coming = parcel.coming
         if coming is None:
-            coming = self._link.bring(parcel.outgoing, self.back)
+            coming = parcel.coming = self._link.bring(parcel.outgoing, self.back)
             self.read += parcel.nbytes
         else:
             self.ahead += parcel.nbytes
@@ -286,7 +288,8 @@ class Courier:
         if parcel in self._coming:
             del self._coming[parcel]
             self._coming_bytes -= parcel.nbytes
-        parcel.coming = None
+        if parcel.coming is not None:
+            parcel.came, parcel.coming = parcel.coming.done, None
 
     def _give_up(self, parcel: Parcel) -> None:
         if parcel.coming is not None:

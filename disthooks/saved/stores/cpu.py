@@ -36,8 +36,9 @@ class _Sent(NamedTuple):
     def drop(self) -> None:
         """Drop it, if that is not done yet."""
         owed, self.ticket.owed = self.ticket.owed, 0
-        self.account.release(owed)
+        parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
+        self.courier.owed.give_back(parcel, self.account.release, owed)
 
     @uncompiled()
     def __del__(self) -> None:
@@ -55,7 +56,7 @@ class OnCpu(Store):
     Args:
         limit: most bytes at any time in this process, an int or text such as ``"64 GiB"``, or ``"256 GiB per node"``,
             of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for no limit. Bytes in flight
-            count.
+            count, those of dropped tensors too: at the limit the host waits for their copies.
         pin_memory: page-locked copies, which a GPU reads and writes beside the computation: True, False, or
             ``"auto"`` for wherever it can be had. One eighth of the node's memory is never taken for it.
         in_flight: most bytes that it holds on each device: what is being copied, what is not copied because it comes
@@ -110,7 +111,7 @@ class OnCpu(Store):
 
     def _send(self, tensor: torch.Tensor) -> _Sent:
         courier = self.courier(tensor.device)
-        self.account.reserve(tensor.nbytes)
+        self._reserve(tensor.nbytes)
         sent = None
         try:
             sent = _Sent(courier, courier.ticket(tensor), self.account)
@@ -126,6 +127,17 @@ class OnCpu(Store):
                 raise StoreError(what, wanted=tensor.nbytes) from error
             raise
         return sent
+
+    def _reserve(self, nbytes: int) -> None:
+        """Take them of the limit; if there are none, wait for copies of what nobody wants any more."""
+        while True:
+            try:
+                self.account.reserve(nbytes)
+            except StoreError:
+                if not any(courier.owed.wait() for courier in list(self._couriers.values())):
+                    raise
+            else:
+                return
 
     def get(self, ticket: _Held | _Sent) -> torch.Tensor:
         """The tensor on the device it came from."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -75,15 +77,28 @@ class Parcel:
     Attributes:
         members: the tickets in it that are not dropped.
         coming: what is on its way back, before anybody wants it.
+        came: the end of the last copy back.
         whole: small ones that came back, until each of them was read.
     """
 
-    __slots__ = ("__weakref__", "_stream", "_unread", "coming", "joined", "members", "nbytes", "outgoing", "whole")
+    __slots__ = (
+        "__weakref__",
+        "_stream",
+        "_unread",
+        "came",
+        "coming",
+        "joined",
+        "members",
+        "nbytes",
+        "outgoing",
+        "whole",
+    )
 
     def __init__(self, members: Sequence[Carried], outgoing: Outgoing, joined: bool) -> None:
         self.members, self.outgoing, self.joined = set(members), outgoing, joined
         self.nbytes = outgoing.host.nbytes
         self.coming: Coming | None = None
+        self.came: torch.Event | None = None
         self.whole: torch.Tensor | None = None
         self._stream = current_stream(outgoing.device)  # that fills ``whole``, or the source of several
         self._unread: set[Carried] = set()
@@ -92,6 +107,17 @@ class Parcel:
     def is_there(self) -> bool:
         """Whether it is on the device, for anybody who wants it."""
         return self.outgoing.source is not None or self.whole is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is at its host memory any more."""
+        return self.outgoing.is_done() and (self.came is None or self.came.query())  # nobody captures: see is_done
+
+    def wait(self) -> None:
+        """Wait on the host until that is so."""
+        self.outgoing.wait()
+        if self.came is not None:
+            self.came.synchronize()
 
     def from_source(self, ticket: Carried, source: torch.Tensor) -> torch.Tensor:
         """The tensor of ``ticket`` from what is still held of what was sent."""
@@ -150,3 +176,38 @@ def join(tickets: Sequence[Carried], tensors: Sequence[torch.Tensor]) -> torch.T
         end += ticket.nbytes
         used_on(tensor, stream)
     return torch.cat([tensor.detach().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+class Owed:
+    """Bytes of host memory that nobody wants any more and that copies are still at: they count until those are done."""
+
+    def __init__(self) -> None:
+        self._all: collections.deque[tuple[Parcel, Callable[[int], None], int]] = collections.deque()
+
+    def give_back(self, parcel: Parcel | None, release: Callable[[int], None], nbytes: int) -> None:
+        """``release`` these bytes of ``parcel``, now or later; called from destructors."""
+        if parcel is None or parcel.is_idle:
+            release(nbytes)
+        elif nbytes:
+            self._all.append((parcel, release, nbytes))
+
+    def settle(self) -> bool:
+        """Give back what can be by now, in the order of the copies; whether anything was owed."""
+        owed = bool(self._all)
+        with contextlib.suppress(IndexError):  # there are none, or another thread was faster
+            while True:
+                parcel, release, nbytes = self._all.popleft()
+                if not parcel.is_idle:
+                    self._all.appendleft((parcel, release, nbytes))
+                    break
+                release(nbytes)
+        return owed
+
+    def wait(self) -> bool:
+        """Wait on the host for the oldest; False when nothing was owed."""
+        if not self.settle():
+            return False
+        with contextlib.suppress(IndexError):
+            self._all[0][0].wait()
+        self.settle()
+        return True
