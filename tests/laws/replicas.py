@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch import nn
+
+
+def data_parallel(model: nn.Module) -> nn.DataParallel:
+    """``nn.DataParallel`` as on a machine without a device, whatever this one has: ``model`` stays where it is."""
+    with mock.patch("torch.nn.parallel.data_parallel._get_available_device_type", return_value=None):
+        return nn.DataParallel(model)
 
 
 def replicate(model: nn.Module, count: int) -> list[nn.Module]:

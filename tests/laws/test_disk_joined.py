@@ -94,7 +94,7 @@ def test_the_lines_of_tiers_do_not_grow() -> None:
     for _ in range(10_000):
         tiers.drop(tiers.put(torch.ones(1)))
     assert len(tiers._queues[0]) < 2100
-    assert tiers._queues[0][0]() is stays
+    assert tiers._queues[0].last() is stays
 
 
 def test_advice_is_about_what_went_to_a_disk(tmp_path: pathlib.Path) -> None:

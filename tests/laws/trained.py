@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replicas import data_parallel
 from torch import nn
 
 import disthooks as dh
@@ -53,7 +54,7 @@ def make(engine: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     if engine == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if engine == "dp":
-        return nn.DataParallel(model)
+        return data_parallel(model)
     return flat(model, engine) if engine.startswith("fsdp1") else sharded(model, engine)
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from replicas import replicate
+from replicas import data_parallel, replicate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -144,7 +144,7 @@ def test_weights_are_looked_at_in_every_forward() -> None:
 
 
 def test_forwards_of_data_parallel_are_its_own() -> None:
-    model = nn.DataParallel(Net())
+    model = data_parallel(Net())
     with dh.blame(model) as found:
         model(torch.ones(4, 3))
         model(torch.full((4, 3), math.nan))
