@@ -256,7 +256,7 @@ class Frame:
         if alias is None:
             alias = tensor if is_constant(tensor) else tensor.detach()
         kept = Kept(alias, self._where, reason)
-        if self._again is not None and type(alias) is torch.Tensor:
+        if self._again is not None and exotic(alias) is None:
             note(tensor, kept, Layout.of(alias))
         return kept
 
