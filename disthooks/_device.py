@@ -1,6 +1,6 @@
 """Streams and events of whatever accelerator there is, by torch's generic names: CUDA, ROCm, XPU, ...
 
-All that is asynchronous goes through here, so nothing else in the house says ``torch.cuda`` about it. The current
+What is ordered on streams goes through here, so nothing else in the house says ``torch.cuda`` about that. The current
 stream is asked for at each use: engines change it (FSDP2 runs parts of a forward on its own), and a remembered one
 orders the wrong work.
 """
@@ -87,6 +87,11 @@ def capturing() -> bool:
     return _HAS_GRAPHS and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
+def is_capturing(device: torch.device) -> bool:
+    """The same of ``device``; False where there are no graphs."""
+    return device.type == "cuda" and capturing()
+
+
 def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
     """Once ``tensor`` is freed, have its memory used again only after what ``stream`` was given until then.
 
@@ -103,11 +108,6 @@ def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
         stream.wait_event(event_on(made_on))
         used_on(tensor, stream)
     return tensor
-
-
-def is_capturing(device: torch.device) -> bool:
-    """The same of ``device``; False for what has no graphs."""
-    return device.type == "cuda" and capturing()
 
 
 def refuse_capture(who: str, instead: str) -> None:

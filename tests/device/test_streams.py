@@ -203,3 +203,17 @@ def test_threads_that_come_and_go_learn(device: torch.device) -> None:
         assert torch.equal(torch.autograd.grad(graphs.pop(), x)[0], truth)
         assert is_clean(store, device)
         assert i == 0 or tier(store).never_written - before == 5 * x.nbytes
+
+
+def test_what_stays_on_the_device_is_read_in_order(device: torch.device) -> None:
+    """OnDevice gives back a tensor whose stream is not done with it; the reader's stream waits."""
+    only_simulated(device)
+    values, back = torch.randn(4096).pin_memory(), torch.zeros(4096).pin_memory()
+    side, store = new_stream(device), dh.OnDevice()
+    with simulated.held(side):
+        with on(side):
+            made = torch.empty(4096, device=device).copy_(values, non_blocking=True)
+            ticket = store.put(made)
+        back.copy_(store.get(ticket), non_blocking=True)  # on another stream, which does not know of the side stream
+    torch.accelerator.synchronize()
+    assert torch.equal(back, values)

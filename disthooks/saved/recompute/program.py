@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disthooks._device import current_stream, event_on, on_accelerator
+from disthooks._device import handed_over, stream_of
 from disthooks._tensors import Layout
 from disthooks.errors import StoreError
 from disthooks.saved.kept import Kept
@@ -36,17 +36,11 @@ class Vector:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().clone()
-        self._stream = current_stream(tensor.device) if on_accelerator(tensor) else None
-        self._ready = event_on(self._stream) if self._stream is not None else None
+        self._made_on = stream_of(tensor)
 
     def get(self) -> torch.Tensor:
         """The copy, for what the current stream does next."""
-        if self._ready is not None:
-            stream = current_stream(self.tensor.device)
-            if stream != self._stream:
-                stream.wait_event(self._ready)
-                self.tensor.record_stream(stream)
-        return self.tensor
+        return self.tensor if self._made_on is None else handed_over(self.tensor, self._made_on)
 
 
 Input = Handle | Kept | Vector
