@@ -27,7 +27,7 @@ test: $(READY)
 test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_every_op.py tests/laws/test_every_module.py tests/laws/test_many_threads.py $(ARGS)
 
-# What is a GPU's own, and the laws on it: under 9 minutes on an H200 with 16 cores. docs/gpu.md has it in pieces.
+# What is a GPU's own, and the laws on it; its time on an H200 is not measured yet. docs/gpu.md has it in pieces.
 DEVICE ?= cuda
 GPU_JOBS ?= 6
 GPU_TESTS ?= tests/gpu tests/device tests/unit/test_codecs.py $(shell $(PYTHON) tests/laws/switch.py)
@@ -50,7 +50,7 @@ bench-gradients: $(READY)
 bench-threshold: $(READY)
 	$(RUN) benchmarks/threshold.py $(ARGS)
 
-# Under 9 minutes on an H200: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
+# A budget of 520 seconds: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
 bench-gpu: $(READY)
 	$(RUN) benchmarks/gpu.py --budget 520 $(ARGS)
 
