@@ -52,21 +52,30 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
             signal.signal(one, handler)
 
 
-def end_workers(started: Sequence[Mapping[str, Any]], mark: str) -> None:
+def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bool = False) -> None:
     """End the workers that outlived their launcher.
 
     Args:
         started: the records of what ran.
         mark: a text in the environment of each of them; another process may have the number of one by now.
+        interrupted: whether they had the terminal's Ctrl-C as well. Accelerate's launcher waits a quarter of a
+            second for what they do about it, and a checkpoint takes longer.
     """
     mine = [int(one["pid"]) for one in started if one["host"] == socket.gethostname()]
-    deadline = time.monotonic() + _GRACE
+    if interrupted:
+        _await(mine, mark, _GRACE)
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = [pid for pid in mine if _runs(pid, mark)]
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
-        while any(_runs(pid, mark) for pid in left) and time.monotonic() < deadline:
+        _await(left, mark, _GRACE)
+
+
+def _await(workers: Sequence[int], mark: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: somebody does not want to wait
+        while any(_runs(pid, mark) for pid in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 

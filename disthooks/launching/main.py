@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -54,8 +55,11 @@ def _launched(asked: line.Line, hooks: str | None, folder: str) -> int:
     began = time.time()
     environment = {RECORDS: os.path.abspath(records)} | ({VARIABLE: hooks} if hooks else {})
     code, signals = child.run(asked.launcher, line.command(asked, hooks), environment)
+    if code == 128 + signal.SIGINT:  # a launcher that had the terminal, and its Ctrl-C with no word to this process
+        signals = signals or [signal.SIGINT]
     told = story.read(pathlib.Path(records), since=began)
-    child.end_workers([one.values for one in told if not one.ended], f"{RECORDS}={environment[RECORDS]}")
+    left, mark = [one.values for one in told if not one.ended], f"{RECORDS}={environment[RECORDS]}"
+    child.end_workers(left, mark, interrupted=signal.SIGINT in signals)
     if code:
         sys.stdout.flush()
         told = story.read(pathlib.Path(records), since=began)

@@ -201,7 +201,17 @@ def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_firs
 
 
 def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:
-    (folder / "asks.py").write_text("print('got', input('name?'), flush=True)\nimport time\ntime.sleep(600)\n")
+    script = """
+import time
+print('got', input('name?'), flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(2)  # longer than accelerate's launcher waits: a checkpoint that is being written
+    print('kept', flush=True)
+    raise
+"""
+    (folder / "asks.py").write_text(script)
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -223,5 +233,6 @@ def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) ->
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     assert not answers, said.decode()
-    assert b"SIGINT ended the job" in said
+    assert b"kept" in said
+    assert b"SIGINT ended the job" in said, said.decode()
     assert os.waitstatus_to_exitcode(status) == 130

@@ -97,8 +97,8 @@ class Watch(TorchDispatchMode):
 
 
 def soon(what: Callable[[], bool]) -> bool:
-    """Whether ``what`` comes true within seconds: a thread may be writing in this moment."""
-    end = time.monotonic() + 5
+    """Whether ``what`` comes true within a minute: a thread may be writing in this moment."""
+    end = time.monotonic() + 60
     while not what() and time.monotonic() < end:
         time.sleep(0.005)
     return what()

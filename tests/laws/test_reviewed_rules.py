@@ -305,7 +305,7 @@ def _of_some_size(rank: int) -> Any:
 
 @pytest.mark.dist
 def test_a_predicate_of_size_does_not_hang_fsdp1() -> None:
-    own = Ranks(2, timeout=20)
+    own = Ranks(2, timeout=120)
     try:
         assert own(_of_some_size) == [True, True]
     finally:

@@ -108,7 +108,7 @@ try:
         optimizer.step()
 except ArithmeticError:
     if how == "stays":  # as in a notebook: the process lives on
-        time.sleep(60)
+        time.sleep(600)
     raise
 """
 
@@ -122,13 +122,13 @@ def test_a_rule_that_raises_on_one_rank_ends_the_others(how: str, engine: str) -
             subprocess.Popen([*command, str(rank), f"{folder}/store", how, engine], stderr=subprocess.PIPE, text=True)
             for rank in range(2)
         ]
-        _, told = processes[0].communicate(timeout=45)
+        _, told = processes[0].communicate(timeout=120)
         waited = time.monotonic() - start
         processes[1].kill() if how == "stays" else None
-        _, raised = processes[1].communicate(timeout=45)
+        _, raised = processes[1].communicate(timeout=120)
     assert processes[0].returncode not in (0, None)
     assert "Error" in told
-    assert waited < 40
+    assert waited < 100
     assert how == "stays" or "ArithmeticError: only here" in raised
 
 

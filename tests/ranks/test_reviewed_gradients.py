@@ -162,7 +162,7 @@ def _sink(rank: int) -> str:
 
 @pytest.mark.dist
 def test_a_sink_that_fails_on_the_first_rank_stops_no_other(ranks: Ranks) -> None:
-    ranks(_sink, timeout=8)
+    ranks(_sink, timeout=40)
 
 
 def _joined(rank: int) -> str:
@@ -180,7 +180,7 @@ def _joined(rank: int) -> str:
 
 @pytest.mark.dist
 def test_uneven_inputs_under_join_are_refused_or_work(ranks: Ranks) -> None:
-    assert len(set(ranks(_joined, timeout=8))) == 1
+    assert len(set(ranks(_joined, timeout=40))) == 1
 
 
 def _differ(rank: int) -> str:
@@ -198,7 +198,7 @@ def _differ(rank: int) -> str:
 
 @pytest.mark.dist
 def test_ranks_that_attach_different_things_are_told(ranks: Ranks) -> None:
-    assert ranks(_differ, timeout=8) == ["told", "told"]
+    assert ranks(_differ, timeout=40) == ["told", "told"]
 
 
 # --- silent no-ops
