@@ -42,7 +42,8 @@ class _Site:
     __slots__ = tuple(SiteReport.__dataclass_fields__)
 
     def __init__(self) -> None:
-        self.tensors = self.saved = self.stored = self.moved = self.shared = self.kept = self.loaded = 0
+        self.tensors = self.saved = self.stored = self.moved = self.shared = self.kept = 0
+        self.recast = self.recomputed = self.loaded = 0
         self.pack_seconds = self.unpack_seconds = self.codec_seconds = self.copy_seconds = 0.0
 
 
@@ -58,7 +59,6 @@ class Ledger:
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self.places: dict[Any, Any] = {}  # what was proven of what is computed again; see recompute/places.py
         self._calls = self._inner = 0
-        self._recast = 0  # bytes
         self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
@@ -112,15 +112,16 @@ class Ledger:
         with self.lock:
             self._sites[where].shared += nbytes
 
-    def count_recast(self, nbytes: int) -> None:
+    def count_recast(self, nbytes: int, where: str = "") -> None:
         """Add to ``recast``."""
         with self.lock:
-            self._recast += nbytes
+            self._sites[where].recast += nbytes
 
-    def count_recomputed(self, how: str, nbytes: int) -> None:
+    def count_recomputed(self, how: str, nbytes: int, where: str = "") -> None:
         """Add to ``recomputed``."""
         with self.lock:
             self._recomputed[how] += nbytes
+            self._sites[where].recomputed += nbytes
 
     def count_differed(self, place: str, nbytes: int) -> None:
         """Add to ``differed``."""
@@ -187,8 +188,8 @@ class Ledger:
                 shared=every.shared,
                 kept=every.kept,
                 kept_by=dict(self._kept),
-                recast=self._recast,
-                recomputed=sum(self._recomputed.values()),
+                recast=every.recast,
+                recomputed=every.recomputed,
                 recomputed_by=dict(self._recomputed),
                 differed=dict(self._differed),
                 loaded=every.loaded,

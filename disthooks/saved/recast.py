@@ -48,7 +48,7 @@ class WeightCopy(Packed):
         proven = self._is_proven(storage) if on_accelerator(self.alias) else self._compare(storage)
         self.undecided = proven is None
         if proven and self._is_same_weight():
-            self.ledger.count_recast(self.nbytes)
+            self.ledger.count_recast(self.nbytes, self.where)
             return True
         if proven is not None:
             self.ledger.count_kept("autocast weight", self.nbytes, self.where)

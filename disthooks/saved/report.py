@@ -26,6 +26,9 @@ class SiteReport:
         moved: of those, bytes that left the memory they were in.
         shared: saved again as views of what was packed already.
         kept: left where they were.
+        recast: autocast's copies of weights that were dropped.
+        recomputed: dropped by :class:`~disthooks.Recompute`. With ``saved``, ``shared``, ``kept`` and ``recast`` it makes
+            up all that the module saved.
         loaded: brought back from the store.
         pack_seconds: of the host, in the store, in forward.
         unpack_seconds: of the host, in the store, in backward.
@@ -40,6 +43,8 @@ class SiteReport:
     moved: int = 0
     shared: int = 0
     kept: int = 0
+    recast: int = 0
+    recomputed: int = 0
     loaded: int = 0
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0

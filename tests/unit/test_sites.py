@@ -47,6 +47,44 @@ def test_what_codecs_do_is_told_apart() -> None:
     assert site.copy_seconds == 0
 
 
+class Block(nn.Module):
+    """Saves an activation, a copy of a weight, and a wide copy of what is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            narrow = torch.relu(self.linear(self.norm(x)))
+        wide = narrow.float()
+        return wide.exp() * wide
+
+
+def test_what_is_dropped_is_of_its_module_and_nothing_is_counted_twice(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(256, 64)
+
+    def sites(*stages: object) -> dict[str, SiteReport]:
+        with dh.save_activations(model, "?", dh.pipeline(ALL, *stages, dh.OnDisk(tmp_path))) as saving:
+            for _ in range(2):
+                model(x).sum().backward()
+        report = saving.report()
+        for name in ("recast", "recomputed"):
+            assert getattr(report, name) == sum(getattr(site, name) for site in report.sites.values())
+        return report.sites
+
+    def every(site: SiteReport) -> int:
+        return site.saved + site.shared + site.kept + site.recast + site.recomputed
+
+    plain, again = sites(), sites(dh.Recompute())
+    assert {name: every(site) for name, site in plain.items()} == {name: every(site) for name, site in again.items()}
+    for name in ("0", "1"):
+        assert plain[name].recomputed == 0
+        assert plain[name].recast == again[name].recast == 2 * 64 * 64 * 2
+        assert again[name].recomputed == plain[name].saved - again[name].saved > 0
+
+
 def test_functions_have_the_name_of_their_module() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
     with dh.save_activations(model, "1", dh.Functions(lambda t: t.detach(), lambda t: t)) as saving:

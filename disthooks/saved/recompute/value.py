@@ -47,7 +47,7 @@ class Recomputed(InStore):
             program = origin.program(original)
             if program is not None:
                 self._program, self.cost = program, program.cost
-                self.ledger.count_recomputed(program.name, self.nbytes)
+                self.ledger.count_recomputed(program.name, self.nbytes, self.where)
                 return True
             self._narrow = origin.narrow(original)
             self._wide = None if self._narrow is None else original.dtype
@@ -57,7 +57,7 @@ class Recomputed(InStore):
         taken = super()._take(storage)
         if taken:
             narrow = self.nbytes * self._narrow.itemsize // self._wide.itemsize
-            self.ledger.count_recomputed("cast", self.nbytes - narrow)
+            self.ledger.count_recomputed("cast", self.nbytes - narrow, self.where)
         return taken
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
