@@ -58,7 +58,7 @@ def run(*words: object, code: int = 0) -> Any:
 
 def process(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     call = [sys.executable, "-m", "disthooks", *map(str, words)]
-    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=120, **({"env": ENV} | more))
+    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=300, **({"env": ENV} | more))
 
 
 def hooks(folder: pathlib.Path, text: str) -> pathlib.Path:
@@ -460,7 +460,7 @@ def test_env_of_several_processes_is_told_once(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.dist
 def test_env_under_torchrun() -> None:
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "disthooks"]
-    done = subprocess.run([*call, "env", "--json"], capture_output=True, text=True, check=True, timeout=120, env=ENV)
+    done = subprocess.run([*call, "env", "--json"], capture_output=True, text=True, check=True, timeout=300, env=ENV)
     facts = json.loads(done.stdout)
     assert facts["environment"]["WORLD_SIZE"] == "2"
     assert not any("alone" in problem["why"] for problem in facts["problems"])

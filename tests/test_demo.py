@@ -38,7 +38,7 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     fixed = {"PYTHON": sys.executable, "PYTHONPATH": path, "NPROC": "2", "LOGS": "", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(ROOT / "launch" / "local.sh"), *arguments]
     return subprocess.run(
-        command, env=os.environ | fixed | environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        command, env=os.environ | fixed | environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
 

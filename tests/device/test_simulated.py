@@ -240,7 +240,7 @@ with side:
 {ENDS[how]}
 print("end", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("end") == (2 if how == "a fork" else 1)
 

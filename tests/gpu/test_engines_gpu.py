@@ -37,14 +37,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Ranks]:
-    pool = Ranks(1, timeout=120, device=KIND)
+    pool = Ranks(1, timeout=300, device=KIND)
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Ranks]:
-    pool = Ranks(2, timeout=120, device=KIND)
+    pool = Ranks(2, timeout=300, device=KIND)
     yield pool
     pool.stop()
 

@@ -284,6 +284,6 @@ def test_the_other_namespace_and_spawned_processes(tmp_path: pathlib.Path) -> No
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env["PYTHONPATH"] = str(pathlib.Path(dh.__file__).parent.parent)
     call = [sys.executable, "-W", "ignore", "train.py"]
-    done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["gradients/grad_norm"] > 0

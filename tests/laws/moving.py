@@ -143,7 +143,7 @@ def step(store: dh.OnDisk, wait: bool = True) -> bool:
     return torch.equal(torch.autograd.grad(y, x)[0], truth(x))
 
 
-def script(text: str, *args: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def script(text: str, *args: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own, which finds these helpers."""
     folder = pathlib.Path(__file__).parent
     paths = [str(folder), str(folder.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

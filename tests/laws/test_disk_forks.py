@@ -157,7 +157,7 @@ class Numbers(Dataset):
 
 def test_a_data_loader_beside_training(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
-    loader = DataLoader(Numbers(store), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=30)
+    loader = DataLoader(Numbers(store), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=300)
     for _ in range(2):
         seen = []
         x = torch.linspace(-2, 2, 5000, requires_grad=True)

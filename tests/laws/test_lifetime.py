@@ -129,7 +129,7 @@ ENDS = {
 def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
     script = KILLED.format(end=ENDS[end])
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert int(done.stdout) == 2 * 512 * 512 * 4
     assert done.returncode == {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "an exception": 3}.get(end, 0)

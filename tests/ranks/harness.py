@@ -73,7 +73,7 @@ def _run(rank: int, job: bytes) -> tuple[str, Any]:
 class Ranks:
     """Call it with a top-level function ``f(rank, *args)``: the list of what each rank returned."""
 
-    def __init__(self, world: int = WORLD, timeout: float = 60.0, device: str = "cpu") -> None:
+    def __init__(self, world: int = WORLD, timeout: float = 300.0, device: str = "cpu") -> None:
         self.world, self.timeout, self.device = world, timeout, device
         self._workers: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []

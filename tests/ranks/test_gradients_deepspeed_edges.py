@@ -93,7 +93,7 @@ def _accelerated(rank: int, stage: int) -> list[Any]:
 def test_the_step_inside_of_accelerates_backward(ranks: Ranks) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    assert ranks(_accelerated, 2, timeout=120) == [[[0, 1], 1, True, True]] * 2
+    assert ranks(_accelerated, 2, timeout=300) == [[[0, 1], 1, True, True]] * 2
 
 
 def _autocast(rank: int, stage: int) -> list[bool]:

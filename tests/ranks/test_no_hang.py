@@ -164,7 +164,7 @@ def test_ranks_in_different_numbers_of_groups_do_not_wait_for_each_other() -> No
             for rank in range(3)
         ]
         try:
-            said = [process.communicate(timeout=60)[0].split() for process in processes]
+            said = [process.communicate(timeout=200)[0].split() for process in processes]
         finally:
             for process in processes:
                 process.kill()

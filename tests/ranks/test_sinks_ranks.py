@@ -95,7 +95,7 @@ def _monitored(rank: int, folder: str) -> list[tuple[int, float]]:
 
 def test_deepspeed_writes_them_where_it_writes_its_own(ranks: Ranks, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    found, _ = ranks(_monitored, str(tmp_path), timeout=120)
+    found, _ = ranks(_monitored, str(tmp_path), timeout=300)
 
     def read(name: str) -> list[list[str]]:
         with (tmp_path / "run" / f"{name}.csv").open() as file:

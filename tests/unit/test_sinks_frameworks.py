@@ -131,7 +131,7 @@ def _ends(sink: str, end: str, folder: pathlib.Path, before: str = "") -> subpro
     script = before + ENDS.format(sink=sink, end=end)
     env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # not this process's
     return subprocess.run(
-        [sys.executable, "-c", script], timeout=120, check=False, capture_output=True, text=True, cwd=folder, env=env
+        [sys.executable, "-c", script], timeout=300, check=False, capture_output=True, text=True, cwd=folder, env=env
     )
 
 
@@ -150,7 +150,7 @@ opened = dh.sinks.TensorBoard("run").open()
 opened({"step": 0, **{str(i): 1.0 for i in range(500)}})
 os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=False, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", script], timeout=300, check=False, cwd=tmp_path)
     assert _scalars(tmp_path / "run", "gradients/499") == [(0, 1.0)]
 
 

@@ -143,7 +143,7 @@ main()
 def test_the_last_record_and_then_the_end(end: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "log"
     script = END.format(path=str(path), end=end)
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], timeout=300, check=False, capture_output=True, text=True)
     assert path.read_text() == "0 1 2 closed ", done.stderr
     assert "Exception ignored" not in done.stderr
 
