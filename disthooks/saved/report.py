@@ -27,8 +27,8 @@ class SiteReport:
         shared: saved again as views of what was packed already.
         kept: left where they were.
         recast: autocast's copies of weights that were dropped.
-        recomputed: dropped by :class:`~disthooks.Recompute`. With ``saved``, ``shared``, ``kept`` and ``recast`` it makes
-            up all that the module saved.
+        recomputed: dropped by :class:`~disthooks.Recompute`. All that the module saved is this, and ``saved``,
+            ``shared``, ``kept`` and ``recast``.
         loaded: brought back from the store.
         pack_seconds: of the host, in the store, in forward.
         unpack_seconds: of the host, in the store, in backward.

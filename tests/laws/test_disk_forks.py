@@ -32,7 +32,7 @@ def in_child(check: Callable[[], bool]) -> int:
             os._exit(0 if check() else 1)
         except BaseException:
             os._exit(2)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
