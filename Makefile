@@ -28,12 +28,14 @@ test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_every_op.py tests/laws/test_every_module.py tests/laws/test_many_threads.py $(ARGS)
 
 # What is a GPU's own, and the laws on it; its time on an H200 is not measured yet. docs/gpu.md has it in pieces.
+# Few threads each: as many as there are cores, in every one of the processes, take turns on them.
 DEVICE ?= cuda
 GPU_JOBS ?= 6
+GPU_THREADS ?= 2
 GPU_TESTS ?= tests/gpu tests/device tests/unit/test_codecs.py $(shell $(PYTHON) tests/laws/switch.py)
 test-gpu: $(READY)
 	@$(RUN) tests/laws/switch.py $(DEVICE)
-	DISTHOOKS_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 $(RUN) -m pytest -n $(GPU_JOBS) --dist loadfile --durations=15 $(GPU_TESTS) $(ARGS)
+	DISTHOOKS_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=$(GPU_THREADS) $(RUN) -m pytest -n $(GPU_JOBS) --dist loadfile --durations=15 $(GPU_TESTS) $(ARGS)
 
 # Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.
 bench: $(READY)

@@ -19,10 +19,15 @@ from disthooks.cli import machine
 
 
 class Device:
-    """A device by its kind: "cuda", "cpu", or another accelerator's name."""
+    """A device by its kind: "cuda", "cpu", or another accelerator's name.
+
+    Attributes:
+        locks_per_s: bytes of host memory that the driver page-locks in a second, once :meth:`link` has tried.
+    """
 
     def __init__(self, kind: str) -> None:
         self.cuda, self.behind = kind == "cuda", kind != "cpu"
+        self.locks_per_s: float | None = None
         self.device = torch.device(kind)
         if self.behind:
             self.device = torch.device(kind, torch.accelerator.current_device_index())
@@ -68,7 +73,10 @@ class Device:
     def link(self, nbytes: int) -> dict[str, float]:
         """Bytes a second that page-locked copies and copies on the device reach; those count reads and writes."""
         here, there = (torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+        begin = time.perf_counter()
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.cuda)
+        if self.cuda:
+            self.locks_per_s = nbytes / (time.perf_counter() - begin)
         copies: dict[str, tuple[Callable[[], object], int]] = {
             "to_host": (lambda: host.copy_(here, non_blocking=True), 1),
             "to_device": (lambda: here.copy_(host, non_blocking=True), 1),

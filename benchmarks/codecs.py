@@ -104,6 +104,16 @@ def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float]
     }
 
 
+def facts(options: argparse.Namespace) -> dict[str, object]:
+    """What the figures come from."""
+    machine: dict[str, object] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if options.device != "cpu":
+        machine["gpu"] = torch.cuda.get_device_name()
+        machine["kernels"] = fused.usable(torch.ones(9, device=options.device))
+    machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
+    return machine | {"megabytes": options.megabytes, "rounds": options.rounds, "threads": 1}
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -116,6 +126,7 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, float]]] = {}
     print(f"{'':24}{'':32}{'ratio':>8}{'encode GB/s':>14}{'decode GB/s':>14}{'error':>10}{'of copy, each way':>20}")
     codecs = {title: codec for title, codec in CODECS.items() if options.device == "cpu" or "Compress" not in title}
+    machine = facts(options)
     for name, tensor in tensors(options.megabytes * 2**20 // 4, options.device).items():
         results[name] = {}
         for title, codec in codecs.items():
@@ -126,13 +137,9 @@ def main() -> None:
                 print(
                     f"{name:24}{title:32}{ratio:8.2f}{encode:14.2f}{decode:14.2f}{error:10.2g}{there:9.2f}{back:9.2f}"
                 )
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    if options.device != "cpu":
-        machine["gpu"] = torch.cuda.get_device_name()
-        machine["kernels"] = fused.usable(torch.ones(9, device=options.device))
-    machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
-    machine |= {"megabytes": options.megabytes, "rounds": options.rounds, "threads": 1}
-    pathlib.Path(options.out).write_text(json.dumps({"results": results, "machine": machine}, indent=2) + "\n")
+        written = pathlib.Path(options.out).with_suffix(".part")  # each time: the rest may find no time
+        written.write_text(json.dumps({"results": results, "machine": machine}, indent=2) + "\n")
+        os.replace(written, options.out)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from workloads import WORKLOADS
 HERE = pathlib.Path(__file__).parent
 RESULTS, IMAGES = HERE / "results", HERE.parent / "docs" / "img"
 #: The parts in their order, and what of the time each may take; what it leaves is for those that follow.
-SHARES = {"ResNet-152 fp32": 0.42, "decoder bf16": 0.2, "statistics": 0.05, "codecs": 0.07, "gradients": 0.06}
-SHARES |= {"ResNet-152 bf16 channels_last": 0.12, "ResNet-152 bf16": 0.05, "ResNet-152 fp32 channels_last": 0.03}
+SHARES = {"ResNet-152 fp32": 0.42, "decoder bf16": 0.19, "statistics": 0.05, "codecs": 0.1, "gradients": 0.06}
+SHARES |= {"ResNet-152 bf16 channels_last": 0.12, "ResNet-152 bf16": 0.04, "ResNet-152 fp32 channels_last": 0.02}
 assert SHARES.keys() >= WORKLOADS.keys()
 
 
@@ -103,7 +103,7 @@ class Run:
             bench.ways.rest("")
 
     def _script(self, name: str) -> Any:
-        """A benchmark of its own, small where this one is; what it wrote."""
+        """A benchmark of its own, small where this one is; what it wrote, to the end or as far as there was time."""
         full = self.options.size == "full"
         sizes = {
             "gradients": ["--sizes", "100 parameters" if full else "small", "--rounds", "15" if full else "1"],
@@ -113,9 +113,15 @@ class Run:
             out = pathlib.Path(folder, "out.json")
             to = ["--json" if name == "gradients" else "--out", str(out), "--device", self.options.device]
             command = [sys.executable, str(HERE / f"{name}.py"), *sizes[name], *to]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=max(1, self.left()), check=False)
-            if done.returncode:
-                raise RuntimeError((done.stderr.strip().splitlines() or ["no word"])[-1])
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=max(1, self.left()), check=False)
+            except subprocess.TimeoutExpired:
+                if not out.exists():
+                    raise
+                self.found["not_run"][f"the end of {name}"] = "no time was left"
+            else:
+                if done.returncode:
+                    raise RuntimeError((done.stderr.strip().splitlines() or ["no word"])[-1])
             return json.loads(out.read_text())["results"]
 
     def targets(self) -> dict[str, list[dict[str, Any]]]:

@@ -160,8 +160,16 @@ assert "step_ms" in bench.row("nothing")
 failed = bench.row("disthooks Quantize(4), OnCpu")
 assert failed == {"failed": "OutOfMemoryError: no room for a tensor of 1 GiB"}, failed
 assert bench.row("disthooks OnCpu")["gradients_identical"]
+bench._took[False] = 1000.0  # of those of others: one that page-locks everything anew must not end ours
+assert "step_ms" in bench.row("disthooks Tiered at 5 GB")
+late = {"not_run": "no time was left"}
+assert bench.row("checkpoint per block") == late
+bench._took[False], bench.device.locks_per_s = 0.0, bench._saved[1] / 99.0
+assert "step_ms" in bench.row("torch save_on_cpu")
+bench._took[False], bench.left = 0.0, lambda: 98.0
+assert bench.row("torch save_on_cpu") == late, "page-locking alone takes longer"
 bench.left = lambda: 0.0
-assert bench.row("checkpoint per block") == {"not_run": "no time was left"}
+assert bench.row("checkpoint per block") == late
 """
 
 
