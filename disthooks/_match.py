@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from disthooks.errors import MatchError
+from disthooks.errors import MatchError, UsageError
 
 Pattern = str | type | Callable[[str, Any], bool]
 T = TypeVar("T")
@@ -35,13 +35,38 @@ def inside(model: nn.Module) -> nn.Module:
 
     Engines are told by the names of their classes, so that none has to be imported.
 
+    Raises:
+        UsageError: when ``model`` is no module.
+
     >>> layer = nn.Linear(2, 2)
     >>> inside(nn.DataParallel(layer)) is layer
     True
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     while any(kind.__name__ in _SHELLS for kind in type(model).__mro__):
         model = cast(nn.Module, model.module)
     return model
+
+
+def listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
+    """One pattern or several, as a tuple.
+
+    Raises:
+        UsageError: when there is none, or one is no pattern, such as a module itself.
+
+    >>> listed("*.mlp"), listed([nn.Linear, "head"])[1]
+    (('*.mlp',), 'head')
+    """
+    one = callable(patterns) or isinstance(patterns, (str, nn.Module)) or not isinstance(patterns, Iterable)
+    found = (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))
+    if not found:
+        raise UsageError("give at least one pattern")
+    for pattern in found:
+        if isinstance(pattern, nn.Module) or not (isinstance(pattern, str) or callable(pattern)):
+            got = type(pattern).__name__
+            raise UsageError(f"a pattern is a glob over names, a class, or a predicate of name and value; got {got}")
+    return found
 
 
 def accepts(pattern: Pattern, name: str, value: object) -> bool:

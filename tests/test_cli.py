@@ -195,7 +195,14 @@ def test_check_of_a_model_in_words(tmp_path: pathlib.Path) -> None:
     told = run("check", hooks(tmp_path, WHOLE), "--model", "built:named").stdout
     assert "on 2: blocks.1.mlp, norm" in told
     assert "│ blocks.0 " in told
+    assert "recomputed" not in told
     assert max(map(len, told[told.index("one forward") :].splitlines())) <= 80
+
+
+def test_check_tells_what_is_dropped(tmp_path: pathlib.Path) -> None:
+    text = "save: [{modules: 'blocks.*', at_least: 0, recompute: {kind: Recompute}, store: {kind: OnCpu}}]"
+    table = run("check", hooks(tmp_path, text), "--model", f"{BUILT}:named").stdout
+    assert "recomputed" in table[table.index("one forward") :]
 
 
 def test_pipelines_are_tried(tmp_path: pathlib.Path) -> None:

@@ -170,7 +170,8 @@ def _show_watch(watch: dict[str, Any]) -> None:
 
 
 def _show_run(run: list[dict[str, Any]]) -> None:
-    heads = ("module", "stored", "moved", "shared", "kept", "weights")
+    dropped = ("recomputed",) if any(each["recomputed"] for each in run) else ()  # 80 columns are few
+    heads = ("module", "stored", "moved", "shared", *dropped, "kept", "weights")
     rows = [(each["module"] or "(model)", *(size(each[key]) for key in heads[1:])) for each in run]
     total = ("all", *(size(sum(each[key] for each in run)) for key in heads[1:]))
-    console().print(table([*rows, total], heads, right=(1, 2, 3, 4, 5), title="one forward and backward"))
+    console().print(table([*rows, total], heads, right=range(1, len(heads)), title="one forward and backward"))

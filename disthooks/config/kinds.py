@@ -135,17 +135,29 @@ def kind_of(name: str, noun: str) -> Kind:
     if name in _ELSEWHERE:
         raise Unknown(f"{name!r} cannot be a {noun} here; {_ELSEWHERE[name]}")
     other = next((each for each, kinds in KINDS.items() if name in kinds), None)
-    raise Unknown(f"{name!r} is {f'a {other}, ' if other else ''}no {noun}{near(name, KINDS[noun])}")
+    # What is something else was not meant for the one whose name is nearest.
+    raise Unknown(f"{name!r} is {f'a {other}, ' if other else ''}no {noun}{near('' if other else name, KINDS[noun])}")
 
 
 def near(name: str, known: Iterable[str]) -> str:
     """The nearest right name, or all there are."""
+    known = list(known)
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The nearest right name, if one is near.
+
+    >>> nearest("onDisk", ["OnCpu", "OnDisk"]), nearest("many", ["OnCpu"])
+    ('OnDisk', None)
+    """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if not close:  # onDisk, ON_DISK
         folded = {each.lower().replace("_", ""): each for each in known}
         close = difflib.get_close_matches(name.lower().replace("_", ""), list(folded), n=1, cutoff=0.6)
         close = [folded[each] for each in close]
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
+    return close[0] if close else None
 
 
 def _imported(name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from disthooks._match import Pattern
+from disthooks._match import listed
 from disthooks.config import dump
 from disthooks.config.attached import Prepared, SavingPlan
 from disthooks.config.budget import stores_within
@@ -70,7 +70,7 @@ class Plan:
     _written: Written | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "saves", tuple((_listed(patterns), pipeline(to)) for patterns, to in self.saves))
+        object.__setattr__(self, "saves", tuple((listed(patterns), pipeline(to)) for patterns, to in self.saves))
         lossy = [codec for _, line in self.saves for codec in line.codecs if codec.lossy]
         if self.exact and lossy:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
@@ -165,14 +165,21 @@ class Plan:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         sinks: Iterable[Any] = (),
+        partly: bool = False,
     ) -> Prepared:
         """Attach ``save`` and ``watch``, whichever there are; if one fails, on any rank, neither is, on all of them.
+
+        Args:
+            model: what the engine returned.
+            optimizer: the one that steps.
+            sinks: more of them, as for :meth:`watch`.
+            partly: whether this is one of several models, as for :meth:`save`.
 
         Raises:
             AttachError: also when the ranks have different plans.
         """
         check_not_alone()
-        return attach(lambda: self, model, optimizer, sinks)
+        return attach(lambda: self, model, optimizer, sinks, partly)
 
     def described(self) -> str:
         """What all ranks must have alike."""
@@ -190,7 +197,7 @@ class Plan:
         return made | {"sinks": [*made.get("sinks", []), *sinks]}
 
 
-def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:
+def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (), partly: bool = False) -> Prepared:
     """Attach the plan that ``read()`` returns; what fails on one rank fails on all that train ``model`` together."""
     team = Team.of(model)
     plan: Plan | None = None
@@ -199,7 +206,7 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
     failure: Exception | None = None
     try:
         plan = read()
-        saving = plan.save(model) if plan.saves else None
+        saving = plan.save(model, partly=partly) if plan.saves else None
         made = plan._made(model, sinks) if plan.watches else {}
     except Exception as error:
         failure = error
@@ -256,8 +263,3 @@ def make_run(written: Written | None) -> None:
 def _all_made(value: Any, model: nn.Module) -> Any:
     """Of a list of recipes what they make; anything else as it is."""
     return [each(model) if isinstance(each, Recipe) else each for each in value] if isinstance(value, list) else value
-
-
-def _listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
-    one = isinstance(patterns, (str, type)) or callable(patterns)
-    return (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))

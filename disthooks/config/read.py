@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disthooks._tensors import parse_bytes
-from disthooks.config.kinds import Kind, near
+from disthooks.config.kinds import KINDS, Kind, near, nearest, noun_of
 from disthooks.config.paths import Expansion, names_run
 from disthooks.config.plan import Plan, Written, make_run
 from disthooks.config.recipe import Cook, Recipe
@@ -17,6 +17,12 @@ from disthooks.saved.codecs.base import Codec
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 
 _MOST = 3  # wrong values that are named in one error
+# What takes more than one type, of which pydantic names the first only.
+_UNIONS: Mapping[Any, str] = {
+    "budget": "a number of bytes or a text such as 20 GiB",
+    "at_least": "a number of bytes or a text such as 4 KiB",
+    "modules": "a pattern or a list of them",
+}
 
 
 def plan_of(source: Source) -> Plan:
@@ -90,21 +96,40 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
     message, value = str(error["msg"]), source.value(path)
     if error["type"] in ("too_short", "string_too_short"):
         return source.say(path, f" must not be empty, got {_shown(value)}")
-    hint = f"; did you mean {{kind: {value}}}?" if error["type"] == "dict_type" and isinstance(value, str) else ""
-    if error["type"] == "literal_error" and isinstance(value, str):
-        hint = near(value, ["standard"])
-    return source.say(path, f": {message[:1].lower()}{message[1:]}{_wanted(path)}, got {_shown(value)}{hint}")
+    noun = _noun(path)
+    if noun and error["type"] in ("dict_type", "list_type", "literal_error"):
+        return source.say(path, f": {_kinds(path, noun)} is needed, got {_shown(value)}{_meant(path, value, noun)}")
+    union = _UNIONS.get(path[-1]) if path else None
+    if union and error["type"] in ("string_type", "int_type", "list_type"):
+        return source.say(path, f": {union} is needed, got {_shown(value)}")
+    return source.say(path, f": {message[:1].lower()}{message[1:]}, got {_shown(value)}")
 
 
-def _wanted(path: Path) -> str:
-    """What a union takes, of which pydantic names the first part only."""
-    unions = {
-        "budget": " or a text such as 20 GiB",
-        "at_least": " or a text such as 4 KiB",
-        "modules": " or a list of them",
-        "stats": " or a list",
-    }
-    return unions.get(str(path[-1]), "") if path else ""
+def _noun(path: Path) -> str | None:
+    """What has a ``kind`` at ``path``, or in the list there."""
+    key = path[-2] if path and isinstance(path[-1], int) else path[-1] if path else ""
+    return str(key).removesuffix("s") if str(key).removesuffix("s") in KINDS else None
+
+
+def _kinds(path: Path, noun: str) -> str:
+    """How what is at ``path`` is written."""
+    one = "{kind: Recompute} or null" if noun == "recompute" else "{kind: Name, ...}"
+    word = "'standard' or " if noun == "stat" else ""
+    return f"{word}a list of {one}" if str(path[-1]).endswith("s") else f"{word}{one}"
+
+
+def _meant(path: Path, value: Any, noun: str) -> str:
+    """What was meant by ``value``, a word or an object where a kind is needed."""
+    if isinstance(value, str):
+        close = nearest(value, [*KINDS[noun], *(["standard"] if noun == "stat" else [])])
+        meant = f"{{kind: {close}}}" if close != "standard" else repr(close)
+        listed = str(path[-1]).endswith("s") and close != "standard"
+        if close:
+            return f"; did you mean {f'[{meant}]' if listed else meant}?"
+    elif noun_of(value):  # in a dict
+        return "; objects make a plan without a file: disthooks.Plan(saves=[(patterns, pipeline(...))])"
+    told = isinstance(value, (Mapping, list)) or len(KINDS[noun]) == 1
+    return "" if told else f"; there are {', '.join(sorted(KINDS[noun]))}"
 
 
 def _keys(path: Path) -> list[str]:

@@ -121,12 +121,20 @@ class Cook:
         if hint is None or fits(value, hint):
             return
         words = choices(hint)
-        hint_text = near(value, words) if isinstance(value, str) and words else ""
+        hint_text = near(value, words) if isinstance(value, str) and words else _bare(value)
         self._source.fail(path, f": {shown(hint)} is needed, got {value!r}{hint_text if '?' in hint_text else ''}")
 
 
 def _needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is _EMPTY and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+
+
+def _bare(value: Any) -> str:
+    """The first word in ``value`` that is the name of a kind, as it should be written."""
+    given = value if isinstance(value, list) else [value]
+    names = {name for kinds in KINDS.values() for name in kinds}
+    word = next((each for each in given if isinstance(each, str) and each in names), None)
+    return f"; did you mean {{kind: {word}}}?" if word else ""
 
 
 def _noun_in(hint: Any, key: str, noun: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disthooks._match import Pattern, match
+from disthooks._match import Pattern, listed, match
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import MatchError, UsageError
@@ -170,8 +170,7 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
     named = [(shard.name, shard.shown()) for shard in shards]
     found: dict[str, list[int]] = {}
     for group, pattern in groups.items():
-        one = isinstance(pattern, (str, type)) or callable(pattern)
-        names = {name for name, _ in match(named, [pattern] if one else list(pattern), "parameter")}  # type: ignore[list-item,arg-type]
+        names = {name for name, _ in match(named, listed(pattern), "parameter")}
         found[group] = [i for i, shard in enumerate(shards) if shard.name in names]
     return found
 

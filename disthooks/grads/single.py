@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from disthooks._handles import Attachment, Hook
-from disthooks._match import Pattern, match
+from disthooks._match import Pattern, listed, match
 from disthooks._torch import steps_under_way
 from disthooks.engines.base import Engine
 from disthooks.engines.find import find
@@ -156,10 +156,8 @@ def on_gradient(
 
 
 def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> list[int]:
-    one = isinstance(pattern, (str, type)) or callable(pattern)
-    patterns = [cast(Pattern, pattern)] if one else list(cast("Iterable[Pattern]", pattern))
     named = [(shard.name, shard.shown()) for shard in engine.shards]
-    names = {name for name, _ in match(named, patterns, "parameter")}
+    names = {name for name, _ in match(named, listed(pattern), "parameter")}
     indices = [i for i, (name, _) in enumerate(named) if name in names]
     if not any(named[i][1].requires_grad for i in indices):
         shown = ", ".join(sorted(names)[:5]) or "none"

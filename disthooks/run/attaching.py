@@ -10,6 +10,7 @@ from torch import nn
 
 from disthooks._match import inside, match_modules
 from disthooks.config import Plan
+from disthooks.config.plan import at_line
 from disthooks.errors import MatchError
 from disthooks.run.accelerators import connect_to
 
@@ -23,21 +24,22 @@ class Saves:
         self._matched: set[int] = set()
         self._models: list[nn.Module] = []
 
-    def plan_for(self, model: nn.Module, more_to_come: bool) -> Plan:
-        """The plan with those entries that match in ``model``; without any for a model that has them already.
+    def plan_for(self, model: nn.Module, more_to_come: bool) -> tuple[Plan, bool]:
+        """The plan, and whether to attach it ``partly``; without ``save`` for a model that has it, or has none of it.
 
         Raises:
-            MatchError: when one matches here and in no other model, and no other is to come.
+            MatchError: when an entry matches in no model, and no other is to come.
         """
         if any(inside(model) is one for one in self._models):
-            return _part(self._plan, [])
+            return _without_saves(self._plan), True
         here = [i for i, (patterns, _) in enumerate(self._plan.saves) if self._matches(i, patterns, model)]
         left = [] if more_to_come else self._left()
         if left and self._models:
             raise self._missed[left[0]]
         self._models.append(inside(model))
-        # With one model only, attaching the whole plan tells of what is missed, with its line.
-        return self._plan if left or len(here) == len(self._plan.saves) else _part(self._plan, here)
+        if left:  # of the only model: attaching the whole plan says so on every rank
+            return self._plan, False
+        return (self._plan if here else _without_saves(self._plan)), True
 
     def unmatched(self) -> list[str]:
         """What matched in no model."""
@@ -45,7 +47,8 @@ class Saves:
 
     def _matches(self, index: int, patterns: Any, model: nn.Module) -> bool:
         try:
-            match_modules(model, patterns)
+            with at_line(self._plan.source, ("save", index)):
+                match_modules(model, patterns)
         except MatchError as error:
             self._missed[index] = error
             return False
@@ -56,10 +59,10 @@ class Saves:
         return [i for i in self._missed if i not in self._matched]
 
 
-def _part(plan: Plan, entries: Sequence[int]) -> Plan:
-    """The plan with some entries of ``save``; all else of it, also where it was read, stays."""
+def _without_saves(plan: Plan) -> Plan:
+    """The plan with ``watch`` alone; all else of it, also where it was read, stays."""
     part = copy.copy(plan)
-    object.__setattr__(part, "saves", tuple(plan.saves[i] for i in entries))
+    object.__setattr__(part, "saves", ())
     return part
 
 
@@ -72,23 +75,24 @@ class Attached:
         self.held = 0
         self.watching: list[Any] = []
 
-    def attach(self, plan: Plan, optimizers: Sequence[Any], before: int) -> None:
+    def attach(self, plan: Plan, partly: bool, optimizers: Sequence[Any], before: int) -> None:
         """Attach ``plan``; from the second optimizer of the script on, its records say which one it is.
 
         Args:
             plan: what :meth:`Saves.plan_for` gave.
+            partly: what it gave too.
             optimizers: those that hold the model's parameters; None for DeepSpeed's.
             before: how many optimizers are watched already.
         """
         rest, self.held = list(optimizers), len(optimizers)
         if not before:  # on all ranks or on none
             first = rest.pop(0)
-            prepared = plan.prepare(self.model, first)
+            prepared = plan.prepare(self.model, first, partly=partly)
             self.saving = prepared.saving
             if prepared.gradients is not None:
                 self._watches(first, prepared.gradients)
         elif plan.saves:
-            self.saving = plan.save(self.model)
+            self.saving = plan.save(self.model, partly=partly)
         for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
             self._watch(plan, optimizer, number)
 

@@ -150,10 +150,10 @@ class Session:
         self._busy = True
         try:
             self._read_again(model)
-            plan = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
+            plan, partly = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
             before = sum(part.held for part in self._parts)
             self._parts.append(Attached(model))
-            self._parts[-1].attach(plan, [None] if is_a(model, "DeepSpeedEngine") else optimizers, before)
+            self._parts[-1].attach(plan, partly, [None] if is_a(model, "DeepSpeedEngine") else optimizers, before)
         finally:
             self._busy = False
         self._settle(optimizers)
@@ -196,8 +196,8 @@ class Session:
                 "with torchrun, or call disthooks.prepare(model, optimizer) in them"
             )
             return
-        for pattern in self._saves.unmatched():
-            _say(f"WARNING: {pattern} matched no module of any model, and nothing was saved for it")
+        for why in () if failed else self._saves.unmatched():  # the error said so
+            _say(f"WARNING: nothing was saved for an entry that matches in no model: {why}")
         for each in told:
             _say(_line(each))
 
@@ -210,7 +210,7 @@ def _shown(found: Found | None) -> str:
 
 
 def _line(told: dict[str, Any]) -> str:
-    parts = [f"{told['model']} on {told['engine'] or 'its engine'}"]
+    parts = [f"{told['model']} on {told['engine']}" if told["engine"] else told["model"]]  # known where it is watched
     if told["saved"]:
         stored, moved = (format_bytes(told["saved"][name]) for name in ("stored", "moved"))
         parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank)")

@@ -45,7 +45,7 @@ class _Tickets:
 class InStore(Packed):
     """Contents that go through codecs into a store."""
 
-    __slots__ = ("_addresses", "_codecs", "_spec", "_store", "_tickets", "_wanted")
+    __slots__ = ("_addresses", "_codecs", "_encoded", "_spec", "_store", "_tickets", "_wanted")
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class InStore(Packed):
         if self.volatile:
             content = content.clone()  # a store may take its time
         parts = self._encode(content) if self._codecs else (content,)
-        if self._codecs and len(parts) == 1 and parts[0] is content and not self._store.moves(content):
-            self.ledger.count_kept(
-                "in place", self.nbytes, self.where
-            )  # no codec took it, and the store is where it is
+        self._encoded = not (len(parts) == 1 and parts[0] is content)
+        stays = self._codecs and not self._encoded and not self._store.moves(content)
+        if stays and not self.ledger.recomputes:  # others are computed from what a store holds
+            self.ledger.count_kept("in place", self.nbytes, self.where)
             return False
         self._wanted = (content.dtype, content.shape)
         self._addresses = [part.data_ptr() for part in parts]
@@ -146,7 +146,7 @@ class InStore(Packed):
             )
         # A store gives back what was put while it is in memory. What a backward returns may become a gradient, and be
         # added to where it lies: a constant may be anybody's, and what a codec made belongs to the store.
-        if (self.constant or self._codecs) and content.data_ptr() in self._addresses:
+        if (self.constant or self._encoded) and content.data_ptr() in self._addresses:
             content = content.clone()
         return _spread(content, self.region)
 

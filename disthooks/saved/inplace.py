@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterable
-from typing import cast
 
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks._match import Pattern, match_modules
+from disthooks._match import Pattern, listed, match_modules
 from disthooks.errors import AttachError
 from disthooks.saved.classes import open_at, plain, put_back, refusal, site_of, swap
 from disthooks.saved.entry import never_runs
@@ -56,6 +55,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
         A handle with ``remove()`` and ``report()``; also a context manager.
 
     Raises:
+        UsageError: when ``model`` is no module, or ``patterns`` are none.
         MatchError: when a pattern matches no module; the message lists near names.
         AttachError: when a module cannot take hooks in place (a ``GraphModule``, a lazy or scripted module, one
             that is attached already); the message names the remedy. Nothing is attached then.
@@ -80,7 +80,7 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
     ['']
     """
-    return _outermost(_running(match_modules(model, _listed(patterns))))
+    return _outermost(_running(match_modules(model, listed(patterns))))
 
 
 def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
@@ -95,11 +95,6 @@ def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipelin
         open_at(module, Site(line, ledger, name or type(module).__name__))
     saving.on_remove(functools.partial(_detach, [module for _, module in chosen], alike))
     return saving
-
-
-def _listed(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
-    one = isinstance(patterns, (str, type)) or callable(patterns)
-    return [cast(Pattern, patterns)] if one else list(cast("Iterable[Pattern]", patterns))
 
 
 def _running(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -58,6 +58,7 @@ class Ledger:
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self.places: dict[Any, Any] = {}  # what was proven of what is computed again; see recompute/places.py
+        self.recomputes = False  # whether the pipeline asks for that
         self._calls = self._inner = 0
         self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name
         self._kept: collections.Counter[str] = collections.Counter()
@@ -192,6 +193,7 @@ class Ledger:
                 recomputed=every.recomputed,
                 recomputed_by=dict(self._recomputed),
                 differed=dict(self._differed),
+                recompute_idle=int(self.recomputes and not self.places and not self._recomputed),
                 loaded=every.loaded,
                 held=self._held,
                 passed=dict(self._passed),

@@ -59,6 +59,7 @@ class Pipeline:
         return ", ".join(stages)
 
 
+_ORDER = "the order is AtLeast, Recompute, codecs, one store"
 Stage = AtLeast | Recompute | Codec | Store
 
 
@@ -78,19 +79,20 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     """
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
         return stages[0]
+    if hint := _misread(stages):
+        raise UsageError(f"pipeline{_shown(stages)}: {hint}")
     rest = list(stages)
     gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
     again = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
         raise UsageError(
-            f"pipeline{_shown(stages)} does not end in a store; end it with OnCpu(), OnDisk(directory), ..."
+            f"pipeline{_shown(stages)} does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}"
         )
     codecs = tuple(stage for stage in rest if isinstance(stage, Codec))
     if len(codecs) < len(rest):
         odd = next(stage for stage in rest if not isinstance(stage, Codec))
-        order = "the order is AtLeast, Recompute, codecs, one store"
-        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; {order}")
+        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; {_ORDER}")
     if codecs and isinstance(store, Functions):
         raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
     if again is not None and isinstance(store, Functions):
@@ -99,6 +101,18 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
         )
     least = gate.nbytes if isinstance(gate, AtLeast) else store.worth
     return Pipeline(least, codecs, store, again if isinstance(again, Recompute) else None)
+
+
+def _misread(stages: tuple[object, ...]) -> str | None:
+    """What to write instead, where something stands for a stage that looks like one."""
+    for stage in stages:
+        if isinstance(stage, type):
+            return f"{stage.__name__} is a class; write {stage.__name__}(...)"
+        if type(stage) in (list, tuple):
+            return "give the stages one by one, not as a list"
+        if isinstance(stage, Pipeline):
+            return "a pipeline has its store already; put the stages before it into the same pipeline(...)"
+    return None
 
 
 def _shown(stages: tuple[object, ...]) -> str:

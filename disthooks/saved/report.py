@@ -95,6 +95,7 @@ class SavedReport:
         recomputed: dropped by :class:`~disthooks.Recompute`, to be computed again in backward.
         recomputed_by: ``recomputed`` by the operators that do it: "batch_norm > relu", "cast", ...
         differed: bytes stored because computing them again gave other bits, by module and operators.
+        recompute_idle: attachments with :class:`~disthooks.Recompute` that found nothing it knows how to compute.
         loaded: brought back from the store.
         held: in the store now; zero once every graph is gone.
         passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
@@ -121,6 +122,7 @@ class SavedReport:
     recomputed: int = 0
     recomputed_by: dict[str, int] = field(default_factory=dict)
     differed: dict[str, int] = field(default_factory=dict)
+    recompute_idle: int = 0
     loaded: int = 0
     held: int = 0
     passed: dict[str, int] = field(default_factory=dict)
@@ -224,6 +226,11 @@ class SavedReport:
             found.append(
                 f"{format_bytes(sum(self.differed.values()))} were stored because computing them again gave other "
                 f"bits: {where}. Nothing is wrong, and the comparison is not repeated"
+            )
+        if self.recompute_idle and (self.stored or self.kept_by.get("in place")):
+            found.append(
+                "Recompute found nothing that it can compute again: attach to whole blocks, not to single layers, and "
+                "know that what torch.compile made is one operator to it"
             )
         if self.moved and self.unreturned > max(64 << 20, self.moved // 16):
             found.append(

@@ -208,12 +208,15 @@ def unwrap(model: nn.Module) -> nn.Module:
         ``model``, or what was inside when it is a wrapper itself.
 
     Raises:
-        UsageError: when a wrapper has hooks of its own, as after ``fully_shard(wrapper)``: they would be lost.
+        UsageError: when ``model`` is no module; when a wrapper has hooks of its own, as after
+            ``fully_shard(wrapper)``: they would be lost.
 
     >>> net = nn.Sequential(nn.Linear(8, 4), SaveToCpu(SaveToCpu(nn.Linear(4, 2))))
     >>> [type(layer).__name__ for layer in unwrap(net)]
     ['Linear', 'Linear']
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SaveWith) and any(getattr(module, hooks) for hooks in _HOOKS):
             raise UsageError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from disthooks._match import Pattern, inside, match_modules
+from disthooks._match import Pattern, inside, listed, match_modules
 from disthooks.errors import AttachError, MatchError
 
 
@@ -26,7 +26,7 @@ def choose(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = No
     """
     root = inside(model)
     # A wrapper and the module in it have one name; named_modules gives the inner one last.
-    chosen = dict(match_modules(model, patterns))
+    chosen = dict(match_modules(model, listed(patterns)))
     if depth is not None:
         chosen = {name: module for name, module in chosen.items() if _depth(name) <= depth}
         if not chosen:

@@ -133,6 +133,47 @@ def test_a_pattern_that_matches_in_no_model(start: Starts) -> None:
         step(two, both[1])
 
 
+SEVERAL = """
+save:
+- {modules: "left", store: {kind: OnCpu}}
+
+- {modules: "right", store: {kind: OnCpu}}
+- {modules: "right.0", store: {kind: OnCpu}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (SEVERAL, r"hooks\.yaml:6: 'right\.0' .* inside 'right', that .*hooks\.yaml:5"),
+        (SEVERAL.replace('"right"', '"wrong"'), r"hooks\.yaml:5: 'wrong' matches no module"),
+        (
+            SEVERAL.replace('"right.0", store: {kind: OnCpu}', "right, store: {kind: OnDevice}") + "budget: 1 GiB",
+            r"hooks\.yaml:6: save\.2\.store: OnDevice and 'budget'",
+        ),
+    ],
+    ids=["overlap", "match", "budget"],
+)
+def test_of_several_models_an_error_has_the_line_of_its_entry(start: Starts, text: str, says: str) -> None:
+    start(text)
+    one, two = Net("left"), Net("right")
+    both = sgd(one), sgd(two)
+    with pytest.raises(UsageError, match=says):
+        [step(model, optimizer) for model, optimizer in zip((one, two), both, strict=True)]
+
+
+def test_what_is_told_of_several_models(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    session = start(SEVERAL.replace("right.0", "elsewhere"))
+    one, two, three = Net("left"), Net("right"), Net("more")
+    both = [sgd(model) for model in (one, two, three)]
+    step(one, both[0])
+    step(two, both[1])  # one more is to come, and is not called
+    ended(session)
+    said = capsys.readouterr().err
+    assert "disthooks: Net; saved" in said
+    assert "hooks.yaml:6: 'elsewhere' matches no module" in said
+
+
 def test_two_optimizers_of_one_model(start: Starts) -> None:
     session = start()
     model = Net()

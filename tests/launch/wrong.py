@@ -90,7 +90,7 @@ WRONG: dict[str, Wrong] = {
     "a negative norm": Wrong(_rule("{kind: ClipNorm, max_norm: -1}"), 4, "a positive, finite number is needed"),
     "a negative limit": Wrong(_store("{kind: OnCpu, limit: -1}"), 3, "limit=-1 is not a number of bytes"),
     "an unknown unit": Wrong(_store("{kind: OnCpu, limit: 3 XB}"), 3, "'3 XB' is not a number of bytes"),
-    "a negative gate": Wrong(_SAVE + "  at_least: -4\n", 4, "greater than or equal to 0 or a text such as 4 KiB"),
+    "a negative gate": Wrong(_SAVE + "  at_least: -4\n", 4, "greater than or equal to 0, got -4"),
     "one tier": Wrong(_store("{kind: Tiered, stores: [{kind: OnCpu}]}"), 3, "takes two or more stores"),
     "an unknown dtype": Wrong(
         "save:\n- modules: net.0\n  codecs:\n  - kind: Cast\n    dtype: bf16\n  store: {kind: OnCpu}\n",

@@ -155,6 +155,29 @@ def test_on_the_device_what_can_be_computed_is_dropped_and_the_rest_stays() -> N
     assert (report.moved, report.held) == (0, 0)
 
 
+@pytest.mark.parametrize("store", [dh.OnDevice(), dh.OnCpu()], ids=["device", "cpu"])
+def test_what_a_codec_leaves_alone_where_it_is_can_be_computed_from(store: object) -> None:
+    model, x = _blocks(Gated)(), _rows()
+    truth = [*step(model, x), *step(model, x)]
+    _, without = _stored(model, x, dh.Recompute(), store)
+    grads, report = _stored(model, x, dh.Recompute(), dh.Compact(), store)
+    assert identical(grads, truth)
+    assert report.recomputed == without.recomputed > 0
+    assert report.held == 0
+
+
+def test_that_nothing_is_known_to_be_computed_is_said() -> None:
+    model, x = _blocks(Gated)(), _rows()
+    _, report = _stored(model, x, dh.Recompute(), dh.OnCpu())
+    assert not any("Recompute" in advice for advice in report.advice())
+    compiled = torch.compile(model, backend="aot_eager")
+    _, found = _stored(compiled, x, dh.Recompute(), dh.OnCpu())
+    assert found.recomputed == 0
+    assert any("Recompute found nothing" in advice and "torch.compile" in advice for advice in found.advice())
+    _, plain = _stored(model, x, dh.OnCpu())
+    assert not any("Recompute" in advice for advice in plain.advice())
+
+
 def test_an_upcast_copy_is_stored_narrow(tmp_path: pathlib.Path) -> None:
     w = torch.randn(64, 64).bfloat16().requires_grad_()
 

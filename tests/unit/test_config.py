@@ -27,6 +27,8 @@ watch:
   stats: [{kind: Norm}, {kind: MaxAbs}, {kind: NonFinite}]
   sinks: [{kind: Jsonl, path: {folder}/run/gradients.jsonl}]
 """
+_RECOMPUTE = "save: [{{modules: x, recompute: {}, store: {{kind: OnCpu}}}}]"
+_CODECS = "save: [{{modules: x, codecs: {}, store: {{kind: OnCpu}}}}]"
 
 
 def _write(folder: pathlib.Path, text: str) -> pathlib.Path:
@@ -101,6 +103,19 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
         ("save: [{modules: x, store: {kind: OnCpu, limit: 12 potatoes}}]", "'12 potatoes' is not a number of bytes"),
         ("save: [{modules: x, at_least: many, store: {kind: OnCpu}}]", r"save\.0\.at_least: .*'many' is not"),
         ("save: [{modules: x, codecs: [{kind: Cast, dtype: bf16}], store: {kind: OnCpu}}]", "'bf16' is no dtype"),
+        (_RECOMPUTE.format("true"), r"save\.0\.recompute: \{kind: Recompute\} or null is needed, got True$"),
+        (_RECOMPUTE.format("Recompute"), r"got 'Recompute'; did you mean \{kind: Recompute\}\?"),
+        (_CODECS.format("[Compact]"), r"codecs\.0: \{kind: Name, \.\.\.\} is needed.*did you mean \{kind: Compact\}\?"),
+        (_CODECS.format("compact"), r"a list of \{kind: Name, \.\.\.\} is needed.*mean \[\{kind: Compact\}\]\?"),
+        (_CODECS.format("true"), r"codecs: a list of .* got True; there are Cast, Compact, Compress, Quantize"),
+        (_CODECS.format("[{kind: Recompute}]"), "'Recompute' is a recompute, no codec; there are Cast, Compact"),
+        ("save: [{modules: 3, store: {kind: OnCpu}}]", r"modules: a pattern or a list of them is needed, got 3"),
+        ("save: [{modules: x, at_least: true, store: {kind: OnCpu}}]", "a number of bytes or a text such as 4 KiB is"),
+        (
+            "save: [{modules: x, store: {kind: Tiered, stores: [{kind: OnDevice, limit: 1}, OnCpu]}}]",
+            r"did you mean \{kind: OnCpu\}\?",
+        ),
+        ("watch: {stats: [Norm]}", r"'standard' or \{kind: Name, .* did you mean \{kind: Norm\}\?"),
         ("watch: {every: often}", r"watch\.every: input should be a valid integer"),
         ("watch: {rules: [{kind: ClipNorm, max_norm: -1}]}", r"watch\.rules\.0: .*-1"),
         ("watch: {rules: [{kind: ClipNorm}]}", r"watch\.rules\.0: .*max_norm"),
@@ -112,6 +127,11 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
 def test_what_it_cannot_mean(text: str, says: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=says):
         dh.from_config(_write(tmp_path, text))
+
+
+def test_objects_in_a_dict() -> None:
+    with pytest.raises(ConfigError, match=r"store: \{kind: Name, \.\.\.\} is needed.*disthooks\.Plan\(saves="):
+        dh.from_config({"save": [{"modules": "*", "store": dh.OnCpu()}]})
 
 
 def test_a_file_that_is_not_there(tmp_path: pathlib.Path) -> None:

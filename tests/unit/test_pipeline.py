@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ def test_the_order_is_gate_codecs_store(tmp_path: pathlib.Path) -> None:
         ((dh.AtLeast(1), dh.AtLeast(1), dh.OnCpu()), "out of place"),
         (("disk",), "does not end in a store"),
         ((dh.Cast(torch.bfloat16), dh.Functions(abs, abs)), "put the codec into"),
+        ((dh.OnDevice(), dh.Compact()), "does not end in a store.*the order is AtLeast, Recompute, codecs, one store"),
+        ((dh.Recompute, dh.OnCpu()), r"Recompute is a class; write Recompute\("),
+        ((dh.Recompute(), dh.OnCpu), r"OnCpu is a class; write OnCpu\("),
+        (([dh.Recompute(), dh.OnCpu()],), "one by one"),
+        ((dh.Recompute(), dh.pipeline(dh.OnCpu())), "has its store already"),
     ],
 )
 def test_anything_else_is_an_error(stages: tuple, says: str) -> None:
@@ -73,6 +79,26 @@ def test_patterns_of_each_kind_and_the_outermost_wins() -> None:
     ]:
         with dh.save_activations(model, patterns, dh.OnCpu()) as saving:
             assert saving.names == names
+
+
+@pytest.mark.parametrize("attach", [dh.save_activations, dh.on_gradient, dh.features])
+def test_what_is_no_pattern_and_what_is_no_model(attach: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    more = {dh.save_activations: (dh.OnCpu(),), dh.on_gradient: (torch.zeros_like,), dh.features: ()}[attach]
+    for wrong in (3, None, model[0], [model[0]]):
+        with pytest.raises(UsageError, match="a pattern is a glob over names, a class, or a predicate"):
+            attach(model, wrong, *more)
+    with pytest.raises(UsageError, match=r"expected a torch\.nn\.Module, got str"):
+        attach("*", "*", *more)
+    if attach is not dh.features:  # it takes any number of them
+        with pytest.raises(UsageError, match="give at least one pattern"):
+            attach(model, [], *more)
+
+
+def test_what_else_wants_a_model() -> None:
+    for call in (dh.trace, dh.blame, dh.unwrap):
+        with pytest.raises(UsageError, match=r"expected a torch\.nn\.Module, got list"):
+            call([nn.Linear(2, 2)])
 
 
 def test_functions_must_be_functions() -> None:

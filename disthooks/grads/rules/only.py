@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from disthooks._match import Pattern, match
+from disthooks._match import Pattern, listed, match
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Measure
@@ -95,10 +95,7 @@ def only(
     >>> only("*.bias", ClipValue(0.1)).label()
     '*.bias'
     """
-    one = isinstance(pattern, (str, type)) or callable(pattern)
-    patterns: Any = (pattern,) if one else tuple(pattern)  # type: ignore[arg-type]
-    if not patterns:
-        raise UsageError("only() needs at least one pattern")
+    patterns: Any = listed(pattern)
     if at not in ("final", "local"):
         raise UsageError(f"only(at={at!r}): 'final' (what the optimizer uses) or 'local' (before the reduction)")
     made = as_rule(rule)

@@ -58,6 +58,7 @@ class Again:
 
     def __init__(self, stage: Recompute, ledger: Ledger, where: str, module: nn.Module | None, lossless: bool) -> None:
         self._stage, self._ledger, self._where = stage, ledger, where
+        ledger.recomputes = True
         self._norms = Norms(module)
         places: list[Place] = [] if lossless else list(ledger.places.values())
         curious = not lossless and not (places and all(place.settled for place in places))
