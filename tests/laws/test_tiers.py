@@ -209,6 +209,8 @@ def test_what_it_refuses_and_copies(tmp_path: pathlib.Path) -> None:
     for bad in [(), (dh.OnCpu(),), (dh.OnCpu(), functions), (dh.OnCpu(), "disk")]:
         with pytest.raises(UsageError, match="Tiered takes two or more"):
             dh.Tiered(*bad)
+    with pytest.raises(UsageError, match=r"without a limit takes everything.*such as OnDevice\('8 GiB'\)"):
+        dh.Tiered(dh.OnDevice(), dh.OnDisk(tmp_path))
     tiers = dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path))
     for other in (copy.deepcopy(tiers), pickle.loads(pickle.dumps(tiers))):
         assert repr(other) == repr(tiers)

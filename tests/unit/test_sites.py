@@ -38,7 +38,7 @@ def test_sites_add_up_to_the_totals(tmp_path: pathlib.Path) -> None:
 
 def test_what_codecs_do_is_told_apart() -> None:
     x = torch.randn(64, 64, requires_grad=True)
-    with dh.saving(ALL, dh.Cast(torch.bfloat16), dh.Tiered(dh.OnDevice(), dh.OnCpu())) as saved:
+    with dh.saving(ALL, dh.Cast(torch.bfloat16), dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu())) as saved:
         y = x.exp()
     y.sum().backward()
     (site,) = saved.report().sites.values()

@@ -47,7 +47,7 @@ def test_what_is_never_read_goes_first() -> None:
 
 def test_nothing_is_held() -> None:
     """Neither by the order that is learned nor by a tier's queue."""
-    tiers = dh.Tiered(dh.OnDevice(), dh.OnCpu())
+    tiers = dh.Tiered(dh.OnDevice("1 MiB"), dh.OnCpu())
     tensor = torch.zeros(1000)
     alive = weakref.ref(tensor.untyped_storage())
     kept = tiers.put(torch.zeros(1))  # its stream goes on

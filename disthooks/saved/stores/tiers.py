@@ -32,7 +32,8 @@ class Tiered(Store):
         stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
 
     Raises:
-        UsageError: when there are fewer than two, or one of them is no store that can be a tier.
+        UsageError: when there are fewer than two, one of them is no store that can be a tier, or an ``OnDevice`` that
+            has stores behind it has no limit.
         StoreError: in forward, when the last one is full too.
 
     >>> tiers = Tiered(OnDevice(8), OnDevice(100))
@@ -52,6 +53,11 @@ class Tiered(Store):
     def __init__(self, *stores: Store) -> None:
         if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
             raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
+        if any(isinstance(store, OnDevice) and store.account.limit is None for store in stores[:-1]):
+            raise UsageError(
+                f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; give it "
+                "one, such as OnDevice('8 GiB')"
+            )
         object.__setattr__(self, "stores", stores)
         object.__setattr__(self, "worth", max(store.worth for store in stores))
         object.__setattr__(self, "_queues", tuple(map(Queue, range(len(stores)))))
