@@ -21,6 +21,12 @@ from disthooks.saved.region import Region
 from disthooks.saved.stores.base import Store
 
 
+def _named(error: StoreError, doing: str, where: str) -> StoreError:
+    """``error`` of a store, which knows no modules, with the name of the one whose tensor it was."""
+    message = f"{doing} {repr(where) if where else 'a block of code'} saved: {error}"
+    return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
+
+
 class _Tickets:
     """What the store holds for a packed value.
 
@@ -119,7 +125,10 @@ class InStore(Packed):
         held = _Tickets(self._store, self.ledger)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
         for tensor in tensors:
-            held.tickets.append(self._store.put(tensor))
+            try:
+                held.tickets.append(self._store.put(tensor))
+            except StoreError as error:
+                raise _named(error, "to store what", self.where) from error
             total += tensor.nbytes
             moved += tensor.nbytes if self._store.moves(tensor) or tensor.device != self.alias.device else 0
         held.nbytes = total
@@ -131,7 +140,10 @@ class InStore(Packed):
         if self.alias.is_cuda:
             refuse_capture(self.where)  # of a backward
         begin = time.perf_counter()
-        tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
+        try:
+            tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
+        except StoreError as error:
+            raise _named(error, "to bring back what", self.where) from error
         seconds, copied = time.perf_counter() - begin, 0.0
         for ticket in self._tickets.tickets:
             copied += self._store.took(ticket)

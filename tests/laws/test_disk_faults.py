@@ -266,6 +266,18 @@ def test_a_flipped_bit(at: int, direct: Any, tmp_path: pathlib.Path) -> None:
     os.close(fd)
 
 
+def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path) -> None:
+    store, model = dh.OnDisk(tmp_path, checksum=True), torch.nn.Sequential(torch.nn.Linear(8, 5000), torch.nn.Sigmoid())
+    with dh.save_activations(model, "1", store):
+        y = model(torch.ones(1, 8))
+    store.wait()
+    fd = os.open(f"/proc/self/fd/{store._mover.arenas[0]._fd}", os.O_RDWR)
+    write(fd, bytes([os.pread(fd, 1, 99)[0] ^ 4]), 99)
+    os.close(fd)
+    with pytest.raises(StoreError, match=r"to bring back what '1' saved: .*checksum differs"):
+        y.sum().backward()
+
+
 def test_checksums_cost_nothing_unless_asked_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list = []
     real = zlib.crc32

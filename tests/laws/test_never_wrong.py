@@ -158,8 +158,10 @@ def test_a_limit_holds_and_a_step_within_it_passes(tmp_path: pathlib.Path) -> No
             assert identical(step(model, tokens()), truth)
     tight = dh.OnDisk(tmp_path, limit=need - 1)
     with dh.save_activations(model, "blocks.*", tight) as saving:
-        with pytest.raises(StoreError, match="is full: wanted"):
+        with pytest.raises(StoreError, match=r"to store what 'blocks\.\d+' saved: .* is full: wanted") as caught:
             model(tokens())
+        assert caught.value.wanted > caught.value.free >= 0
+        del caught
         assert tight.account.held == saving.report().held == 0
 
 

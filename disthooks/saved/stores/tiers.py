@@ -55,8 +55,8 @@ class Tiered(Store):
             raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
         if any(isinstance(store, OnDevice) and store.account.limit is None for store in stores[:-1]):
             raise UsageError(
-                f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; give it "
-                "one, such as OnDevice('8 GiB')"
+                f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "
+                "give it one, such as OnDevice('8 GiB')"
             )
         object.__setattr__(self, "stores", stores)
         object.__setattr__(self, "worth", max(store.worth for store in stores))
