@@ -13,6 +13,8 @@ endif
 ARGS ?=
 # Workers of the tests; each has its own processes to be ranks. A file is one worker's: fixtures are made once.
 JOBS ?= 2
+# Threads of each: more of them than cores wait for each other, busily.
+THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
 .PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gradients bench-gpu lint type fmt clean
@@ -21,7 +23,7 @@ demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # All of torch's operators and modules, every dtype and store, and threads for hundreds of steps: 45 minutes on 2 cores.
 test-full: $(READY)
