@@ -160,11 +160,11 @@ def test_a_part_that_may_be_written_uncounted_is_for_itself(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leaf that is a view of what is none is written by attacks, while the rest of its storage waits for the disk."""
-    go_on, write = threading.Event(), os.pwrite
+    go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
+    store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
     x = torch.ones(64, 96)
     leaf = x[:, 40:80].requires_grad_()
-    store = dh.OnDisk(tmp_path)
     with dh.saving(dh.AtLeast(0), store):
         node = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf).grad_fn
     leaf.data.mul_(2)

@@ -167,9 +167,9 @@ def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() ->
 
 def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves, as attacks write them, and constant vectors, as batch norm does; also while they wait to be written."""
-    go_on, write = threading.Event(), os.pwrite
+    go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
+    store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
-    store = dh.OnDisk(tmp_path)
     for tensor in (torch.ones(64, 64, requires_grad=True), torch.ones(4096)):
         go_on.clear()
         with dh.saving(ALL, store):
