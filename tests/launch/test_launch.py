@@ -203,8 +203,8 @@ def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_firs
 def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:
     script = """
 import time
-print('got', input('name?'), flush=True)
 try:
+    print('got', input('name?'), flush=True)  # the answer is there before this line is over
     time.sleep(600)
 except KeyboardInterrupt:
     time.sleep(2)  # longer than accelerate's launcher waits: a checkpoint that is being written
