@@ -233,6 +233,6 @@ except KeyboardInterrupt:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     assert not answers, said.decode()
-    assert b"kept" in said
+    assert b"kept" in said, said.decode()
     assert b"SIGINT ended the job" in said, said.decode()
     assert os.waitstatus_to_exitcode(status) == 130
