@@ -184,3 +184,13 @@ def test_what_a_codec_leaves_is_not_written_to_by_a_reader() -> None:
         node = Save.apply(torch.ones(1, requires_grad=True), torch.full((64, 64), 3.0)).grad_fn
     node.saved_tensors[0].zero_()
     assert node.saved_tensors[0][0, 0] == 3
+
+
+def test_what_a_codec_made_never_becomes_a_gradient() -> None:
+    """Of what has a history, too: a backward that returns it would have the next one add to what is stored."""
+    a, w = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
+    with dh.saving(dh.AtLeast(0), Round(), dh.OnDevice()):
+        loss = Prepared.apply(a, w * 1.234)
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert torch.equal(a.grad, torch.full((64, 64), 1.23) * 3)
