@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
@@ -208,3 +209,15 @@ def scaler_under_way() -> Any:
             return frame.f_locals[_SCALED[frame.f_code]]
         frame = frame.f_back
     return None
+
+
+@contextlib.contextmanager
+def name_of_next_group(name: str) -> Iterator[None]:
+    """Inside, ``torch.distributed.new_group(use_local_synchronization=True)`` gives the group the name ``name``."""
+    module: Any = torch.distributed.distributed_c10d
+    before = module._process_group_name
+    module._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        module._process_group_name = before

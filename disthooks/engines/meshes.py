@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,26 +104,40 @@ def _root(mesh: Any) -> Any:
 
 def _twins(mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str) -> tuple[int, ...]:
     """All ranks that have what ``rank`` has: they differ from it only along dimensions that do not shard."""
-    root = _root(mesh)
-    if _ranks(mesh) == tuple(ranks) or root.mesh_dim_names is None:
-        grid, sharding = mesh.mesh, [i for i, same in enumerate(replicated) if not same]
-    else:
-        grid, outer = root.mesh, list(root.mesh_dim_names)
-        names = mesh.mesh_dim_names or ()
-        if not set(names) <= set(outer):
-            raise AttachError(
-                f"{name!r} lies on a mesh with dimensions {list(names)}, which are none of its root's {outer} "
-                "(flattened?), and how often each element is there cannot be told"
-            )
-        sharding = [outer.index(dim) for dim, same in zip(names, replicated, strict=True) if not same]
-    at = (grid == rank).nonzero()[0].tolist()
-    index = tuple(at[i] if i in sharding else slice(None) for i in range(grid.ndim))
-    same = {int(r) for r in torch.as_tensor(grid[index]).flatten().tolist()}
-    if len(ranks) % grid.numel() or not same <= set(ranks):
+    at = (mesh.mesh == rank).nonzero()[0].tolist()
+    index = tuple(slice(None) if same else i for i, same in zip(at, replicated, strict=True))
+    alike = {int(r) for r in torch.as_tensor(mesh.mesh[index]).flatten().tolist()}
+    if _ranks(mesh) == tuple(ranks):
+        return tuple(sorted(alike))
+    grid = _root(mesh).mesh
+    found = _along_the_others(grid, mesh, alike, name)
+    if len(ranks) % grid.numel() or not found <= set(ranks):
         raise AttachError(f"{name!r} lies on ranks {sorted(grid.flatten().tolist())}, the model on {list(ranks)}")
     if grid.numel() < len(ranks):
         raise AttachError(
             f"{name!r} lies on a mesh of its own, of ranks {sorted(grid.flatten().tolist())}, and other parameters on "
             f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that replicas can be told"
         )
-    return tuple(sorted(same))
+    return tuple(sorted(found))
+
+
+def _along_the_others(grid: torch.Tensor, mesh: Any, alike: set[int], name: str) -> set[int]:
+    """The ranks ``alike`` and their counterparts along those dimensions of the root's ``grid`` that ``mesh`` lacks.
+
+    The dimensions are found from where the mesh's ranks lie in the grid, so that a mesh whose dimensions were
+    flattened into one (``dp_shard_cp`` from ``dp_shard`` and ``cp``), and has a name that the root does not know, is
+    understood as well.
+    """
+    places = {r: (grid == r).nonzero()[0].tolist() for r in _ranks(mesh)}
+    spanned = [dim for dim in range(grid.ndim) if len({place[dim] for place in places.values()}) > 1]
+    if math.prod(grid.shape[dim] for dim in spanned) != len(places):
+        raise AttachError(
+            f"{name!r} lies on ranks {sorted(places)}, which are not whole dimensions of the mesh that they were "
+            f"sliced from ({tuple(grid.shape)}), and how often each element is there cannot be told; slice the mesh "
+            "by the names of its dimensions"
+        )
+    found: set[int] = set()
+    for r in alike:
+        index = tuple(places[r][dim] if dim in spanned else slice(None) for dim in range(grid.ndim))
+        found |= {int(other) for other in torch.as_tensor(grid[index]).flatten().tolist()}
+    return found

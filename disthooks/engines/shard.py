@@ -1,10 +1,19 @@
 """One parameter as this rank sees it: its name, and which part of it and of its gradient is here."""
 
+# [Note: placements of a gradient]
+# Autograd gives a DTensor parameter a gradient with placements of its own. Under sequence parallelism the gradient of a
+# replicated norm weight is `Partial` (each rank has the sum over its part of the sequence), and the gradient of an
+# embedding sharded by rows is `Replicate`. Each operator of the optimizer redistributes such a gradient when it reads
+# it. `Shard.gradient` redistributes it once, before the step, and keeps the result in `.grad`: the optimizer computes
+# with the same values, and a rule or a statistic sees the elements that this rank's part of the parameter has. All
+# ranks of the mesh have the same placements, and call `gradient` for the parameters in the same order, so the
+# collectives of the redistributions meet.
+
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -112,18 +121,16 @@ class Shard:
     def gradient(self) -> torch.Tensor | None:
         """The local part of the gradient, sharing its memory; None while there is none.
 
+        A DTensor's gradient is first given the placements of its parameter, on every rank of its mesh at once.
+        See [Note: placements of a gradient].
+
         Raises:
-            UsageError: when it is sparse, or does not lie as its parameter does.
+            UsageError: when it is sparse, or only one of gradient and parameter is a DTensor.
         """
         grad = self.parameter.grad
         if grad is None or (type(grad) is torch.Tensor and grad.layout is torch.strided and self._plain):
             return grad
-        mine, theirs = getattr(grad, "placements", None), getattr(self.parameter, "placements", None)
-        if mine is not theirs and mine != theirs:
-            raise UsageError(
-                f"the gradient of {self.name!r} has placements {mine} and the parameter has {theirs}; give it those "
-                "of its parameter before optimizer.step(): p.grad = p.grad.redistribute(placements=p.placements)"
-            )
+        grad = self._as_parameter(grad)
         local = local_part(grad)
         if local.layout is not torch.strided:
             raise UsageError(
@@ -138,4 +145,21 @@ class Shard:
 
     def final(self) -> torch.Tensor | None:
         """The gradient as the engine has it for the optimizer: the whole one, or what stands for it (a DTensor)."""
+        grad = self.parameter.grad
+        return grad if grad is None else self._as_parameter(grad)
+
+    def _as_parameter(self, grad: torch.Tensor) -> torch.Tensor:
+        """``grad``, kept in ``.grad``, with the placements of its parameter; see [Note: placements of a gradient]."""
+        mine, theirs = getattr(grad, "placements", None), getattr(self.parameter, "placements", None)
+        if mine is theirs or mine == theirs:
+            return grad
+        redistribute: Any = getattr(grad, "redistribute", None)
+        if redistribute is None or theirs is None or grad.device_mesh != self.parameter.device_mesh:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"the gradient of {self.name!r} has placements {mine} and the parameter has {theirs}, and no "
+                "redistribution leads from one to the other; before optimizer.step(), set p.grad to a tensor of "
+                "the kind of its parameter, on the same device mesh"
+            )
+        with torch.no_grad():
+            self.parameter.grad = redistribute(placements=theirs)
         return self.parameter.grad

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disthooks._torch import name_of_next_group
 from disthooks.engines.shard import Shard
-from disthooks.errors import AttachError
 from disthooks.grads.measures.base import Local, Measure
 from disthooks.grads.measures.scan import known
 
@@ -43,27 +43,14 @@ def group_of(ranks: Sequence[int]) -> Any:
 def _made(ranks: list[int]) -> Any:
     """A new group; of all ranks by the way that needs nothing but that all make it.
 
-    A group of some ranks is named after how many groups each of them is in, and waits for ever where they are in
-    different numbers of them. So they compare first, by the store that they met in.
+    torch names a group of some ranks after how many groups this process is in, and ranks of overlapping groups are in
+    different numbers of them: under torch's names they would wait for each other for ever. The name that disthooks
+    gives depends on the ranks of the group alone.
     """
     if len(ranks) == dist.get_world_size():
         return dist.new_group(timeout=_timeout())
-    world: Any = dist.distributed_c10d._world
-    count = str(len(world.pg_names))
-    store = dist.distributed_c10d.PrefixStore(
-        f"disthooks {ranks} {_made_before(ranks)}", dist.distributed_c10d._get_default_store()
-    )
-    if store.compare_set("count", "", count).decode() != count:
-        store.set("differ", "yes")
-    if store.add("there", 1) == len(ranks):
-        store.set("all", "yes" if store.check(["differ"]) else "no")
-    if store.get("all") == b"yes":
-        raise AttachError(
-            f"the ranks {ranks} are in different numbers of process groups (this one in {count}), and torch cannot "
-            "make them a new one: make groups alike on all ranks, and where sets of ranks overlap, attach disthooks to "
-            "the model on the largest one first"
-        )
-    return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+    with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_made_before(ranks)}"):
+        return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
 
 
 def _made_before(ranks: list[int]) -> int:
