@@ -100,6 +100,15 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
     return connection
 
 
+def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
+    """Load what a checkpoint has for ``gradients``, which is connected; a warning, and False, if it has nothing.
+
+    Raises:
+        UsageError: when the checkpoint is of other rules or statistics.
+    """
+    return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
+
+
 class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accelerate ships no types
     """A tracker that writes what ``accelerator.log`` is given as lines of JSON, and needs nothing installed.
 
@@ -189,8 +198,8 @@ class _Around:
         return [one for each in self._attached if (one := each()) is not None]
 
     def join(self, gradients: Gradients) -> None:
-        """Connect it."""
-        self._attached = [weakref.ref(one) for one in (*self.attached, gradients)]
+        """Connect it, if it is not yet."""
+        self._attached = [weakref.ref(one) for one in dict.fromkeys((*self.attached, gradients))]
 
     def leave(self, gradients: Gradients) -> None:
         """With nothing left that is connected, the accelerator is as it was."""

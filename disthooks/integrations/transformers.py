@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,19 +67,20 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go before the callbacks that report what is logged."""
-        self._to_the_front(_calling(self)[0])
+        self.to_the_front(_calling(self)[0])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach."""
         self.remove()  # of a training that raised, or that begins again with a smaller batch
         trainer, variables = _calling(self)
-        self._to_the_front(trainer)
+        self.to_the_front(trainer)
         model, optimizer = trainer.model_wrapped, trainer.optimizer
         self.prepared = attach_found(self.config, model, optimizer)
         self.saved, self._logged = None, state.global_step - 1
         if (gradients := self.prepared.gradients) is not None:
             try:
-                self._connect(trainer, gradients, variables.get("resume_from_checkpoint"))
+                connect(trainer.accelerator, gradients)
+                self._go_on(trainer, gradients, variables.get("resume_from_checkpoint"))
             except BaseException:
                 self.remove()
                 raise
@@ -131,15 +132,15 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             self.saved = prepared.saving.report()
         prepared.remove()
 
-    def _connect(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
-        connect(trainer.accelerator, gradients)
+    def _go_on(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
+        """Take the state of the checkpoint that the Trainer goes on from, and its numbers of steps."""
         if not resumed or not load_into(gradients, self._file(trainer, resumed)):
             gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
         if trainer.args.logging_strategy == "steps":
             first, every = trainer.args.logging_first_step, trainer.state.logging_steps
             gradients.log_also(lambda step: (step + 1) % every == 0 or (first and step == 0))
 
-    def _to_the_front(self, trainer: Any) -> None:
+    def to_the_front(self, trainer: Any) -> None:
         """What reports a log is called in order, and shall have our numbers too."""
         callbacks = trainer.callback_handler.callbacks  # somebody may be going through it: no place changes behind ours
         others = [i for i, each in enumerate(callbacks) if not isinstance(each, DisthooksCallback)]
@@ -149,8 +150,56 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def _file(self, trainer: Any, folder: str | os.PathLike[str]) -> pathlib.Path:
         """Where a checkpoint has our state: each of several callbacks has a file of its own."""
+        waiting = isinstance(self, WaitingCallback)  # the session's own is not counted among the script's
         ours = [each for each in trainer.callback_handler.callbacks if isinstance(each, DisthooksCallback)]
+        ours = [each for each in ours if isinstance(each, WaitingCallback) == waiting]
         return file_in(folder, ours.index(self))
+
+
+class WaitingCallback(DisthooksCallback):
+    """The callback that :mod:`disthooks.run` gives to the Trainer of a script which has none of ours.
+
+    The session attaches, when the model is first called, and :meth:`join` tells this callback. From then on the
+    Trainer's log and its checkpoints have what they have with :class:`DisthooksCallback`.
+
+    Args:
+        attached: gives what is attached to an optimizer already, or None.
+    """
+
+    def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
+        super().__init__({})
+        self._attached = attached
+        self._training: tuple[Any, str | None] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for the first call of the model, unless an earlier training had it."""
+        trainer, variables = _calling(self)
+        self.to_the_front(trainer)
+        self._training = trainer, variables.get("resume_from_checkpoint")
+        self._logged = state.global_step - 1
+        gradients = self._attached(trainer.optimizer)
+        if gradients is not None:
+            self.join(trainer.model_wrapped, gradients)
+
+    def join(self, model: Any, gradients: Gradients) -> bool:
+        """Take on what was attached, if it belongs to the Trainer that trains now.
+
+        Returns:
+            Whether the Trainer goes on from a checkpoint, and the state in it was taken.
+        """
+        if self._training is None:
+            return False
+        trainer, resumed = self._training
+        inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if gradients.optimizer is not inner and trainer.model_wrapped is not model:
+            return False
+        self.prepared = Prepared(None, gradients)
+        self._go_on(trainer, gradients, resumed)
+        return resumed is not None
+
+    def remove(self) -> None:
+        """Let go; the session detaches."""
+        self.prepared = self._training = None
 
 
 def _is_short(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from disthooks._match import inside, match_modules
 from disthooks.config import Plan
 from disthooks.config.plan import at_line
 from disthooks.errors import MatchError
-from disthooks.run.accelerators import connect_to
+from disthooks.grads.attached import Gradients
 
 
 class Saves:
@@ -69,11 +69,12 @@ def _without_saves(plan: Plan) -> Plan:
 class Attached:
     """The attachments to one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None]) -> None:
+        self.model, self._joined = model, joined
         self.saving: Any = None
         self.held = 0
-        self.watching: list[Any] = []
+        self.watching: list[Gradients] = []
+        self._first: list[int] = []  # the steps that each of them had been given with a state
 
     def attach(self, plan: Plan, partly: bool, optimizers: Sequence[Any], before: int) -> None:
         """Attach ``plan``; from the second optimizer of the script on, its records say which one it is.
@@ -90,7 +91,7 @@ class Attached:
             prepared = plan.prepare(self.model, first, partly=partly)
             self.saving = prepared.saving
             if prepared.gradients is not None:
-                self._watches(first, prepared.gradients)
+                self._watches(prepared.gradients)
         elif plan.saves:
             self.saving = plan.save(self.model, partly=partly)
         for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
@@ -98,11 +99,12 @@ class Attached:
 
     def _watch(self, plan: Plan, optimizer: Any, number: int) -> None:
         also: list[Any] = [lambda: {"optimizer": number}]
-        self._watches(optimizer, plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
+        self._watches(plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
 
-    def _watches(self, optimizer: Any, watching: Any) -> None:
+    def _watches(self, watching: Gradients) -> None:
         self.watching.append(watching)
-        connect_to(optimizer, watching)
+        self._joined(self.model, watching)
+        self._first.append(watching.steps)
 
     def told(self) -> dict[str, Any]:
         """What became of it so far, on this rank."""
@@ -112,7 +114,9 @@ class Attached:
             "model": type(inside(self.model)).__name__,
             "engine": seen[0].engine if seen else None,
             "saved": {"stored": report.stored, "moved": report.moved, "calls": report.calls} if report else None,
-            "watched": {"steps": seen[0].steps, "parameters": sum(one.parameters for one in seen)} if seen else None,
+            "watched": {"steps": seen[0].steps - self._first[0], "parameters": sum(one.parameters for one in seen)}
+            if seen
+            else None,
         }
 
     def remove(self) -> None:

@@ -18,8 +18,10 @@ from disthooks.config.find import Found, engine_config, find
 from disthooks.config.front import read_found
 from disthooks.engines.base import is_a
 from disthooks.errors import AttachError
+from disthooks.grads.attached import Gradients
 from disthooks.run import world
 from disthooks.run.attaching import Attached, Saves
+from disthooks.run.frameworks import Frameworks
 from disthooks.run.seams import Seams, only_fills_state
 
 _LOOKS = 4  # times a module is looked at for the optimizers that wait
@@ -37,6 +39,7 @@ class Session:
         self.plan = plan
         self._origin, self._given = _shown(found), given
         self._saves, self._seams = Saves(plan), Seams(self)
+        self._frameworks = Frameworks(self._watching)
         self._waiting: list[weakref.ref[Any]] = []
         self._done: list[weakref.ref[Any]] = []  # attached, or nothing to attach for
         self._looked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -48,6 +51,7 @@ class Session:
     def arm(self) -> None:
         """Begin to listen; also in processes that the script forks to train in them (``notebook_launcher``)."""
         self._seams.open()
+        self._frameworks.open()
         multiprocessing.util.register_after_fork(self, Session._forked)
 
     def _forked(self) -> None:
@@ -62,6 +66,7 @@ class Session:
         """Wait for the model of ``optimizer``."""
         if not self._back and not self._over:
             self._waiting.append(weakref.ref(optimizer))
+            self._frameworks.made(optimizer)
             self._looked.clear()
             self._seams.hear_calls(True)
 
@@ -122,6 +127,7 @@ class Session:
         told = [part.told() for part in self._parts]
         self._detach()
         self._seams.close()
+        self._frameworks.close()
         if os.environ.get("RANK", "0") == "0":
             self._tell(told, failed)
         return {"attached": told, "optimizer_steps": self._steps}
@@ -152,11 +158,27 @@ class Session:
             self._read_again(model)
             plan, partly = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
             before = sum(part.held for part in self._parts)
-            self._parts.append(Attached(model))
+            self._parts.append(Attached(model, self._joined))
             self._parts[-1].attach(plan, partly, [None] if is_a(model, "DeepSpeedEngine") else optimizers, before)
         finally:
             self._busy = False
         self._settle(optimizers)
+
+    def _joined(self, model: nn.Module, gradients: Gradients) -> None:
+        """See [Note: state waits for its attachment]."""
+        if not self._frameworks.join(model, gradients):
+            _say(
+                f"{type(gradients.optimizer).__name__} goes on from a state that the script has loaded, and rules and "
+                "statistics begin anew, at step 0: a checkpoint that the script writes itself has none of them. Put "
+                "hooks.state_dict() into it and call hooks.load_state_dict(), with hooks = disthooks.prepare(model, "
+                "optimizer); accelerate's save_state and the HF Trainer do it without a change"
+            )
+
+    def _watching(self, optimizer: Any) -> Gradients | None:
+        """What is attached to ``optimizer``, or to what it wraps."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        found = (one for part in self._parts for one in part.watching)
+        return next((one for one in found if one.optimizer is inner), None)
 
     def _read_again(self, model: Any) -> None:
         """DeepSpeed's own configuration comes before ./disthooks.yaml, and is known only now."""

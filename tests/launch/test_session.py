@@ -405,3 +405,88 @@ def test_before_an_accelerator_clips(start: Starts, tmp_path: pathlib.Path, limi
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["grad_norm"] for line in lines] == pytest.approx(true, rel=1e-6)
     assert "clip_grad_norm_" not in vars(accelerator)
+
+
+ADAPTS = """
+watch: {every: 1, stats: [{kind: Norm}], sinks: [{kind: Jsonl, path: PATH}],
+        rules: [{kind: ClipZScore, z_thresh: 0.5, warmup_steps: 3}]}
+"""
+
+
+def _accelerated(folder: pathlib.Path, steps: range, resume: bool) -> list[torch.Tensor]:
+    """A script that accelerate's checkpoints let go on; it knows nothing of disthooks."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    if resume:
+        accelerator.load_state(str(folder))
+    for number in steps:
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(number)) * (1, 1, 9)[number % 3]
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 3 and not resume:
+            accelerator.save_state(str(folder))
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_resumed_script_goes_on_with_its_rules_and_in_its_log(start: Starts, tmp_path: pathlib.Path) -> None:
+    found, log = [], tmp_path / "log.jsonl"
+    for steps, resume in ((range(8), False), (range(4, 8), True)):
+        session = start(ADAPTS)
+        found.append(_accelerated(tmp_path / "state", steps, resume))
+        assert session.finish(os.getpid())["attached"][0]["watched"]["steps"] == len(steps)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
+    assert lines[8:] == lines[4:8]
+    assert any(line["clip_ratio"] < 1 for line in lines[4:8])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(start: Starts, tmp_path: pathlib.Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = self.net(x)
+            return {"loss": (out - labels).square().mean(), "logits": out}
+
+    rows = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, generator=rows), "labels": torch.ones(1)} for i in range(16)]
+    options: dict[str, Any] = {"use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 8, "save_steps": 4}
+    options |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True, "max_grad_norm": 0, "learning_rate": 0.1}
+    found: list[list[torch.Tensor]] = []
+    logs: list[list[float]] = []
+    args = TrainingArguments(str(tmp_path / "out"), **options)
+    for resumed in (None, str(tmp_path / "out" / "checkpoint-4")):
+        session = start(ADAPTS)
+        torch.manual_seed(0)
+        trainer = Trainer(model=Regression(), args=args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resumed)
+        found.append([p.detach().clone() for p in trainer.model.parameters()])
+        logs.append([entry["gradients/grad_norm"] for entry in trainer.state.log_history if "loss" in entry])
+        session.finish(os.getpid())
+        assert (tmp_path / "out" / "checkpoint-8" / "disthooks.pt").is_file()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
+    assert lines[8:] == lines[4:8]
+    assert logs == [[line["grad_norm"] for line in lines[:8]]] * 2
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_state_that_nobody_kept_is_said(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    first = torch.optim.AdamW(model.parameters())
+    step(model, first)
+    start(ADAPTS)
+    second = torch.optim.AdamW(model.parameters())
+    second.load_state_dict(first.state_dict())
+    step(model, second)
+    assert "AdamW goes on from a state that the script has loaded" in capsys.readouterr().err
