@@ -13,6 +13,8 @@ from rich.table import Table
 
 from disthooks._tensors import format_bytes
 
+ENOUGH = 16  # steps of each mode: of fewer, one slow turn of a busy machine decides which median is larger
+
 
 def gradient_summary(log: pathlib.Path) -> dict[str, Any]:
     """The log of gradients in a few numbers; none when it is elsewhere (``--hooks`` names its own place)."""
@@ -38,7 +40,23 @@ def show(summary: dict[str, Any], console: Console) -> None:
     console.print(_facts(summary))
     if summary["with"] or summary["without"]:
         console.print(_costs(summary))
+    if too_few(summary):
+        console.print(_few(summary), highlight=False, soft_wrap=True)
     console.print(f"{summary['seconds']:.0f} s in all, not counting the launcher", highlight=False)
+
+
+def too_few(summary: dict[str, Any]) -> bool:
+    """Whether both modes ran, and one of them for too few steps to compare their times."""
+    modes = (summary["without"], summary["with"])
+    return all(modes) and min(mode["steps"] for mode in modes) < ENOUGH
+
+
+def _few(summary: dict[str, Any]) -> str:
+    without, saved = summary["without"]["steps"], summary["with"]["steps"]
+    return (
+        f"{without} steps without and {saved} with are too few to compare their times: {ENOUGH} of each are needed. "
+        f"Give --steps {2 * ENOUGH} or more, and a longer --limit (seconds) on a slow or busy machine."
+    )
 
 
 def _facts(summary: dict[str, Any]) -> Table:
@@ -115,7 +133,7 @@ def _costs(summary: dict[str, Any]) -> Table:
     table = Table(title="what it cost, measured in turns in one run", title_justify="left", min_width=76)
     for heading in ("", "without", "with disthooks", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
-    without, saved = summary["without"], summary["with"]
+    without, saved, few = summary["without"], summary["with"], too_few(summary)
     what = "allocated" if summary["device"] == "cuda" else "resident"
     for name, key, form in (
         ("steps", "steps", str),
@@ -126,7 +144,8 @@ def _costs(summary: dict[str, Any]) -> Table:
         ("  added during a step", "rise_bytes", format_bytes),
     ):
         values = [mode[key] if mode else None for mode in (without, saved)]
-        table.add_row(name, *(form(value) if value is not None else "-" for value in values), _ratio(key, *values))
+        ratio = "too few steps" if few and key == "step_seconds" else _ratio(key, *values)
+        table.add_row(name, *(form(value) if value is not None else "-" for value in values), ratio)
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ import simulated  # noqa: E402
 from harness import Ranks  # noqa: E402
 
 import disthooks as dh  # noqa: E402
+
+# A shell starts a background job with SIGINT ignored, and the processes that tests start would inherit that: Ctrl-C
+# would reach none of them. Python installs its own handler only when SIGINT is not ignored, so it is installed here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models of the tests are small: what they save has to go to disk all the same (harness.py has the same line).
 dh.OnDisk.worth = 4096

@@ -1,5 +1,12 @@
 """The launcher as a child of this process: signals go to it, its output is ours, and none of its workers is left."""
 
+# [Note: signals that were ignored]
+# A process inherits which signals are ignored. `nohup` starts its command with SIGHUP ignored, so that the job survives
+# the end of the terminal: SIGHUP then stays ignored here, and the launcher, which has a process group of its own, never
+# gets it. A shell without job control starts `command &` with SIGINT ignored. torchrun takes SIGINT all the same, and
+# Python's own handler is missing in every other launcher and in its workers: they would ignore what is passed on to
+# them. So the launcher's process always begins with Python's handler, and each launcher ends its job at SIGINT.
+
 from __future__ import annotations
 
 import contextlib
@@ -36,16 +43,18 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
     sys.stderr.flush()
     parent = os.getpid()
     came: list[int] = []
-    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in _SIGNALS}
+    # See [Note: signals that were ignored]
+    kept = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in kept}
     child = os.fork()
     if child == 0:
         for one, handler in before.items():
-            signal.signal(one, handler)
+            signal.signal(one, signal.default_int_handler if one == signal.SIGINT else handler)
         _become(launcher, arguments, environment, parent)
     with contextlib.suppress(OSError):
         os.setpgid(child, child)
     try:
-        with _forwarding(child, whole=launcher != "torchrun", came=came):
+        with _forwarding(child, kept, whole=launcher != "torchrun", came=came):
             return _code(_wait(child)), came
     finally:
         for one, handler in before.items():
@@ -117,8 +126,8 @@ def _die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(child: int, whole: bool, came: list[int]) -> Iterator[None]:
-    """Pass signals on; to the whole group where the launcher leaves its workers to the terminal's Ctrl-C."""
+def _forwarding(child: int, signals: Sequence[int], whole: bool, came: list[int]) -> Iterator[None]:
+    """Pass ``signals`` on; to the whole group where the launcher leaves its workers to the terminal's Ctrl-C."""
 
     def pass_on(number: int, _frame: object) -> None:
         came.append(number)
@@ -126,7 +135,7 @@ def _forwarding(child: int, whole: bool, came: list[int]) -> Iterator[None]:
             (os.killpg if whole else os.kill)(child, number)
 
     early = list(came)
-    for one in _SIGNALS:
+    for one in signals:
         signal.signal(one, pass_on)
     came.clear()
     for number in early:

@@ -76,9 +76,7 @@ def test_accelerate_and_one_process(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, number: signal.Signals) -> None:
     process = start([*LAUNCH, *TWO, FAILS, "waits"], folder)
-    deadline = time.monotonic() + 200
-    while len(list(folder.glob("ready.*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    _ready(folder, 2)
     assert len(left(folder)) >= 3  # the launcher and two ranks
     process.send_signal(number)
     done = ended(process, folder)
@@ -88,6 +86,34 @@ def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, num
     assert f"disthooks: {number.name} ended the job" in done.err
     assert done.err.count("was stopped by the launcher (SIGTERM), at") == 2
     assert {one.stopped for one in story.read(folder / "records")} == {True}
+
+
+def _ready(folder: pathlib.Path, ranks: int) -> None:
+    deadline = time.monotonic() + 200
+    while len(list(folder.glob("ready.*"))) < ranks and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def test_a_job_in_the_background_is_interrupted(folder: pathlib.Path) -> None:
+    """A shell starts it with SIGINT ignored, and accelerate's launcher has no handler of its own."""
+    ignored = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *LAUNCH, "--num_processes", 1, "--cpu", FAILS, "waits"]
+    process = start(ignored, folder)
+    _ready(folder, 1)
+    process.send_signal(signal.SIGINT)
+    done = ended(process, folder)
+    assert done.code == 130
+    assert "disthooks: SIGINT ended the job" in done.err
+    assert "was interrupted (SIGINT), at" in done.err
+    assert left(folder) == []
+
+
+def test_nohup_is_heeded(folder: pathlib.Path) -> None:
+    process = start(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *LAUNCH, *TWO, FAILS, "waits"], folder)
+    _ready(folder, 2)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert "disthooks: SIGTERM ended the job" in ended(process, folder).err
+    assert left(folder) == []
 
 
 def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
