@@ -12,6 +12,9 @@ from disthooks._version import __version__
 if TYPE_CHECKING:
     from disthooks._front import *
 
+#: Modules of the package that ``disthooks.NAME`` imports when it is asked for.
+_MODULES = ("config", "errors", "integrations", "memory")
+
 __all__ = [
     "AtLeast",
     "Attachment",
@@ -68,10 +71,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the public names when the first is asked for: ``disthooks --help`` is not to wait for torch."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("errors", "memory"):  # modules of the package, which its own files import before all others
-        return importlib.import_module(f"{__name__}.{name}")
     from disthooks import _front
 
     globals().update({public: getattr(_front, public) for public in __all__})
@@ -79,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -35,6 +35,15 @@ class DisthooksError(Exception):
     """Every error that disthooks raises on purpose."""
 
 
+def as_line(error: BaseException | str) -> str:
+    """An error as every command of disthooks tells it on stderr: one line, which begins alike.
+
+    >>> as_line("there is no script 'a.py'")
+    "disthooks: error: there is no script 'a.py'"
+    """
+    return f"disthooks: error: {' '.join(str(error).split())}"
+
+
 class UsageError(DisthooksError, ValueError):
     """An argument that can never work, found before anything was changed."""
 

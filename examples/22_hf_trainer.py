@@ -43,7 +43,7 @@ def train(folder: str) -> None:
         log_level="error",
         save_steps=4,
     )
-    hooks = DisthooksCallback(CONFIG)  # without an argument: DISTHOOKS_CONFIG, or ./disthooks.yaml
+    hooks = DisthooksCallback(CONFIG)  # without an argument: DISTHOOKS_CONFIG, ./disthooks.yaml or ./hooks.yaml
     trainer = Trainer(model=model, args=args, train_dataset=Rows(), callbacks=[hooks])
     trainer.train()
 

@@ -47,7 +47,7 @@ def main() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    # Without an argument: what DISTHOOKS_CONFIG names, or ./disthooks.yaml.
+    # Without an argument: what DISTHOOKS_CONFIG names, ./disthooks.yaml or ./hooks.yaml.
     callback, model = DisthooksCallback(HOOKS), Model()
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(

@@ -37,6 +37,32 @@ def test_the_front_door_imports_when_it_is_used() -> None:
     assert done.stdout.split("\n")[:2] == ["False True", "True []"]
 
 
+def test_modules_come_when_they_are_asked_for() -> None:
+    """Lines of README as they are typed; nothing of it is imported before."""
+    call = "import sys, disthooks; print([m for m in sys.modules if m.startswith('disthooks.')])"
+    call += "; print(disthooks.config.find, disthooks.integrations, 'integrations' in dir(disthooks))"
+    call += "; print('transformers' in sys.modules, dir(disthooks.integrations)[-1])"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
+    first, second, third = done.stdout.splitlines()
+    assert first == "['disthooks._version']"
+    assert second.startswith("<function find")
+    assert (second.split()[-1], third) == ("True", "False transformers")
+    with pytest.raises(AttributeError, match="there are accelerate, lightning, transformers"):
+        dh.integrations.deepspeed  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers", "lightning"])
+def test_a_framework_that_is_missing_is_named(name: str) -> None:
+    gone = f"sys.modules['{name}'] = None"
+    if name == "lightning":  # which is looked for under two names
+        gone = "import importlib.util\nimportlib.util.find_spec = lambda name: None"
+    call = f"import sys\n{gone}\nimport disthooks\ntry: disthooks.integrations.{name}\n"
+    call += "except ImportError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
+    assert f"disthooks.integrations.{name} needs {name}" in done.stdout.replace("L", "l"), done.stderr
+    assert f"pip install {name}" in done.stdout
+
+
 def test_no_name_is_hidden_by_a_file() -> None:
     files = {path.stem for path in (ROOT / "disthooks").iterdir()}
     assert {name for name in dh.__all__ if name in files} == {"errors", "memory"}  # which are these files

@@ -11,7 +11,8 @@ from typing import Any
 from disthooks.errors import ConfigError
 
 VARIABLE = "DISTHOOKS_CONFIG"
-DEFAULT = "disthooks.yaml"
+#: Files of the working directory that are looked for, in this order.
+DEFAULTS = ("disthooks.yaml", "hooks.yaml")
 _KEY = "the 'disthooks' of DeepSpeed's configuration"
 
 
@@ -22,7 +23,7 @@ class Found:
     Attributes:
         source: the path of a file, or a dict; what :func:`disthooks.from_config` takes.
         origin: what said so: "the argument", "DISTHOOKS_CONFIG", "the 'disthooks' of DeepSpeed's configuration" or
-            "./disthooks.yaml".
+            "./disthooks.yaml" or "./hooks.yaml".
         passed_over: what was there too and is not read, in words, in the order of precedence.
     """
 
@@ -32,7 +33,9 @@ class Found:
 
 
 def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> Found:
-    """The argument, else ``DISTHOOKS_CONFIG``, else the ``disthooks`` of DeepSpeed's JSON, else ``./disthooks.yaml``.
+    """The argument, else ``DISTHOOKS_CONFIG``, else the ``disthooks`` of DeepSpeed's JSON, else a file that is here.
+
+    The file that is here is ``./disthooks.yaml``, else ``./hooks.yaml``.
 
     What comes first is taken and read, whether it can be or not: one that is named and missing is an error, never
     a reason to take the next one.
@@ -51,7 +54,7 @@ def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> F
     if not there:
         raise ConfigError(
             f"there is no configuration: give the path of one, set {VARIABLE} to it, put a 'disthooks' into "
-            f"DeepSpeed's configuration, or write ./{DEFAULT}"
+            f"DeepSpeed's configuration, or write {' or '.join(f'./{name}' for name in DEFAULTS)}"
         )
     source, origin, _ = there[0]
     return Found(source, origin, tuple(shown for _, _, shown in there[1:]))
@@ -67,10 +70,10 @@ def engine_config(model: object) -> Mapping[str, Any] | None:
 
 def _places(given: Any, engine_config: Mapping[str, Any] | None) -> list[tuple[Any, str, str]]:
     variable = os.environ.get(VARIABLE) or None
-    default = DEFAULT if pathlib.Path(DEFAULT).exists() else None
+    here = [name for name in DEFAULTS if pathlib.Path(name).exists()]
     return [
         (given, "the argument", "the argument"),
         (variable, VARIABLE, f"{VARIABLE}={variable}"),
         ((engine_config or {}).get("disthooks"), _KEY, _KEY),
-        (default, f"./{DEFAULT}", f"./{DEFAULT}"),
+        *((name, f"./{name}", f"./{name}") for name in here),
     ]

@@ -23,7 +23,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
 
     Args:
         source: the path of a YAML file; or a dict, such as the ``disthooks`` of DeepSpeed's JSON; or None for what
-            ``DISTHOOKS_CONFIG`` names, else ``./disthooks.yaml``.
+            ``DISTHOOKS_CONFIG`` names, else ``./disthooks.yaml`` or ``./hooks.yaml``.
 
     Raises:
         ConfigError: when there is none, it cannot be read, is not YAML, has an unknown key, kind or argument, or a
@@ -53,7 +53,7 @@ def prepare(
         model: what DDP, FSDP, ``deepspeed.initialize`` or accelerate returned; the model itself for ``fully_shard``.
         optimizer: the one that steps; none for a DeepSpeed engine, which has its own.
         config: a file or a dict; by default what ``DISTHOOKS_CONFIG`` names, else the ``disthooks`` of the engine's own
-            configuration, if DeepSpeed took the model, else ``./disthooks.yaml``.
+            configuration, if DeepSpeed took the model, else ``./disthooks.yaml`` or ``./hooks.yaml``.
 
     Returns:
         A handle with ``saving``, ``gradients``, ``report()`` and ``remove()``; also a context manager.

@@ -1,1 +1,19 @@
 """Frameworks that train: each file imports its own framework, and nothing here is imported by ``import disthooks``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["accelerate", "lightning", "transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the file of a framework when it is asked for: ``disthooks.integrations.transformers``."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: there are {', '.join(__all__)}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import pathlib
 import warnings
@@ -19,6 +20,28 @@ from disthooks.config.plan import attach
 from disthooks.config.ranks import check_not_alone
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
+
+
+def framework(module: str, wanted_by: str, install: str) -> Any:
+    """``module``, imported.
+
+    Args:
+        module: of the framework.
+        wanted_by: the name of the file that needs it, ``__name__`` there.
+        install: what ``pip install`` takes.
+
+    Raises:
+        ImportError: when the framework is not installed; the message says what installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        root = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != root:
+            raise  # the framework is there, and something that it needs is not
+        raise ImportError(
+            f"{wanted_by} needs {root}, which is not installed: pip install {install}", name=root
+        ) from None
 
 
 def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:

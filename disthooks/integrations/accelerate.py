@@ -24,9 +24,9 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
-from disthooks.integrations._shared import attach_found, file_in, load_into
+from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 
-_tracking: Any = importlib.import_module("accelerate.tracking")
+_tracking: Any = framework("accelerate.tracking", __name__, "accelerate")
 
 
 def prepare(
@@ -44,7 +44,7 @@ def prepare(
         model: what its ``prepare`` returned for the model.
         optimizer: what it returned for the optimizer; none is needed under DeepSpeed.
         config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
-            DeepSpeed, else ``disthooks.yaml`` in the working directory.
+            DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
 
     Returns:
         A handle with ``saving``, ``gradients`` and ``remove()``; also a context manager.

@@ -47,7 +47,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
 
     Args:
         config: the file, or a dict of the same; by default what ``DISTHOOKS_CONFIG`` names, else the ``disthooks``
-            of the DeepSpeed strategy's configuration, else ``disthooks.yaml`` in the working directory.
+            of the DeepSpeed strategy's configuration, else ``disthooks.yaml`` or ``hooks.yaml`` in the working
+            directory.
         optimizer: the number of the optimizer to watch, where ``configure_optimizers`` gives several. To watch each,
             give one callback for each, and ``save`` to one of them.
         prefix: put in front of every name in Lightning's loggers and in ``trainer.callback_metrics``.

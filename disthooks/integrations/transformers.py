@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pathlib
 import sys
@@ -16,11 +15,11 @@ from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
 from disthooks.grads.sinks.records import portable, scalars
-from disthooks.integrations._shared import attach_found, file_in, load_into
+from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 from disthooks.integrations.accelerate import connect
 from disthooks.saved.report import SavedReport
 
-_transformers: Any = importlib.import_module("transformers")
+_transformers: Any = framework("transformers", __name__, "transformers accelerate")
 
 
 class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
@@ -37,7 +36,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     Args:
         config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
-            DeepSpeed, else ``disthooks.yaml`` in the working directory.
+            DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
         prefix: put in front of every name in the Trainer's log.
 
     Attributes:

@@ -25,6 +25,7 @@ class Line:
         script: what is run; its name, or a module's.
         args: the script's.
         chosen: the options as the launcher reads them, and its defaults.
+        hooks: the hooks file that ``--hooks`` names; None without.
     """
 
     launcher: str
@@ -32,6 +33,7 @@ class Line:
     script: str
     args: tuple[str, ...]
     chosen: argparse.Namespace
+    hooks: str | None = None
 
     @property
     def module(self) -> bool:
@@ -47,18 +49,33 @@ def read(argv: Sequence[str]) -> Line:
             work with.
     """
     rest = list(argv)
+    hooks: str | None = None
+    if rest and rest[0].partition("=")[0] == "--hooks":  # in front of the launcher's name
+        hooks = _hooks(rest.pop(0), rest)
     launcher = rest.pop(0) if rest and rest[0] in LAUNCHERS else "accelerate"
     if launcher == "accelerate" and rest[:1] == ["launch"]:
         rest.pop(0)
     parse = _PARSES[launcher]()
-    for at, word in enumerate(rest):
-        if word.startswith("-"):
-            if word == "--" and at + 1 < len(rest):
-                return _checked(launcher, rest[:at], rest[at + 1], rest[at + 2 :], parse)
-            continue
-        if _reads(parse, rest[:at]):
-            return _checked(launcher, rest[:at], word, rest[at + 1 :], parse)
-    raise UsageError(f"no script to run among the arguments of {launcher}: {_complaint(parse, rest)}")
+    options: list[str] = []
+    while rest:
+        word = rest.pop(0)
+        if word == "--hooks" or word.startswith("--hooks="):
+            hooks = _hooks(word, rest)
+        elif word == "--" and rest:
+            return _checked(launcher, options, rest, parse, hooks)
+        elif not word.startswith("-") and _reads(parse, options):
+            return _checked(launcher, options, [word, *rest], parse, hooks)
+        else:
+            options.append(word)
+    raise UsageError(f"no script to run among the arguments of {launcher}: {_complaint(parse, options)}")
+
+
+def _hooks(word: str, rest: list[str]) -> str:
+    """The value of ``--hooks``: after its ``=``, or taken from the front of ``rest``."""
+    value = word.partition("=")[2] if "=" in word else rest.pop(0) if rest else ""
+    if not value:
+        raise UsageError("--hooks needs the path of a file")
+    return value
 
 
 def command(line: Line, hooks: str | None) -> list[str]:
@@ -81,7 +98,8 @@ def command(line: Line, hooks: str | None) -> list[str]:
     ]
 
 
-def _checked(launcher: str, options: list[str], script: str, args: list[str], parse: _Parse) -> Line:
+def _checked(launcher: str, options: list[str], words: list[str], parse: _Parse, hooks: str | None) -> Line:
+    script, *args = words
     chosen = _reads(parse, options)
     if chosen is None:
         raise UsageError(f"{launcher}: {_complaint(parse, [*options, '--', script])}")
@@ -90,7 +108,7 @@ def _checked(launcher: str, options: list[str], script: str, args: list[str], pa
             raise UsageError(
                 f"--{option.replace('_', '-')} of {launcher}: the script has to be Python, run by disthooks"
             )
-    return Line(launcher, tuple(options), script, tuple(args), chosen)
+    return Line(launcher, tuple(options), script, tuple(args), chosen, hooks)
 
 
 _Parse = Callable[[list[str]], argparse.Namespace]

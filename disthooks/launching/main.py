@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import signal
@@ -13,19 +14,19 @@ from typing import Any
 
 from disthooks.config import from_config
 from disthooks.config.find import VARIABLE
-from disthooks.errors import ConfigError, DisthooksError
+from disthooks.errors import ConfigError, DisthooksError, as_line
 from disthooks.launching import child, line, section, story
-from disthooks.run.command import Command
+from disthooks.run.command import Command, check_target
 from disthooks.run.main import configuration
 from disthooks.run.records import VARIABLE as RECORDS
 
 _FAULTY = 2
-USAGE = """usage: disthooks launch [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
-       disthooks launch torchrun [OPTIONS of torchrun] SCRIPT ARGS...
-       disthooks launch deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
+USAGE = """usage: disthooks launch [--hooks FILE] [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
+       disthooks launch [--hooks FILE] torchrun [OPTIONS of torchrun] SCRIPT ARGS...
+       disthooks launch [--hooks FILE] deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
 
-Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. A 'disthooks' section in accelerate's
-configuration is taken out of it and used; else the configuration is that of disthooks.run."""
+Every worker runs SCRIPT with hooks attached, as python -m disthooks.run does. The configuration is FILE, else the
+'disthooks' section of accelerate's configuration, which accelerate does not get to see, else that of disthooks.run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,9 +44,10 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="disthooks-") as folder:
         try:
             asked = line.read(argv)
+            check_target(asked.script, asked.module)
             asked, hooks = _configured(asked, pathlib.Path(folder))
         except DisthooksError as error:
-            print(f"disthooks: {error}", file=sys.stderr)
+            print(as_line(error), file=sys.stderr)
             return _FAULTY
         return _launched(asked, hooks, folder)
 
@@ -73,9 +75,13 @@ def _configured(asked: line.Line, folder: pathlib.Path) -> tuple[line.Line, str 
         named = asked.chosen.config_file
         found = section.split(named or section.default_file() or os.devnull, folder) if _there(named) else None
         if found is not None:
-            _check(found[0], named or str(section.default_file()))
-            return _without_section(asked, found[1]), found[0]
-    source: Any = configuration(Command(asked.script, asked.module, asked.args)).source
+            shown = named or str(section.default_file())
+            asked = _without_section(asked, found[1])
+            if asked.hooks is None:
+                _check(found[0], shown)
+                return asked, found[0]
+            print(f"disthooks: --hooks is given: the disthooks section of {shown} is not read", file=sys.stderr)
+    source: Any = configuration(Command(asked.script, asked.module, asked.args, asked.hooks)).source
     from_config(source)
     return asked, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
 
@@ -95,5 +101,4 @@ def _check(path: str, shown: str) -> None:
 
 
 def _without_section(asked: line.Line, path: str) -> line.Line:
-    options = [*asked.options, "--config_file", path]  # the last one counts
-    return line.Line(asked.launcher, tuple(options), asked.script, asked.args, asked.chosen)
+    return dataclasses.replace(asked, options=(*asked.options, "--config_file", path))  # the last one counts

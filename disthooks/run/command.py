@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +16,8 @@ USAGE = """usage: python -m disthooks.run [--hooks FILE] [--] SCRIPT ARGS...
        python -m disthooks.run [--hooks FILE] -m MODULE ARGS...
 
 Runs SCRIPT (or MODULE) as python would and attaches what FILE says when it trains. Without --hooks the file is
-what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml."""
+what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml or
+./hooks.yaml."""
 
 # The deepspeed launcher puts these in front, for the script.
 _OF_THE_LAUNCHER = ("--local_rank=", "--local-rank=")
@@ -59,6 +64,33 @@ def parse(argv: Sequence[str]) -> Command:
         else:
             raise UsageError(f"{option} is no option of disthooks.run; the script's own options stand after it")
     return _command(rest, module, passed, hooks)
+
+
+def check_target(target: str, module: bool) -> None:
+    """Whether there is a script or a module of that name, before a configuration is looked for.
+
+    Raises:
+        UsageError: when there is none; it names the script beside it that has nearly this name.
+    """
+    if module:
+        if not _is_module(target.partition(".")[0]):
+            raise UsageError(
+                f"there is no module {target!r}: Python finds none in {os.getcwd()} or where it is installed"
+            )
+    elif not os.path.exists(target):
+        path = pathlib.Path(target)
+        there = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.6)
+        hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+        raise UsageError(f"there is no script {target!r} in {path.parent.resolve()}{hint}")
+
+
+def _is_module(name: str) -> bool:
+    here = pathlib.Path(name)
+    try:
+        return here.is_dir() or here.with_suffix(".py").exists() or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None) -> Command:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 from disthooks.config.find import Found, find
 from disthooks.config.front import read_found
-from disthooks.errors import DisthooksError, UsageError
+from disthooks.errors import DisthooksError, UsageError, as_line
 from disthooks.run import records
-from disthooks.run.command import USAGE, Command, parse
+from disthooks.run.command import USAGE, Command, check_target, parse
 from disthooks.run.program import execute, shortened
 from disthooks.run.session import Session
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
-        print(f"disthooks: {error}\n{USAGE}", file=sys.stderr)
+        print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
         sys.exit(_FAULTY)
     record = records.Record(os.environ.get(records.VARIABLE) or None)
     session = _session(command, record)
@@ -40,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _session(command: Command, record: records.Record) -> Session:
     try:
+        check_target(command.target, command.module)
         found = configuration(command)
         session = Session(read_found(found), found, command.hooks)
     except DisthooksError as error:
         record.end("configuration", error)
-        print(f"disthooks: {error}", file=sys.stderr)
+        print(as_line(error), file=sys.stderr)
         sys.exit(_FAULTY)
     session.arm()
     return session

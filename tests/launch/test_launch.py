@@ -121,7 +121,7 @@ def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
     for command in ([*LAUNCH, *TWO, FAILS, "waits"], [*RUN, FAILS, "waits"]):
         done = job(command, folder)
         assert done.code == 2
-        assert done.err.startswith("disthooks: ")
+        assert done.err.startswith("disthooks: error: ")
         assert len(done.err.splitlines()) == 1
         assert "did you mean 'Norm'" in done.err
         assert not list(folder.glob("ready.*"))
@@ -135,7 +135,43 @@ def test_an_error_in_a_section_is_told_in_the_users_file(
     file = folder / "accelerate.yaml"
     file.write_text("num_processes: 2\n\ndisthooks:\n  watch:\n    stats: [{kind: Nurm}]\ndistributed_type: 'NO'\n")
     assert main(["--config_file", str(file), str(FAILS)]) == 2
-    assert f"disthooks: {file}" in capsys.readouterr().err
+    assert f"disthooks: error: {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[*LAUNCH, *TWO], [*LAUNCH, "--cpu"], RUN])
+def test_a_missing_script_is_said_before_a_missing_configuration(command: list[object], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = job([*command, "trian.py"], tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"disthooks: error: there is no script 'trian.py' in {tmp_path}; did you mean 'train.py'?\n"
+    done = job([*command, "-m", "trian.py"], tmp_path)
+    assert "there is no module 'trian.py'" in done.err
+    done = job([*command, "train.py"], tmp_path)
+    assert "there is no configuration" in done.err
+
+
+@pytest.mark.parametrize("before", [["--hooks", "a.yaml", "torchrun"], ["torchrun", "--hooks=a.yaml"]])
+def test_hooks_are_named_before_the_script(before: list[str]) -> None:
+    for argv in ([*before, "--nproc-per-node", "2"], [*before, "--nproc-per-node=2", "--"]):
+        found = line.read([*argv, "train.py", "--hooks", "mine"])
+        assert (found.hooks, found.script, found.args) == ("a.yaml", "train.py", ("--hooks", "mine"))
+        assert not any("hooks" in word for word in found.options)
+    assert line.read(["torchrun", "train.py", "--hooks", "mine"]).hooks is None
+    with pytest.raises(UsageError, match="--hooks needs the path of a file"):
+        line.read(["torchrun", "--hooks"])
+
+
+def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Accelerate gets the rest of its file all the same: it refuses a section that it does not know."""
+    from disthooks.launching.main import _configured
+
+    (folder / "a.yaml").write_text("disthooks: {watch: {stats: [{kind: Nurm}]}}\nnum_processes: 1\n")
+    asked = line.read(["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)])
+    (folder / "parts").mkdir()
+    asked, hooks = _configured(asked, folder / "parts")
+    assert hooks == str(folder / "disthooks.yaml")
+    assert yaml.safe_load(pathlib.Path(asked.options[-1]).read_text()) == {"num_processes": 1}
+    assert "the disthooks section of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nonsense", "1", "a.py"]])

@@ -124,7 +124,13 @@ def test_which_configuration_wins(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     assert (found.source, found.origin, found.passed_over) == ({"save": []}, key, ("./disthooks.yaml",))
     found = find(None, {"train_batch_size": 1})
     assert (found.source, found.origin, found.passed_over) == ("disthooks.yaml", "./disthooks.yaml", ())
+    (tmp_path / "hooks.yaml").touch()
+    found = find()
+    assert (found.source, found.origin, found.passed_over) == ("disthooks.yaml", "./disthooks.yaml", ("./hooks.yaml",))
     (tmp_path / "disthooks.yaml").unlink()
+    found = find()
+    assert (found.source, found.origin, found.passed_over) == ("hooks.yaml", "./hooks.yaml", ())
+    (tmp_path / "hooks.yaml").unlink()
     with pytest.raises(ConfigError, match="there is no configuration"):
         find()
 
