@@ -193,6 +193,7 @@ class Frame:
             self._note(tensor, part, owner, packed, layout)
         if known:
             return self._shared(tensor, part, packed, layout)
+        packed.plan()
         handle = packed.handle(layout)
         if small:
             self._ledger.count_kept("small", _nbytes(part), self._where)

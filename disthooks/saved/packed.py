@@ -145,6 +145,11 @@ class Packed(ABC):
         return self.taken and not self.undecided
 
     @property
+    def intact(self) -> bool:
+        """Whether the contents that were saved can still be had."""
+        return not self._is_changed()
+
+    @property
     def lossless(self) -> bool:
         """Whether the contents come back bit for bit."""
         return True
@@ -168,6 +173,9 @@ class Packed(ABC):
                 self._most = 2 * len(self.handles) + 64
             self.handles.append(weakref.ref(handle))
             return handle
+
+    def plan(self) -> None:  # noqa: B027
+        """Called once after it was made, without the lock of the ledger: prepare what is known now."""
 
     def let_go(self) -> None:  # noqa: B027
         """It stays in memory: let go of what was needed to take it. By default nothing."""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import pathlib
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -488,3 +489,96 @@ def test_nothing_is_held_once_a_graph_is_gone_nor_after_an_error(tmp_path: pathl
         gc.enable()
     gc.collect()
     assert saving.report().held == 0
+
+
+class SavesItsOutput(torch.autograd.Function):
+    """Whose node holds the packed value of what it returned; its backward reads none of it."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class Token:
+    """Lives as long as the node whose metadata it is put into."""
+
+
+SELF_SAVING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a Function": SavesItsOutput.apply,
+    "tanh": torch.tanh,
+    "in place": lambda x: (x * 2).relu_(),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "two": lambda x: torch.tanh(torch.exp(x * 2).sin()),
+    "behind a Function": lambda x: torch.exp(SavesItsOutput.apply(x).view(-1)),
+}
+
+
+@pytest.mark.parametrize("codecs", [[], [dh.Quantize(8)]], ids=["lossless", "lossy"])
+@pytest.mark.parametrize("name", SELF_SAVING)
+def test_a_graph_that_is_dropped_in_an_open_block_goes_at_once(name: str, codecs: list[object]) -> None:
+    """A node that saved its own output is held by nothing of ours, although the contents are not taken yet."""
+    x = torch.randn(64, 64, requires_grad=True)
+    gc.disable()
+    try:
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(), *codecs, dh.OnCpu())):
+            y = SELF_SAVING[name](x)
+            token = Token()
+            y.grad_fn.metadata["token"] = token
+            alive = weakref.ref(token)
+            del token, y
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", SELF_SAVING)
+def test_a_cycle_of_the_user_is_collected_in_an_open_block(name: str) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())):
+        y = SELF_SAVING[name](x)
+        y.itself = y  # type: ignore[attr-defined]
+        token = Token()
+        y.grad_fn.metadata["token"] = token
+        alive = weakref.ref(token)
+        del token, y
+        gc.collect()
+        assert alive() is None
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.exp, torch.sigmoid, torch.relu], ids=lambda each: each.__name__)
+def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return function((x * 2).sin()).sum()
+
+    (truth,) = torch.autograd.grad(loss(), x)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saved:
+        found = loss()
+    assert saved.report().recomputed == x.nbytes
+    assert torch.equal(torch.autograd.grad(found, x)[0], truth)
+
+
+def test_a_source_changed_before_the_contents_are_taken_is_no_source() -> None:
+    """The program of what saves its own output is planned at once, and its source is changed before it is proven."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        h = SavesItsOutput.apply(x)
+        z = torch.tanh(h)  # saves itself
+        h += x
+        return z.sum() + h.sum()
+
+    (truth,) = torch.autograd.grad(loss(), x)
+    saving = dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu()))
+    for _ in range(4):
+        with saving:
+            found = loss()
+        assert torch.equal(torch.autograd.grad(found, x)[0], truth)
+    assert saving.report().recomputed == 0

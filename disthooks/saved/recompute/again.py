@@ -1,5 +1,14 @@
 """What one call with hooks on needs to have tensors computed again."""
 
+# [Note: an origin is no cycle]
+# An `Origin` waits until the contents of its tensor are taken, and holds the node that made the tensor. A node whose
+# operator saves its own output (tanh, relu, exp) holds the packed value of that output, and so the origin: a cycle
+# through C++ that no collector sees. The graph would stay in memory, although the user dropped it, until the next
+# operator saves something. So the program of such a tensor is planned when it is packed, and its origin holds the
+# program instead of the node: programs hold what was saved before, and no node. For other tensors planning waits,
+# because the same operator may save what they can be computed from. A node of the user's own (`autograd.Function`) has
+# no formula, and may have attributes that lead to anything: its outputs have no origin.
+
 from __future__ import annotations
 
 import collections
@@ -11,10 +20,11 @@ from torch import nn
 from disthooks._tensors import Layout
 from disthooks._torch import node_name
 from disthooks.saved.ledger import Ledger
+from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.places import Place
 from disthooks.saved.recompute.planner import Norms, Planner
 from disthooks.saved.recompute.program import Program
-from disthooks.saved.recompute.reader import Edge, Reader, Unknown, is_as_made
+from disthooks.saved.recompute.reader import Edge, Reader, Unknown, is_as_made, saves_now
 from disthooks.saved.recompute.stage import Recompute
 
 _WIDENED = {
@@ -28,12 +38,27 @@ _MOST = 1 << 14  # places: sizes that change all the time make ever new ones
 
 
 class Origin(NamedTuple):
-    """Where a tensor that is packed comes from: for the short time until its contents are taken."""
+    """Where a tensor that is packed comes from: for the short time until its contents are taken.
+
+    Attributes:
+        again: of the call.
+        edge: the output of the node that made it; None once its program is planned.
+        layout: how it lies in its storage.
+        where: name of the module.
+        planned: its program, if it was planned when the tensor was packed and there is one.
+    """
 
     again: Again
-    edge: Edge
+    edge: Edge | None
     layout: Layout
     where: str
+    planned: Program | None = None
+
+    def without_node(self, device: torch.device) -> Origin:
+        """The same, planned now if the node saves its own output; see [Note: an origin is no cycle]."""
+        if self.edge is None or not saves_now(self.edge.node):
+            return self
+        return self._replace(edge=None, planned=self.again.planned(self.edge, self.layout, device))
 
     def program(self, original: torch.Tensor) -> Program | None:
         """How to compute it, if that is known, and proven to give the bits of ``original``."""
@@ -71,16 +96,23 @@ class Again:
     def origin(self, owner: torch.Tensor) -> Origin | None:
         """Of ``owner``, which has all of its storage; None when it cannot be computed again."""
         node: Any = owner.grad_fn
-        if node is None or not is_as_made(owner, node) or not fills_storage(owner):
+        if node is None or node_name(node) not in FORMULAS:
+            return None
+        if not is_as_made(owner, node) or not fills_storage(owner):
             return None
         edge, layout = Edge(node, owner.output_nr), Layout.of(owner)
         return Origin(self, edge, layout, self._where)
 
+    def planned(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
+        """How to compute the output of ``edge``, if that is known; nothing is proven of it yet."""
+        return Planner(self._ledger, self._norms, self._stage.steps).program(edge, layout, device)
+
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
         """See :class:`Origin`."""
-        planner = Planner(self._ledger, self._norms, self._stage.steps)
-        program = planner.program(origin.edge, origin.layout, original.device)
-        if program is None:
+        program = origin.planned
+        if origin.edge is not None:
+            program = self.planned(origin.edge, origin.layout, original.device)
+        if program is None or not program.has_its_inputs():
             return None
         place = self._place(program.name, program.key)
         way = place.way(program.run_exact, program.variants, original)
@@ -93,8 +125,7 @@ class Again:
 
     def narrow(self, origin: Origin, original: torch.Tensor) -> torch.dtype | None:
         """See :class:`Origin`."""
-        node = origin.edge.node
-        if node_name(node) != "ToCopyBackward0":
+        if origin.edge is None or node_name(origin.edge.node) != "ToCopyBackward0":
             return None
         try:
             reader = Reader(origin.edge)

@@ -169,9 +169,7 @@ class Planner:
         if isinstance(held, Kept):
             return self._kept(held, copied)
         packed = held.packed
-        if packed.ledger is not self._ledger or not packed.is_source or packed.changed:
-            raise Unknown
-        if packed.alias._version != packed.version:
+        if packed.ledger is not self._ledger or not packed.is_source or not packed.intact:
             raise Unknown
         self._pay(packed.cost)
         source = packed.handle(held.layout)  # not autograd's own, which remembers what it has read

@@ -87,6 +87,10 @@ class Program:
         inputs = tuple(_described(each) for each in self.inputs)
         return steps, inputs, self.layout, self.device, self._threads, torch.are_deterministic_algorithms_enabled()
 
+    def has_its_inputs(self) -> bool:
+        """Whether each input is still what it was when the program was made."""
+        return all(map(_is_there, self.inputs))
+
     def run(self) -> torch.Tensor:
         """The tensor, laid out as it was, in memory that is nobody else's."""
         return self._run([_brought(each) for each in self.inputs], self.variant)
@@ -154,6 +158,12 @@ def _described(each: Input) -> tuple[Any, ...]:
     if isinstance(each, Handle):
         return each.layout, each.packed.alias.device
     return Layout.of(each.tensor), each.tensor.device
+
+
+def _is_there(each: Input) -> bool:
+    if isinstance(each, Handle):
+        return each.packed.intact
+    return isinstance(each, Vector) or each.tensor._version == each.version
 
 
 def _brought(each: Input) -> torch.Tensor:

@@ -62,7 +62,12 @@ def is_as_made(tensor: torch.Tensor, node: Any) -> bool:
     After a change under ``no_grad`` a tensor has the node it had before. Its version tells: it is 0, or the
     operator that made it, in place, is the one that saves it now.
     """
-    return tensor._version == 0 or node._sequence_nr() == sequence_number() - 1
+    return tensor._version == 0 or saves_now(node)
+
+
+def saves_now(node: Any) -> bool:
+    """Whether the operator of ``node`` is the one that is saving tensors now."""
+    return bool(node._sequence_nr() == sequence_number() - 1)
 
 
 def note(tensor: torch.Tensor, held: Packed | Kept, layout: Layout) -> None:

@@ -29,6 +29,11 @@ class Recomputed(InStore):
         self._narrow: torch.dtype | None = None
         self.in_order = self.in_order and self.first == origin.layout
 
+    def plan(self) -> None:
+        """Let go of the node that holds this; see [Note: an origin is no cycle]."""
+        if self._origin is not None:
+            self._origin = self._origin.without_node(self.alias.device)
+
     def let_go(self) -> None:
         """It will stay as it is."""
         self._origin = None
