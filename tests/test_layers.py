@@ -109,6 +109,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.looking": (2, "grads", 3),
     "grads.record": (2, "grads", 4),
     "grads.alarm": (2, "grads", 5),
+    "grads.nonfinite": (2, "grads", 5),
     "grads.rounds": (2, "grads", 6),
     "grads.attached": (2, "grads", 7),
     "grads.attach": (2, "grads", 8),

@@ -139,11 +139,12 @@ class Engine:
         hooks = StepHooks.of(stepping(optimizer))
         return hooks.add(hooks.after, run)
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
         """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
 
         It is called once in every backward that reaches the parameter; what it returns, unless None, takes the
-        gradient's place. ``wanted`` are indices into ``shards``; those that need no gradient are left out.
+        gradient's place. ``wanted`` are indices into ``shards``; those that need no gradient are left out. A gradient
+        that passes unseen is an error from backward, or with ``must=False`` is not.
         """
         return [
             self.shards[i].parameter.register_hook(functools.partial(hook, i))  # type: ignore[no-untyped-call]

@@ -113,7 +113,7 @@ class Fsdp1(Engine):
                     )
         super().check()
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
         """Hooks on the user's parameters never fire: one goes on each flat one, whose gradient is cut into theirs.
 
         The hook sees the whole, unreduced gradient, in the dtype that forward used.
@@ -122,8 +122,9 @@ class Fsdp1(Engine):
         for unit in self._units:
             mine = {i: s for i in wanted if isinstance(s := self.shards[i], FlatShard) and s.unit is unit}
             if mine:
-                handles.append(_Local(unit, mine, hook))
-        return [*handles, *super().on_local([i for i in wanted if not isinstance(self.shards[i], FlatShard)], hook)]
+                handles.append(_Local(unit, mine, hook, must))
+        others = [i for i in wanted if not isinstance(self.shards[i], FlatShard)]
+        return [*handles, *super().on_local(others, hook, must)]
 
     def _shards(self) -> list[Shard]:
         found: list[Shard] = []
@@ -161,8 +162,8 @@ class _Local:
     reached is told by hooks on the views that FSDP makes of the flat parameter for each forward.
     """
 
-    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook) -> None:
-        self.unit, self.shards, self.hook = unit, shards, hook
+    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook, must: bool) -> None:
+        self.unit, self.shards, self.hook, self.must = unit, shards, hook, must
         self.reached: dict[int, int] = {}  # index: in which backward
         self.fired, self.looked = -1, False
         self.on_flat: Removable | None = None
@@ -186,7 +187,9 @@ class _Local:
         self.reached[i] = backward_id()
 
     def fire(self, grad: torch.Tensor) -> torch.Tensor | None:
-        self.must_be_whole()
+        if self.must:
+            self.must_be_whole()
+        self.fired = backward_id()
         grad = grad.contiguous()  # what autograd made of one parameter alone may be expanded
         edited: torch.Tensor | None = None
         for i, shard in self.shards.items():
@@ -204,8 +207,7 @@ class _Local:
                 f"the gradient of {shown!r} came from a forward pass before on_gradient or gradients was attached "
                 "(FSDP1): attach before the forward pass"
             )
-        before, self.fired = self.fired, backward_id()
-        if before == self.fired:
+        if self.fired == backward_id():
             raise AttachError(
                 f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
                 "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "

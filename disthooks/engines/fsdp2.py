@@ -62,7 +62,7 @@ class Fsdp2(Engine):
         """A sharded parameter gives its place to the whole one while its module runs."""
         return not hasattr(parameter, "device_mesh")
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
         """Hooks on the sharded parameters never fire: they go on the whole ones, once FSDP has gathered them.
 
         The hook sees the whole, plain, unreduced gradient, in the dtype that forward used.
@@ -74,10 +74,10 @@ class Fsdp2(Engine):
             covered |= {i for _, _, i in places}
             # FSDP put its own forward pre-hook first in line, so by now the parameters are whole.
             local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
-        for shard in (self.shards[i] for i in covered if self.shards[i].parameter.requires_grad):
+        for shard in (self.shards[i] for i in covered if must and self.shards[i].parameter.requires_grad):
             missed = functools.partial(local.must_have_fired, index[id(shard.parameter)], shard.name)
             local.handles.append(shard.parameter.register_post_accumulate_grad_hook(missed))  # type: ignore[no-untyped-call]
-        return [local, *super().on_local([i for i in wanted if i not in covered], hook)]
+        return [local, *super().on_local([i for i in wanted if i not in covered], hook, must)]
 
 
 def _accumulates(param: Any) -> bool:

@@ -20,7 +20,8 @@ from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collect
 from disthooks.grads.alarm import Alarms
 from disthooks.grads.held import check_step, wanted_of
-from disthooks.grads.looking import UNCAPTURED, Looking
+from disthooks.grads.looking import UNCAPTURED, Looking, Looks
+from disthooks.grads.nonfinite import NonFiniteSteps, Told
 from disthooks.grads.plan import Steps, groups_of, scope_of, start_stats
 from disthooks.grads.record import Pending
 from disthooks.grads.rounds import Grads, Outcome, Runner, in_users_units, put_back, rounds_in
@@ -72,12 +73,15 @@ class Gradients(Attachment):
 
     Attributes:
         latest: what was logged last, on every rank; one step behind until :meth:`flush`.
+        last_nonfinite: what was recorded of the last step whose gradients were not finite, on every rank; None before
+            one was, and where neither ``stats.NonFinite`` nor ``SkipNonFinite`` looks for them.
         steps: how many steps of the optimizer there have been.
     """
 
     def __init__(self, engine: Engine, optimizer: Any, wishes: Wishes) -> None:
         super().__init__()
         self.latest: dict[str, Any] = {}
+        self.last_nonfinite: dict[str, Any] | None = None
         self.steps = 0
         self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
         self._also = wishes.also
@@ -93,7 +97,7 @@ class Gradients(Attachment):
         self._group = collect.group_of(engine.ranks)
         self._device = collect.device_for(self._group, self._shards[0].parameter.device)
         self._runner = Runner(engine, self._plan, self._group, self._device)
-        self._alarms = Alarms()
+        self._alarms, self._nonfinite = Alarms(), NonFiniteSteps(self._plan, engine.ranks)
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
         self._sinks = self._opened(wishes.sinks)
@@ -154,12 +158,26 @@ class Gradients(Attachment):
     def flush(self) -> None:
         """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
         pending, self._pending = self._pending, None
+        told = self._nonfinite.read(wait=True)
+        step = None if pending is None else pending.step
+        self._record_nonfinite([each for each in told if each.step != step])
         if pending is None:
             return
         record = pending.record(self._plan, self._stats, self._engine.ranks)
+        for each in told:
+            if each.step == step:
+                record = {"step": step, **each.fields, **record}
+                self.last_nonfinite = record if each.first else self.last_nonfinite
         self._also = add_to(record, self._also)
         self.latest = record
         self._sinks = write(self._sinks, self.latest)
+
+    def _record_nonfinite(self, told: Iterable[Told]) -> None:
+        """A record for each step that is not logged and is the first of several that are not finite."""
+        for each in told:
+            if each.first:
+                self.last_nonfinite = {"step": each.step, **each.fields}
+                self._sinks = write(self._sinks, self.last_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
@@ -215,8 +233,10 @@ class Gradients(Attachment):
             if _at_local(rule)
         ]
         kept = {wanted[i] for measure in measures for i in measure.keeps(self._shards)}
-        looks = frozenset(look for measure in measures for look in measure.looks)
-        return Looking(self._engine, wanted, looks, frozenset(kept), rules, self._wishes.scaler)
+        always = {look for part in self._plan.rounds for measure in part.always.uses for look in measure.looks}
+        logged = {look for measure in measures for look in measure.looks}
+        looks = Looks(frozenset(logged), frozenset(always), frozenset(kept), must=bool(logged))
+        return Looking(self._engine, wanted, looks, rules, self._wishes.scaler)
 
     def _opened(self, sinks: Sequence[Sink]) -> Sequence[Sink]:
         """The sinks on the first rank, none on the others; when it cannot open them every rank raises."""
@@ -254,20 +274,25 @@ class Gradients(Attachment):
         refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
         check_step(optimizer, args, kwargs)
         self._check_same()
-        self.flush()
+        if self._pending is not None:
+            self.flush()
+        else:
+            self._record_nonfinite(self._nonfinite.read(wait=False))
         self._alarms.check()
         self._open, logged = None, self._logged()
         outcome = self._run([shard.gradient() for shard in self._shards], logged)
         if outcome.withheld:
             withhold(optimizer, [shard.parameter for shard in outcome.withheld])
         self._alarms.set(outcome.alarms)
+        skip = outcome.skip()
+        self._nonfinite.watch(self.steps, outcome.merged, skip, logged)
         if logged and self._plan.after.uses:
             self._open = outcome, self._runner.copies(keep=self._wishes.every == 1)
         elif logged and (self._wishes.stats or outcome.log):
             self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
         self.steps += 1
         self._looking.begin(self.steps, self._logged())
-        return outcome.skip()
+        return skip
 
     def _logged(self) -> bool:
         """Whether the step that is made next is to be logged."""

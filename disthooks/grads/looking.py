@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from disthooks._device import refuse_capture
+from disthooks._device import capturing, refuse_capture
 from disthooks._tensors import local_part
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Look, Seen, onto, wide
+from disthooks.grads.measures.base import Look, Seen, onto
+from disthooks.grads.measures.finite import size_of
 from disthooks.grads.measures.power import norms
 from disthooks.grads.rules.base import MicroBatch, Rule
 
@@ -22,6 +23,22 @@ UNCAPTURED = (
     "let the optimizer step outside of the graph, and in a captured backward have nothing look at gradients before "
     "their reduction (rules at='local', statistics of ranks: NonFinite, NoiseScale); or remove() the hooks first"
 )
+
+
+class Looks(NamedTuple):
+    """What is looked at.
+
+    Attributes:
+        logged: in a step that is logged.
+        always: in every step.
+        kept: the parameters whose gradients are kept, in a step that is logged.
+        must: whether what asks for them cannot do without: a gradient that no hook sees is then an error.
+    """
+
+    logged: frozenset[Look] = frozenset()
+    always: frozenset[Look] = frozenset()
+    kept: frozenset[int] = frozenset()
+    must: bool = True
 
 
 class Looking:
@@ -37,13 +54,14 @@ class Looking:
         self,
         engine: Engine,
         wanted: Sequence[int],
-        looks: frozenset[Look],
-        kept: frozenset[int],
+        looks: Looks,
         rules: Sequence[tuple[Rule, frozenset[int]]],
         scaler: Any,
     ) -> None:
-        self.on, self.used, self.ruled = True, bool(looks or rules), bool(rules)
-        self._engine, self._wanted, self._looks, self._kept = engine, wanted, looks, kept
+        self._looks = looks
+        self._any = bool(looks.logged | looks.always)
+        self.on, self.used, self.ruled = True, self._any or bool(rules), bool(rules)
+        self._engine, self._wanted = engine, wanted
         self._rules, self._scaler = rules, scaler
         self._seen: dict[int, Seen] = {}
         self._last: dict[int, int] = {}  # in which backward
@@ -57,8 +75,8 @@ class Looking:
     def attach(self) -> list[Removable]:
         """Put the hooks on, if anything needs them."""
         ruled = {index for _, indices in self._rules for index in indices}
-        indices = [i for i in self._wanted if i in ruled or self._looks]
-        return self._engine.on_local(indices, self._hook) if indices else []
+        indices = [i for i in self._wanted if i in ruled or self._any]
+        return self._engine.on_local(indices, self._hook, self._must) if indices else []
 
     def scopes(self) -> list[list[int]]:
         """The parameters of each rule."""
@@ -72,28 +90,33 @@ class Looking:
         seen, self._seen = self._seen, {}
         return [seen.get(index, _NOTHING) for index in self._wanted]
 
+    @property
+    def _must(self) -> bool:
+        return self._looks.must or self.ruled
+
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if grad.is_cuda:
+            if not self._must and capturing():
+                return None
             refuse_capture(f"gradients(...) on {self._engine.shards[index].name!r} in backward", UNCAPTURED)
         if grad.layout is not torch.strided:
             self._refuse(index, grad)
             return None
-        if self.on and self._looks:
-            self._look(index, local_part(grad.detach()))
+        looks = self._looks.logged | self._looks.always if self.on else self._looks.always
+        if looks:
+            self._look(index, local_part(grad.detach()), looks)
         return self._rewritten(index, grad)
 
     @torch.no_grad()
-    def _look(self, index: int, grad: torch.Tensor) -> None:
+    def _look(self, index: int, grad: torch.Tensor, looks: frozenset[Look]) -> None:
         if index in self._seen and self._engine.begins(index):
             self._forget()
         seen = self._seen.get(index, Seen())
-        if "norms" in self._looks:
+        if "norms" in looks:
             seen = seen._replace(norms=(*seen.norms, *norms([grad], 2.0)))
-        elif "finite" in self._looks:
-            # A sum reads five times as fast as isfinite, and is not finite whenever an element is not.
-            total = grad.sum(dtype=None if grad.is_complex() else wide(grad.dtype))
-            seen = seen._replace(flags=(*seen.flags, ~torch.isfinite(total)))
-        if index in self._kept:
+        elif "finite" in looks:
+            seen = seen._replace(sizes=(*seen.sizes, size_of(grad)))
+        if self.on and index in self._looks.kept:
             seen = seen._replace(kept=grad.clone() if seen.kept is None else seen.kept + grad)
         self._seen[index], self._last[index] = seen, backward_id()
 

@@ -16,6 +16,8 @@ from disthooks.grads.measures.base import Measure
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Stat
 
+Use = tuple[Measure, tuple[int, ...]]  # of which parameters
+
 
 @dataclass(frozen=True, eq=False)
 class Bound:
@@ -76,8 +78,9 @@ class Steps:
         self.scopes = [everything, *self.groups.values()]
         wanted = [(measure, everything) for stat in stats for measure in stat.measures()]
         before = [use for use in wanted if not use[0].after]
-        bound = _bound(rules, shards)
-        self.rounds = tuple(self._round(part, before if i == 0 else []) for i, part in enumerate(bound))
+        always = [(measure, everything) for stat in stats for measure in stat.always()]
+        parts = enumerate(_bound(rules, shards))
+        self.rounds = tuple(self._round(part, *((always, before) if i == 0 else ([], []))) for i, part in parts)
         self.after = self._layout([use for use in wanted if use[0].after])
 
     @property
@@ -90,11 +93,12 @@ class Steps:
         """The parameters whose gradients a rule may change."""
         return frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
-    def _round(self, rules: Sequence[Bound], wanted: Iterable[tuple[Measure, tuple[int, ...]]]) -> Round:
-        always = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()]
-        return Round(tuple(rules), self._layout(always), self._layout([*always, *wanted]))
+    def _round(self, rules: Sequence[Bound], always: Iterable[Use], logged: Iterable[Use]) -> Round:
+        """What the rules measure, with what statistics do in every step, and in a step that is logged."""
+        needed = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()] + list(always)
+        return Round(tuple(rules), self._layout(needed), self._layout([*needed, *logged]))
 
-    def _layout(self, uses: Iterable[tuple[Measure, tuple[int, ...]]]) -> Layout:
+    def _layout(self, uses: Iterable[Use]) -> Layout:
         """Each measure once, of all the parameters that anyone wants it of."""
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:

@@ -28,6 +28,10 @@ class Copy:
         devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
         self._arrived = [event_on(current_stream(device)) for device in devices]
 
+    def arrived(self) -> bool:
+        """Whether the copies are there, so that :meth:`tensors` waits for nothing."""
+        return all(event.query() for event in self._arrived)
+
     def tensors(self) -> list[torch.Tensor]:
         """The copies, once they have arrived."""
         for event in self._arrived:

@@ -63,6 +63,7 @@ def valueless() -> Iterator[None]:
     with (
         _Copies(),
         mock.patch.object(record.Copy, "__init__", return_value=None),  # what is read one step late
+        mock.patch.object(record.Copy, "arrived", return_value=False),
         mock.patch.object(record.Copy, "tensors", return_value=[torch.zeros(())]),
         mock.patch.object(Gradients, "flush", _not_read),
     ):

@@ -19,7 +19,7 @@ from disthooks import sinks, stats
 from disthooks.engines.base import Engine
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures.base import Local, Seen
-from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount
+from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from disthooks.grads.measures.power import Power
 from disthooks.grads.order import unordered
 from disthooks.grads.stats.base import Found
@@ -64,14 +64,38 @@ def test_measures_merge_however_a_tensor_is_split(numbers: list[float], data: st
 def test_the_first_rank_to_fail() -> None:
     flags = [[None, False, True], [True, False, None], [True, False, True]]
     parts = [
-        _local([None] * 3, rank, 3)._replace(seen=[Seen(flags=() if f is None else (torch.tensor(f),)) for f in row])
+        _local([None] * 3, rank, 3)._replace(seen=[Seen(sizes=() if f is None else (_size(f),)) for f in row])
         for rank, row in enumerate(flags)
     ]
-    merged = _merged(layout_of(FirstToFail(), parameters=3), parts)[FirstToFail()]
-    assert merged.tolist() == [2, 0, 3]
-    rows = {NonFiniteCount(): torch.ones(3, 1), FirstToFail(): merged[:, None]}
+    layout = layout_of(FirstToFail(), OwnNonFinite(), parameters=3)
+    merged = _merged(layout, parts)
+    assert merged[FirstToFail()].tolist() == [2, 0, 3]
+    rows = {NonFiniteCount(): torch.ones(3, 1)} | {measure: row[:, None] for measure, row in merged.items()}
     found = stats.NonFinite().record(Found(["a", "b", "c"], {}, rows, [4, 5, 6]))
     assert [item["rank"] for item in found["nonfinite_at"]] == [5, None, 4]
+    assert found["nonfinite_ranks"] == [4, 5, 6]
+
+
+def _size(bad: bool) -> torch.Tensor:
+    return torch.tensor(math.inf if bad else 1.0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 52, 53, 4096])
+def test_the_ranks_that_failed_in_one_number(world: int) -> None:
+    """A sum of float64, on any number of ranks: exact up to 52, beyond that of one and of all."""
+    ranks, last = range(100, 100 + world), world - 1
+
+    def told(bad: list[int]) -> tuple[int, ...] | None:
+        seen = [Seen(sizes=(_size(True),))]
+        marks = [OwnNonFinite().local(_local([None], place, world)._replace(seen=seen)) for place in bad]
+        return ranks_in(float(torch.stack(marks).sum()) if marks else 0.0, ranks)
+
+    assert told([]) == ()
+    assert told([last]) == (100 + last,)
+    assert told(list(range(world))) == tuple(ranks)
+    several = sorted({0, world // 2, last})
+    if 1 < len(several) < world:
+        assert told(several) == (tuple(100 + place for place in several) if world <= 52 else None)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 5000, 8192])
@@ -189,7 +213,7 @@ def test_on_gradient_takes_everything_off() -> None:
 def test_local_gradients_are_looked_at_in_logged_steps_only() -> None:
     model, looked = make("plain"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], every=3) as watch:
+    with dh.gradients(model, optimizer, stats=[stats.Spread()], every=3) as watch:
         for step in range(5):
             loss_of(model, step, "plain").backward()
             looked.append(len(watch._looking._seen))

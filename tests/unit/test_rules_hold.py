@@ -158,7 +158,9 @@ def test_too_many_in_a_row_raise_one_step_later() -> None:
             if step < 4:
                 optimizer.step()
                 log.append((step, same(list(model.parameters()), before)))
-        with pytest.raises(dh.errors.NonFiniteError, match=r"2 steps in a row, 2 to 3, .*max_consecutive=1.*NonFinite"):
+        with pytest.raises(
+            dh.errors.NonFiniteError, match=r"2 steps in a row, 2 to 3, .*max_consecutive=1.*last_nonfinite"
+        ):
             optimizer.step()
         assert watch.steps == 4
         assert same(list(model.parameters()), before)

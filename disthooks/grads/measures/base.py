@@ -28,12 +28,13 @@ class Seen(NamedTuple):
 
     Attributes:
         norms: the 2-norm of each micro-batch's gradient, without dimensions; empty if nobody asked, or none came.
-        flags: whether each of them was not finite, bools without dimensions; empty if nobody asked or ``norms`` tell.
+        sizes: of each of them a number that is not finite where an element is not; empty if nobody asked, or ``norms``
+            tell.
         kept: the sum of them, of the whole parameter; None if nobody asked.
     """
 
     norms: tuple[torch.Tensor, ...] = ()
-    flags: tuple[torch.Tensor, ...] = ()
+    sizes: tuple[torch.Tensor, ...] = ()
     kept: torch.Tensor | None = None
 
 

@@ -13,6 +13,7 @@ from disthooks.engines.shard import Shard
 from disthooks.errors import NonFiniteError, UsageError
 from disthooks.grads.measures.apart import NonFiniteApart
 from disthooks.grads.measures.base import Measure
+from disthooks.grads.measures.finite import OwnNonFinite
 from disthooks.grads.measures.power import Power
 from disthooks.grads.rules.base import Rule, State, Work
 
@@ -32,7 +33,8 @@ class SkipNonFinite(Rule):
     device in every step. Under a ``GradScaler`` the steps that the scaler itself leaves out never reach the rule.
 
     Logged are ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; these two are in ``state_dict()`` of
-    the attachment.
+    the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
+    were not finite and the first parameters (:mod:`disthooks.grads.nonfinite`).
 
     Args:
         max_consecutive: after more skipped steps in a row than this, the next step raises on every rank; None: never.
@@ -59,8 +61,8 @@ class SkipNonFinite(Rule):
         _check_steps("SkipNonFinite", "max_consecutive", self.max_consecutive, 0)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The norm, and what of gradients that nobody reduces is on one rank alone."""
-        return Power(2.0), NonFiniteApart()
+        """The norm, what of gradients that nobody reduces is on one rank alone, and the ranks where it began."""
+        return Power(2.0), NonFiniteApart(), OwnNonFinite()
 
     def logs(self) -> frozenset[str]:
         """How often it skipped."""
@@ -72,7 +74,7 @@ class SkipNonFinite(Rule):
 
     def rewrite(self, work: Work) -> None:
         """Decide, and count."""
-        squares, apart = work.values
+        squares, apart, _ = work.values
         bad = ~torch.isfinite(squares.sum()) | (apart.sum() > 0)
         in_a_row, total = work.state["in_a_row"], work.state["total"]
         in_a_row.add_(1).mul_(bad)
@@ -92,8 +94,9 @@ def _too_many(limit: int, step: int, in_a_row: float) -> None:
         raise NonFiniteError(
             f"gradients were not finite in {in_a_row:.0f} steps in a row, {step - int(in_a_row) + 1} to {step}, and "
             f"SkipNonFinite(max_consecutive={limit}) left them all out: the parameters are as they were before. "
-            "stats.NonFinite() with every=1 names the parameters and the ranks where it begins; check the data and "
-            "the loss of these steps, lower the learning rate, or go back to an earlier checkpoint"
+            "The log names the parameters and the ranks where it begins, and so does last_nonfinite of what "
+            "gradients() returned; check the data and the loss of these steps, lower the learning rate, or go back to "
+            "an earlier checkpoint"
         )
 
 

@@ -56,6 +56,10 @@ class Stat:
         """What it needs."""
         raise NotImplementedError
 
+    def always(self) -> tuple[Measure, ...]:
+        """What is measured in every step, logged or not; part of :meth:`measures`."""
+        return ()
+
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The numbers by name.
 

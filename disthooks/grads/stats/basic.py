@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disthooks.grads.measures.base import Measure
-from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount
+from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from disthooks.grads.measures.power import Power, norm_label
 from disthooks.grads.stats.base import Found, Stat, State
 
@@ -65,21 +65,31 @@ class MaxAbs(Stat):
 
 @dataclass(frozen=True)
 class NonFinite(Stat):
-    """How many elements are infinite or not a number, in which parameters, and on which rank it began.
+    """How many elements are infinite or not a number, in which parameters, and on which ranks it began.
 
-    Logged are ``nonfinite``, the count with each element counted once, and ``nonfinite_at``, a
-    list of ``{"param": name, "count": n, "rank": r}`` for the parameters that have any. ``rank`` is the lowest
-    global rank whose own gradient, before any reduction, was non-finite; None when none was, so that the
-    reduction itself overflowed or the loss of digits came after it.
+    Logged are ``nonfinite``, the count with each element counted once, ``nonfinite_at``, a list of
+    ``{"param": name, "count": n, "rank": r}`` for the parameters that have any, in model order, and
+    ``nonfinite_ranks``, the global ranks whose own gradients, before any reduction, were non-finite. ``rank`` is the
+    lowest of them for that parameter; None when there was none, so that the reduction itself overflowed or the loss of
+    digits came after it.
 
-    >>> rows = {NonFiniteCount(): torch.tensor([[0.0], [3.0]]), FirstToFail(): torch.tensor([[0], [1]])}
+    A step that is not finite is logged in any case, with its own step, whatever ``every`` is: of several in a row the
+    first one (:mod:`disthooks.grads.nonfinite`). That takes a look at each gradient in every backward, and one SUM in
+    every step.
+
+    >>> counts, first = torch.tensor([[0.0], [3.0]]), torch.tensor([[0], [2]])
+    >>> rows = {NonFiniteCount(): counts, FirstToFail(): first, OwnNonFinite(): torch.tensor([[0.0], [3.0]])}
     >>> NonFinite().record(Found(["w", "b"], {}, rows, [4, 5]))
-    {'nonfinite': 3, 'nonfinite_at': [{'param': 'b', 'count': 3, 'rank': 5}]}
+    {'nonfinite': 3, 'nonfinite_at': [{'param': 'b', 'count': 3, 'rank': 4}], 'nonfinite_ranks': [4, 5]}
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """The counts, and the first rank to fail."""
-        return NonFiniteCount(), FirstToFail()
+        """The counts, the first rank to fail, and all of them."""
+        return NonFiniteCount(), FirstToFail(), OwnNonFinite()
+
+    def always(self) -> tuple[Measure, ...]:
+        """What tells a step that is not finite: the counts and the ranks, both of a SUM."""
+        return NonFiniteCount(), OwnNonFinite()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The count."""
@@ -87,12 +97,15 @@ class NonFinite(Stat):
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         """The counts and where."""
-        counts = found.rows[NonFiniteCount()][:, 0].tolist()
-        marks = found.rows[FirstToFail()][:, 0].tolist()
-        ranks = [found.ranks[len(found.ranks) - mark] if mark > 0 else None for mark in marks]
+        counts, firsts, marks = (found.rows[measure][:, 0].tolist() for measure in self.measures())
+        ranks = [found.ranks[len(found.ranks) - first] if first > 0 else None for first in firsts]
         at = [
             {"param": name, "count": int(count), "rank": rank}
             for name, count, rank in zip(found.names, counts, ranks, strict=True)
             if count
         ]
-        return {name: int(count) for name, count in super().record(found).items()} | {"nonfinite_at": at}
+        made = {rank for rank, count in zip(ranks, counts, strict=True) if count and rank is not None}
+        for mark, count in zip(marks, counts, strict=True):
+            made |= set((ranks_in(mark, found.ranks) or ()) if count else ())
+        numbers = {name: int(count) for name, count in super().record(found).items()}
+        return numbers | {"nonfinite_at": at, "nonfinite_ranks": sorted(made)}

@@ -1,0 +1,130 @@
+"""Law 20: a step that is not finite is recorded, with its own step, all its ranks and parameters, and once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from trained import ENGINES, loss_of, make
+from zero import engine_of
+from zero import loss_of as zero_loss
+
+import disthooks as dh
+from disthooks import stats
+
+pytestmark = pytest.mark.dist
+
+BOTH = {"param": "mid.1.weight", "rank": 1}, {"param": "head.weight", "rank": 1}
+
+
+def _train(rank: int, engine: str, bad: dict[int, tuple[int, ...]], options: dict[str, Any], steps: int = 53) -> Any:
+    """Two gradients of the ranks in ``bad[step]`` are infinite; what was logged, and the last record on this rank."""
+    model, now, log = make(engine), [0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def breaks(grad: torch.Tensor) -> torch.Tensor | None:
+        return grad * math.inf if rank in bad.get(now[0], ()) else None
+
+    with (
+        dh.on_gradient(model, ["mid.1.weight", "head.weight"], breaks, at="local"),
+        dh.gradients(model, optimizer, sinks=[log.append], every=50, **options) as watch,
+    ):
+        for step in range(steps):
+            now[0] = step
+            optimizer.zero_grad()
+            loss_of(model, step, engine, rank).backward()
+            optimizer.step()
+    return log, watch.last_nonfinite
+
+
+def _at(record: dict[str, Any]) -> list[dict[str, Any]]:
+    found = [{"param": at["param"], "rank": at["rank"]} for at in record["nonfinite_at"]]
+    return sorted(found, key=lambda at: at["param"], reverse=True)  # FSDP1 has units, in its own order
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_between_logged_ones_is_recorded_once(ranks: Ranks, engine: str) -> None:
+    (log, last), (nothing, other) = ranks(_train, engine, {37: (1,)}, {"stats": [stats.NonFinite()]})
+    assert nothing == []
+    assert other == last
+    assert [record["step"] for record in log] == [0, 37, 50]
+    assert log[0]["nonfinite_ranks"] == []
+    assert "nonfinite_since" not in log[0]
+    event = log[1]
+    assert (event["nonfinite_ranks"], _at(event), event["nonfinite_params"]) == ([1], list(BOTH), 2)
+    assert event["nonfinite"] == sum(at["count"] for at in event["nonfinite_at"]) == 50
+    assert last == event
+    assert log[2]["nonfinite_ranks"] == [0, 1]  # the update has spoiled the parameters of all
+    assert log[2]["nonfinite_since"] == 37
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])
+def test_each_step_that_is_left_out_is_recorded(ranks: Ranks, engine: str) -> None:
+    """The same again is not; another rank's fault is, and so is one after a step that was right."""
+    bad = {7: (1,), 8: (1,), 9: (1,), 10: (0,), 20: (0, 1), 50: (1,), 51: (1,)}
+    (log, last), (_, other) = ranks(_train, engine, bad, {"rules": [dh.SkipNonFinite(), dh.ClipNorm(1.0)]})
+    assert _at(other) == _at(last) == [BOTH[0], BOTH[1]]
+    assert other["step"] == last["step"] == 50
+    assert [record["step"] for record in log] == [0, 7, 10, 20, 50]
+    assert [record.get("nonfinite_ranks") for record in log] == [None, [1], [0], [0, 1], [1]]
+    assert all(record["skipped"] == (record["step"] > 0) for record in log)
+    assert [at["param"] for at in _at(log[1])] == [at["param"] for at in BOTH]
+    assert log[-1]["skipped_total"] == 6.0
+    assert "grad_norm" in log[-1]
+
+
+def _zero(rank: int, stage: int) -> Any:
+    engine, log = engine_of(stage), []
+    with dh.gradients(engine, rules=[dh.SkipNonFinite()], sinks=[log.append], every=50):
+        for step in range(4):
+            for batch in (0, 1):
+                loss = zero_loss(engine, batch, rank).float()
+                engine.backward(loss * math.nan if (rank, step, batch) == (1, 2, 0) else loss)
+                engine.step()
+    return log
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed(ranks: Ranks, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    log, nothing = ranks(_zero, stage)
+    assert nothing == []
+    assert [(record["step"], record.get("nonfinite_ranks")) for record in log] == [(0, None), (2, [1])]
+    assert log[1]["nonfinite_params"] == len(log[1]["nonfinite_at"]) == 8
+
+
+def _late(rank: int, engine: str) -> Any:
+    """Attached between backward and step: no hook has seen these gradients, and nothing is refused."""
+    model, log = make(engine), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (loss_of(model, 0, engine, rank) * math.nan).backward()
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[log.append], every=50):
+        optimizer.step()
+    return log
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_that_no_hook_saw(ranks: Ranks, engine: str) -> None:
+    log, _ = ranks(_late, engine)
+    assert [(record["step"], record["skipped"], record["nonfinite_ranks"]) for record in log] == [(0, 1.0, [])]
+    assert log[0]["nonfinite_at"][0]["rank"] is None
+
+
+def test_the_first_parameters_in_model_order_and_how_many() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log: list[dict[str, Any]] = []
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[log.append], every=50) as watch:
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).sum() * (math.nan if step == 1 else 1.0)).backward()
+            optimizer.step()
+            assert [record["step"] for record in log] == [[], [0], [0, 1]][step]  # each is read one step late
+    names = [name for name, _ in model.named_parameters()]
+    assert [at["param"] for at in watch.last_nonfinite["nonfinite_at"]] == names[:10]
+    assert watch.last_nonfinite["nonfinite_params"] == 16
+    assert [record["step"] for record in log] == [0, 1]
