@@ -6,53 +6,54 @@ import contextlib
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
+
+from disthooks._locks import shared_locks
 
 
 class Forked(Protocol):
-    """Has a lock that no other thread may hold during a fork, and perhaps more to do in the child.
-
-    One that is taken while another's is held has a ``fork_depth``, larger than the other's, which is 0 where there is
-    none: who forks takes them in that order, or it and a thread would wait for each other.
-    """
-
-    @property
-    def fork_lock(self) -> contextlib.AbstractContextManager[bool]:
-        """Held during a fork by who forks, so that what it guards is whole in the child."""
+    """Has something to do in the child of a fork."""
 
     def after_fork(self) -> None:
-        """Called in the child, under the lock."""
+        """Called in the child, before any of its other code runs; this thread holds all shared locks."""
+
+
+class _Held(threading.local):
+    """The locks that this thread took for a fork."""
+
+    def __init__(self) -> None:
+        self.locks: list[Any] = []
 
 
 _all: weakref.WeakSet[Forked] = weakref.WeakSet()
-_lock = threading.Lock()
-_held: list[Forked] = []
+_held = _Held()
 
 
 def care_for(one: Forked) -> None:
-    """Take care of ``one`` at every fork, as long as it lives."""
-    with _lock:
-        _all.add(one)
+    """Call ``one.after_fork()`` in the child of every fork, as long as ``one`` lives."""
+    _all.add(one)
 
 
 def _before() -> None:
-    _lock.acquire()
-    for one in sorted(_all, key=lambda one: getattr(one, "fork_depth", 0)):
-        one.fork_lock.__enter__()
-        _held.append(one)
+    # See [Note: the order of locks]. Two threads may fork at once: both take the locks in that order.
+    for _, lock in shared_locks():
+        _held.locks.append(lock)  # first: Ctrl-C may come between these lines, and a lock must not stay taken
+        lock.acquire()
 
 
 def _after() -> None:
-    while _held:
-        with contextlib.suppress(RuntimeError):  # an interrupt came when it was released already
-            _held[-1].fork_lock.__exit__(None, None, None)
-        _held.pop()
-    with contextlib.suppress(RuntimeError):
-        _lock.release()
+    while _held.locks:
+        with contextlib.suppress(RuntimeError):  # an interrupt came before it was taken, or after it was released
+            _held.locks[-1].release()
+        _held.locks.pop()
 
 
 def _after_in_child() -> None:
-    for one in _held:
+    taken = set(map(id, _held.locks))
+    for _, lock in shared_locks():
+        if id(lock) not in taken:  # another thread made it meanwhile, and may have had it
+            lock._at_fork_reinit()
+    for one in list(_all):
         one.after_fork()
     _after()
 

@@ -22,6 +22,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "_device": (0, "", 0),
     "_events": (0, "", 1),
     "_forks": (0, "", 1),
+    "_locks": (0, "", 0),
     "_tensors": (0, "", 1),
     "_match": (0, "", 1),
     "_handles": (0, "", 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
+from disthooks._locks import Order, shared
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.entry import nothing_to_hook
@@ -20,7 +20,7 @@ from disthooks.saved.site import Site
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__
 _PLAIN = "_disthooks_plain"  # on the subclass: the class it stands for
 
-_lock = threading.Lock()
+_lock = shared(Order.CLASSES)
 _derived: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # attachments that need the class
 

@@ -295,8 +295,7 @@ class Frame:
 
     def _forget(self, packed: Packed) -> None:
         packed.let_go()
-        with self._ledger.lock:
-            self._ledger.index.forget(packed)
+        self._ledger.index.forget(packed)
 
     def _settle(self) -> None:
         """Ask those again that could not say at once, the oldest first, up to one that still cannot."""

@@ -32,7 +32,7 @@ class Index:
     """The packed values of one attachment that are alive, by what they are of. Those that are gone are sorted out
     from time to time: a callback for each would cost more.
 
-    Change it, and ask ``find``, under the lock of the ledger; ``seen`` needs none.
+    Change it, and ask ``find``, under the lock of the ledger; ``seen`` and ``forget`` need none.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class Index:
     def find(self, key: Key) -> Packed | None:
         """What is packed under ``key``."""
         reference = self._packed.get(key)
-        return None if reference is None else reference()
+        packed = None if reference is None else reference()
+        return None if packed is None or packed.forgotten else packed
 
     def add(self, key: Key, packed: Packed) -> None:
         """Have ``packed`` found under ``key`` as long as it lives."""
@@ -52,9 +53,8 @@ class Index:
         self._packed[key] = weakref.ref(packed)
 
     def forget(self, packed: Packed) -> None:
-        """Nothing is to share ``packed`` any more."""
-        self._packed = {key: reference for key, reference in self._packed.items() if reference() is not packed}
-        self._seen = {number: seen for number, seen in self._seen.items() if seen() is not packed}
+        """Nothing is to share ``packed`` any more. A destructor may say so: see [Note: the order of locks]."""
+        packed.forgotten = True
 
     def see(self, owner: torch.Tensor, packed: Packed) -> None:
         """Have ``packed``, which is all of its storage, found for ``owner`` and its views without a closer look."""
@@ -64,7 +64,7 @@ class Index:
         """What ``tensor``, of any kind, was packed as, if that is quickly said; ``owner`` counts its changes."""
         found = self._seen.get(id(owner))
         packed = None if found is None else found()
-        if packed is None or packed.owner() is not owner or tensor._version != packed.version:
+        if packed is None or packed.forgotten or packed.owner() is not owner or tensor._version != packed.version:
             return None
         if is_written_uncounted(tensor, owner) or (owner.dim() < 2 and not owner.requires_grad):
             return None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterable
 
 from torch import nn
 
 from disthooks._handles import Attachment
+from disthooks._locks import Order, shared
 from disthooks._match import Pattern, listed, match_modules
 from disthooks.errors import AttachError
 from disthooks.saved.classes import open_at, plain, put_back, refusal, site_of, swap
@@ -19,7 +19,7 @@ from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 from disthooks.saved.stores.base import Store
 
-_attaching = threading.Lock()
+_attaching = shared(Order.ATTACH)
 
 
 class Saving(Attachment):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 
 from disthooks import memory
 from disthooks._device import on_accelerator
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 from disthooks.saved.index import Index
 from disthooks.saved.report import SavedReport, SiteReport, shared_out
 from disthooks.saved.stores.base import Store
@@ -51,8 +50,7 @@ class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
     def __init__(self) -> None:
-        # A collection may begin inside, and end a generator whose hooks count.
-        self.fork_lock = self.lock = threading.RLock()
+        self.lock = shared(Order.LEDGER)
         self.index = Index()
         self.place = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.
@@ -73,10 +71,6 @@ class Ledger:
         #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
         self.change_held: Callable[[int], None] = self._changes.append
         self._told = self._told_graphs = False
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """The child goes on counting from here."""
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
@@ -173,15 +167,18 @@ class Ledger:
 
     def report(self, store: Store | None = None) -> SavedReport:
         """The figures as they stand, with those of the ``store`` if it is given."""
+        # See [Note: the order of locks]. The store and the device may take a while to answer, and no thread that trains
+        # is to wait for the ledger meanwhile.
+        tiers = () if store is None else store.report()
+        self._read_errors()
+        unreturned = memory.unreturned()
         with self.lock:
             self._settle()
-            self._read_errors()
             sites = {
                 name: SiteReport(*(getattr(site, field) for field in _Site.__slots__))
                 for name, site in self._sites.items()
             }
             every = sum(sites.values(), SiteReport())
-            tiers = () if store is None else store.report()
             return SavedReport(
                 calls=self._calls,
                 stored=every.stored,
@@ -201,18 +198,21 @@ class Ledger:
                 pack_seconds=every.pack_seconds,
                 unpack_seconds=every.unpack_seconds,
                 tensors=every.tensors,
-                unreturned=memory.unreturned(),
+                unreturned=unreturned,
                 tiers=tiers,
                 errors=dict(self._errors),
                 sites=shared_out(sites, tiers),
             )
 
     def _read_errors(self) -> None:
-        for device in {error.device for _, error in self._unread if on_accelerator(error)}:
+        with self.lock:
+            unread, self._unread = self._unread, []
+        for device in {error.device for _, error in unread if on_accelerator(error)}:
             torch.accelerator.synchronize(device)  # each was computed on the stream of its tensor
-        for codec, error in self._unread:
-            self._errors[codec] = max(self._errors.get(codec, 0.0), float(error))
-        self._unread.clear()
+        read = [(codec, float(error)) for codec, error in unread]
+        with self.lock:
+            for codec, error in read:
+                self._errors[codec] = max(self._errors.get(codec, 0.0), error)
 
     def _settle(self) -> None:
         while self._changes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from disthooks._device import current_stream, handed_over, on, on_accelerator, used_on
+from disthooks._locks import Order, own
 from disthooks._tensors import Layout
 from disthooks._torch import StorageRef, current_node, is_python_node
 from disthooks.errors import MutationError
@@ -83,6 +83,7 @@ class Packed(ABC):
         "constant",
         "cost",
         "first",
+        "forgotten",
         "handles",
         "in_order",
         "ledger",
@@ -116,11 +117,12 @@ class Packed(ABC):
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = current_stream(alias.device) if on_accelerator(alias) else None
         self.taken = self.changed = self.undecided = False
+        self.forgotten = False  # whether nothing is to share it any more
         self.any_dtype = True  # whether the contents are bits, whatever they mean
         self.volatile = False  # whether it may be changed uncounted while it is in memory
         self.cost = 0  # operators that are run to bring the contents
         self.constant = False  # whether no gradient flows to what was saved
-        self._lock = threading.RLock()  # a destructor may run while its own thread is inside
+        self._lock = own(Order.PACKED)
         self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
         self._most = 64
         self.in_order = False  # whether the contents are laid out as what was saved first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from disthooks._locks import Order, shared
 from disthooks._tensors import local_part
 from disthooks.watch._modules import version_of
 
@@ -144,7 +144,7 @@ class FirstCalls:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = shared(Order.WATCH)
         self._pending: list[Call] = []
         self._found: torch.Tensor | None = None
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from disthooks._locks import Order, shared
 from disthooks._tensors import exotic, storages_of
 from disthooks._torch import StorageRef, hooks_allowed, top_hooks
 from disthooks.errors import MutationError
@@ -36,7 +37,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int | None], StorageRef] = {}
-        self._lock = threading.Lock()
+        self._lock = shared(Order.WATCH)
 
     def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
         """ "parameter", "shared" or "saved"."""

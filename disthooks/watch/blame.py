@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment, Hook
+from disthooks._locks import Order, shared
 from disthooks._match import inside
 from disthooks._torch import being_traced, in_backward, in_transform
 from disthooks.engines.base import is_a
@@ -69,7 +70,7 @@ class Blame(Attachment):
         self._unknown: set[str] = set()
         self._threads = _Threads(only_nan, self._unknown)
         self._books: dict[torch.device, FirstCalls] = {}
-        self._lock = threading.Lock()
+        self._lock = shared(Order.WATCH)
         self._order = 0  # of calls that returned in this forward
         self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
         self._passed = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import difflib
 import functools
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks._handles import Attachment, Hook
+from disthooks._locks import Order, shared
 from disthooks._match import Pattern
 from disthooks.errors import MutationError, NotSeenError, UsageError
 from disthooks.watch._modules import choose, shown, tensors_of, version_of
@@ -37,7 +37,7 @@ class Seen(Attachment, Mapping[str, Any]):
         super().__init__()
         self.names = names
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = shared(Order.WATCH)
         # The inner key is the device of a DataParallel replica, and None for a module that is not one.
         self._runs: dict[str, dict[torch.device | None, collections.deque[_Run]]] = {name: {} for name in names}
         self._counts: collections.Counter[str] = collections.Counter()

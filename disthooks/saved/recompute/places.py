@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from disthooks._device import current_stream, event_on, is_capturing, on_accelerator
+from disthooks._locks import Order, own
 from disthooks.errors import DisthooksError, StoreError
 
 #: What computes a tensor in the way of that number; None when it cannot now.
@@ -46,7 +46,7 @@ class Place:
         self._seen = 0  # different numbers that were compared
         self._due = 0  # times
         self._asked: _Asked | None = None
-        self._lock = threading.Lock()  # replicas in threads share places
+        self._lock = own(Order.PLACE)  # replicas in threads share places
 
     @property
     def settled(self) -> bool:

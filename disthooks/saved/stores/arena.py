@@ -7,12 +7,11 @@ import contextlib
 import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.buffers import PAGE, Buffers, room_for
@@ -72,15 +71,11 @@ class Arena:
         #: Let an extent be used again. A C function: safe in a destructor, and nothing interrupts it.
         self.free: Callable[[Extent], None] = self._freed.append
         self._used = 0  # extents in use
-        self.fork_lock = self._lock = threading.Lock()
-        care_for(self)
+        self._lock = shared(Order.ARENA)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
         if self._fd >= 0:
             _close(self._fd)
-
-    def after_fork(self) -> None:
-        """The child can read what its parent wrote; it never writes here (see ``process``)."""
 
     def fileno(self) -> int:
         """The descriptor of the file."""

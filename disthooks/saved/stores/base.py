@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.traffic import StoreReport
@@ -150,14 +149,10 @@ class Account:
         self._released: collections.deque[int] = collections.deque()
         #: Give so many bytes back. A C function: nothing interrupts it.
         self.release: Callable[[int], None] = self._released.append
-        self.fork_lock = self._lock = threading.Lock()
-        care_for(self)
+        self._lock = shared(Order.ACCOUNT)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Account, (self._limit, self._owner)
-
-    def after_fork(self) -> None:
-        """The child goes on counting from here."""
 
     @property
     def limit(self) -> int | None:

@@ -7,13 +7,12 @@ import contextlib
 import ctypes
 import functools
 import mmap
-import threading
 import weakref
 from typing import Any
 
 import torch
 
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 
 PAGE = 4096
 _HUGE = 4 << 20  # from here on it is worth asking for huge pages
@@ -55,19 +54,13 @@ class Buffers:
             bytes.
     """
 
-    fork_depth = 2  # asked for memory under other locks
-
     def __init__(self, keep: int = 0) -> None:
         self.keep = keep
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
         self._blocks: list[weakref.ref[Any]] = []  # all that there are
         self.returned: collections.deque[Any] = collections.deque()
-        self.fork_lock = self._lock = threading.Lock()
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """The child has copies of all blocks; nothing is to be done."""
+        self._lock = shared(Order.POOL)
 
     def lease(self, nbytes: int) -> Any:
         """A writable buffer of ``room_for(nbytes)`` bytes, whatever is in them.

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 import time
 import weakref
 import zlib
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from disthooks._device import current_stream, event_on, handed_over, on
+from disthooks._locks import Order, shared
 from disthooks.errors import StoreError
 from disthooks.saved.stores.arena import CHUNK, Arena
 from disthooks.saved.stores.buffers import PAGE, Buffers, memory_at, memory_of, tensor_over
@@ -49,7 +49,7 @@ class Transfer:
         self._links: dict[torch.device, Link] = {}  # that were used
         self._sent: collections.deque[Outgoing] = collections.deque()  # whose sources are held, the oldest first
         self._coming: weakref.WeakSet[Incoming] = weakref.WeakSet()
-        self._lock = threading.RLock()  # of both; a collection may begin inside
+        self._lock = shared(Order.TRANSFER)  # of both
         self._allowed = sys.maxsize  # bytes on devices
 
     def for_reads(self, keep: int) -> None:
@@ -62,7 +62,6 @@ class Transfer:
 
     def after_fork(self) -> None:
         """A child cannot use the devices."""
-        self._lock = threading.RLock()
         self._links.clear()
         self._sent.clear()
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
 
 from disthooks._device import current_stream, event_on, on
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 from disthooks.errors import StoreError
 from disthooks.saved.stores.lane import Lane
 from disthooks.saved.stores.parcel import JOINED, SMALL, Batch, Carried, Owed, Parcel, join
@@ -54,11 +53,7 @@ class Courier:
         self._coming_bytes = 0
         self._dropped: collections.deque[Carried] = collections.deque()
         self.owed = Owed()
-        self.fork_lock = self._lock = threading.RLock()  # a collection may begin inside
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """A child cannot use the device."""
+        self._lock = shared(Order.MOVER)
 
     # -- for the threads of the computation
 

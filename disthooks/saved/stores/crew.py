@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 
 Job = TypeVar("Job")
 
@@ -28,8 +29,7 @@ class Crew(ABC, Generic[Job]):
         self._most = most
         self._jobs: dict[threading.Thread, Job | None] = {}  # what each thread is at
         self._closed = False
-        # A collection may begin under the lock, and its destructors may come here in the same thread.
-        self.fork_lock = self._lock = threading.RLock()
+        self._lock = shared(Order.MOVER)
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         care_for(self)
         _crews.add(self)
@@ -109,7 +109,7 @@ class Crew(ABC, Generic[Job]):
             self._done.wait(_LOOK)
         except BaseException:
             # An interrupt in a moment in which the lock is not held: who leaves its "with" has to have it.
-            if not self._lock._is_owned():  # type: ignore[attr-defined]
+            if not self._lock._is_owned():
                 self._lock.acquire()
             raise
         self._settle()

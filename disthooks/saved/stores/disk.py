@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from disthooks._device import on_accelerator
+from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
@@ -26,17 +26,7 @@ from disthooks.saved.stores.traffic import StoreReport
 _Directory = str | os.PathLike[str]
 _arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def _new_lock() -> None:
-    """In a child of a fork, another thread may have had it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+_lock = shared(Order.OPENING)
 
 
 def _arena(directory: str, direct: bool | Literal["auto"]) -> Arena:
@@ -70,7 +60,7 @@ class _Way:
     """
 
     def __init__(self, arenas: Sequence[Arena], store: OnDisk) -> None:
-        self._arenas, self._checksum, self._lock = arenas, store.checksum, threading.Lock()
+        self._arenas, self._checksum, self._lock = arenas, store.checksum, shared(Order.WAY)
         self._looked = store.gpu_direct is False
         self._found: GpuDirect | None = None
         self.why_staged = ""  # also when nobody asked for it

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes
 from disthooks.saved.stores.buffers import lease_type, map_block, room_for, tensor_over
 
@@ -77,8 +78,6 @@ class Pinned:
         pin: False for ordinary memory.
     """
 
-    fork_depth = 2  # asked for memory under other locks
-
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self.device = device
         self.pin = pin
@@ -87,7 +86,7 @@ class Pinned:
         self._total = self._resting = self._peak = 0  # bytes of all blocks, of those that are idle, most ever in use
         self.returned: collections.deque[Block] = collections.deque()
         self.refused = False  # whether the last new one could not be page-locked
-        self.fork_lock = self._lock = threading.Lock()
+        self._lock = shared(Order.POOL)
         care_for(self)
 
     def after_fork(self) -> None:

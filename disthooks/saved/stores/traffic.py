@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes
 
 
@@ -25,7 +25,7 @@ class Busy:
         self.seconds = 0.0
         self._count = 0
         self._begin = 0.0
-        self._lock = threading.Lock()
+        self._lock = shared(Order.TRAFFIC)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:

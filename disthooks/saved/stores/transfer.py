@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import collections
 import functools
-import threading
 from collections.abc import Callable
 
 import torch
 
 from disthooks._device import capturing, current_stream, event_on, new_stream, on, used_on
-from disthooks._forks import care_for
+from disthooks._locks import Order, shared
 
 _LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
 
@@ -120,19 +119,13 @@ class Link:
         back: what was fetched.
     """
 
-    fork_depth = 1  # who moves tensors has a lock, too
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._back = new_stream(device), new_stream(device)
         self._sent: collections.deque[Outgoing] = collections.deque()
         self._coming: collections.deque[Coming] = collections.deque()
         self.out, self.back = Rate(), Rate()
-        self.fork_lock = self._lock = threading.RLock()  # a collection may begin inside
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """A child cannot use the device."""
+        self._lock = shared(Order.LINK)
 
     # -- to the host
 

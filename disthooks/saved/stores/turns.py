@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import heapq
 import itertools
-import threading
 import weakref
 from typing import Any, cast
 
-from disthooks._forks import care_for
+from disthooks._locks import Order, own, shared
 from disthooks.saved.stores.prefetch import Own, Stream
 
 
@@ -28,7 +27,7 @@ class Placed:
     __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "turn")
 
     def __init__(self, nbytes: int, at: Any = None) -> None:
-        self.lock = threading.Lock()  # held while it is moved or read
+        self.lock = own(Order.PLACED, again=False)  # held while it is moved or read
         self.tier = -1
         self.ticket: Any = None
         self.nbytes, self.at = nbytes, at
@@ -52,11 +51,7 @@ class Turns:
     def __init__(self) -> None:
         self._own = Own(Stream)  # that of each thread
         self._gone: collections.deque[Turn] = collections.deque()
-        self.fork_lock = self._lock = threading.RLock()  # a collection may begin inside
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """The child goes on from here."""
+        self._lock = shared(Order.TURNS)
 
     def put(self, placed: Placed) -> None:
         """``placed`` is the next one of this thread."""
@@ -115,11 +110,7 @@ class Queue:
         self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # what is wanted last is the first
         self._numbers = itertools.count()
         self._most = 1024
-        self.fork_lock = self._lock = threading.RLock()
-        care_for(self)
-
-    def after_fork(self) -> None:
-        """The child goes on from here."""
+        self._lock = shared(Order.QUEUE)
 
     def __len__(self) -> int:
         return len(self._heap)
