@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from disthooks._described import described
 from disthooks.errors import MatchError, UsageError
 
 Pattern = str | type | Callable[[str, Any], bool]
@@ -55,10 +56,12 @@ def listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
     Raises:
         UsageError: when there is none, or one is no pattern, such as a module itself.
 
-    >>> listed("*.mlp"), listed([nn.Linear, "head"])[1]
-    (('*.mlp',), 'head')
+    >>> listed("*.mlp"), listed([nn.Linear, "head"])[1], listed({"b", "a"})
+    (('*.mlp',), 'head', ('a', 'b'))
     """
     one = callable(patterns) or isinstance(patterns, (str, nn.Module)) or not isinstance(patterns, Iterable)
+    if isinstance(patterns, Set):  # the order of a set of strings is another one in each process
+        patterns = sorted(patterns, key=described)
     found = (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))
     if not found:
         raise UsageError("give at least one pattern")

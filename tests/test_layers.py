@@ -24,6 +24,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "_forks": (0, "", 1),
     "_locks": (0, "", 0),
     "_tensors": (0, "", 1),
+    "_described": (0, "", 0),
     "_match": (0, "", 1),
     "_handles": (0, "", 1),
     "memory": (0, "", 2),
@@ -95,6 +96,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.order": (2, "grads", 0),
     "grads.measures": (2, "grads", 1),
     "grads.collect": (2, "grads", 2),
+    "grads.step_counts": (2, "grads", 2),
     "grads.rules": (2, "grads", 2),
     "grads.stats": (2, "grads", 2),
     "grads.sinks.base": (2, "grads", 0),
@@ -140,7 +142,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "launching": (5, "run", 1),
     "cli": (6, "", 0),
 }
-DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "saved.budget", "launching", "cli")
+DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "grads.step_counts", "saved.budget", "launching", "cli")
 
 
 def _name(file: pathlib.Path) -> str:

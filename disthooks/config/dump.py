@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -184,8 +183,3 @@ def _watched(watches: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise ConfigError(f"watch: {key} cannot be written to a file: give it to plan.watch()")
     return found
-
-
-def without_addresses(text: str) -> str:
-    """``text`` without what differs from process to process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)

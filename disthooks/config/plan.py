@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from disthooks._described import described
 from disthooks._match import listed
 from disthooks.config import dump
 from disthooks.config.attached import Prepared, SavingPlan
@@ -186,7 +187,7 @@ class Plan:
         try:
             return str(self.to_dict())
         except ConfigError:  # objects that cannot be written
-            return dump.without_addresses(repr(self))
+            return described(self)
 
     def _made(self, model: nn.Module, sinks: Iterable[Any]) -> dict[str, Any]:
         """The arguments of ``gradients()``."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from disthooks._described import described
 from disthooks._device import refuse_capture
 from disthooks._handles import Attachment
 from disthooks._match import Pattern
@@ -29,6 +29,7 @@ from disthooks.grads.rules.base import Rule
 from disthooks.grads.rules.only import Only
 from disthooks.grads.sinks import Numbers, Sink, add_to, close_all, open_all, write
 from disthooks.grads.stats.base import Stat
+from disthooks.grads.step_counts import StepCounts
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Gradients(Attachment):
         self._group = collect.group_of(engine.ranks)
         self._device = collect.device_for(self._group, self._shards[0].parameter.device)
         self._runner = Runner(engine, self._plan, self._group, self._device)
+        self._counts = StepCounts(engine.ranks, engine.ranks[engine.position], collect.seconds_to_wait(self._group))
         self._alarms, self._nonfinite = Alarms(), NonFiniteSteps(self._plan, engine.ranks)
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
@@ -194,7 +196,9 @@ class Gradients(Attachment):
         return {"steps": self.steps, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; call it on every rank.
+        """Go on from what :meth:`state_dict` gave; call it on every rank, between the same two steps.
+
+        The next step raises AttachError if the ranks count different numbers of steps.
 
         Raises:
             UsageError: when the rules or statistics are of other kinds, or for other numbers of parameters; nothing is
@@ -203,6 +207,7 @@ class Gradients(Attachment):
         mine = self.state_dict()
         for part in ("rules", "stats"):
             _check_states(part, mine[part], state.get(part, []))
+        self._counts.loaded()
         self.steps = int(state["steps"])
         self._looking.begin(self.steps, self._logged())
         for part, states in self._states().items():
@@ -265,15 +270,15 @@ class Gradients(Attachment):
         """What all ranks must have alike, or they would add up different things, or wait for each other."""
         wishes, names = self._wishes, [shard.name for shard in self._shards]
         scopes = [bound.indices for bound in self._plan.rules], self._looking.scopes()
-        asked = f"every={wishes.every}, rules={wishes.rules}, stats={wishes.stats}, groups={self._plan.groups}"
-        asked += f", for the parameters {scopes} of {names}"
-        return re.sub(r" at 0x[0-9a-f]+", "", asked)
+        asked = f"every={wishes.every}, rules={described(wishes.rules)}, stats={described(wishes.stats)}"
+        return f"{asked}, groups={self._plan.groups}, for the parameters {scopes} of {names}"
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
         check_step(optimizer, args, kwargs)
         self._check_same()
+        self._counts.check(self.steps)
         if self._pending is not None:
             self.flush()
         else:

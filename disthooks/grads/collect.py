@@ -67,6 +67,12 @@ def _timeout() -> timedelta | None:
     return found[0] if found else None
 
 
+def seconds_to_wait(group: Any) -> float:
+    """How long a collective of ``group`` waits for a rank; no time where there is none to wait for."""
+    known = None if group is None else _timeout()
+    return 0.0 if group is None else 1800.0 if known is None else known.total_seconds()
+
+
 def _nothing() -> None:
     """A reference to nothing."""
 
