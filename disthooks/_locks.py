@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 # [Note: the order of locks]
-# A thread that holds a lock asks only for locks that come later in ``Order``. So threads cannot wait for each other in a
-# circle: whoever holds the last of the locks that are held waits for none. There are three more rules.
+# A thread that holds a lock asks only for locks that come later in ``Order``. So threads cannot wait for each other in
+# a circle: whoever holds the last of the locks that are held waits for none. There are three more rules.
 #
 # - ``os.fork`` takes all shared locks, in this order, so that what they guard is whole in the child (``_forks.py``).
 #   The locks of single tensors (``own``) are not taken: there are too many.
