@@ -53,6 +53,8 @@ def plan(given: Plan) -> dict[str, Any]:
         found["budget"] = given.budget
     if given.exact:
         found["exact"] = True
+    if given.strict:
+        found["strict"] = True
     if given.saves:
         found["save"] = [_saved(patterns, line) for patterns, line in given.saves]
     if given.watches:

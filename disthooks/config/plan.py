@@ -47,6 +47,7 @@ class Plan:
             that make them: a sink opens its file when it is attached, not when the file is read.
         budget: see :doc:`config`; bytes, or text such as "20 GiB".
         exact: whether a lossy codec is an error.
+        strict: whether it is an error, under :mod:`disthooks.run`, when nothing can be attached to a model.
 
     Raises:
         ConfigError: when a codec is lossy and ``exact`` is true.
@@ -68,6 +69,7 @@ class Plan:
     watches: Mapping[str, Any] = field(default_factory=dict)
     budget: int | str | None = None
     exact: bool = False
+    strict: bool = False
     _written: Written | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Plan:
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: Written) -> Plan:
         """The plan of a configuration that was read; it knows the lines of what it has."""
-        plan = cls(saves, watches, checked["budget"], checked["exact"])
+        plan = cls(saves, watches, checked["budget"], checked["exact"], checked["strict"])
         object.__setattr__(plan, "_written", written)
         return plan
 

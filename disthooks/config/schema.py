@@ -53,5 +53,8 @@ class Hooks(_Strict):
         None, description="What parameters and saved tensors may take on the device of a rank: 20 GiB."
     )
     exact: bool = Field(False, description="true: a codec that loses anything is an error.")
+    strict: bool = Field(
+        False, description="true: under disthooks.run, an optimizer to whose model nothing can be attached is an error."
+    )
     save: list[Save] = Field([], description="Where saved tensors are; each module in one entry only.")
     watch: Watch | None = Field(None, description="What happens to gradients, and what is logged of them.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,31 @@ class Wishes:
     scaler: Any = None
 
 
+@dataclass(frozen=True)
+class LeftBehind:
+    """What an attachment had not yet written when it was collected.
+
+    Attributes:
+        steps: how many steps there had been.
+        records: of the steps that were logged last, the last of all with what ``also`` says.
+        also: what was to be logged with it.
+        sinks: those that are open.
+    """
+
+    steps: int
+    records: Sequence[dict[str, Any]]
+    also: Sequence[Numbers]
+    sinks: Sequence[Sink]
+
+    def write(self) -> None:
+        """Write the records and close the sinks."""
+        for record in self.records:
+            if record is self.records[-1]:
+                add_to(record, self.also)
+            write(self.sinks, record)
+        close_all(self.sinks)
+
+
 class Gradients(Attachment):
     """What :func:`gradients` attached.
 
@@ -102,6 +128,7 @@ class Gradients(Attachment):
         self._alarms, self._nonfinite = Alarms(), NonFiniteSteps(self._plan, engine.ranks)
         self._open: tuple[Outcome, Grads] | None = None
         self._pending: Pending | None = None
+        self._heir: Callable[[LeftBehind], object] | None = None
         self._sinks = self._opened(wishes.sinks)
         try:
             self._attach(optimizer)
@@ -159,27 +186,57 @@ class Gradients(Attachment):
 
     def flush(self) -> None:
         """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
+        others, record = self._read()
+        for other in others:
+            self._sinks = write(self._sinks, other)
+        if record is None:
+            return
+        self._also = add_to(record, self._also)
+        self.latest = record
+        self._sinks = write(self._sinks, self.latest)
+
+    def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+        """Records of steps that are not finite and not logged; then that of the step that was logged last."""
         pending, self._pending = self._pending, None
         told = self._nonfinite.read(wait=True)
         step = None if pending is None else pending.step
-        self._record_nonfinite([each for each in told if each.step != step])
+        others = self._not_finite(each for each in told if each.step != step)
         if pending is None:
-            return
+            return others, None
         record = pending.record(self._plan, self._stats, self._engine.ranks)
         for each in told:
             if each.step == step:
                 record = {"step": step, **each.fields, **record}
                 self.last_nonfinite = record if each.first else self.last_nonfinite
-        self._also = add_to(record, self._also)
-        self.latest = record
-        self._sinks = write(self._sinks, self.latest)
+        return others, record
+
+    def _not_finite(self, told: Iterable[Told]) -> list[dict[str, Any]]:
+        """A record for each step that is not logged and is the first of several that are not finite."""
+        found = [{"step": each.step, **each.fields} for each in told if each.first]
+        self.last_nonfinite = found[-1] if found else self.last_nonfinite
+        return found
 
     def _record_nonfinite(self, told: Iterable[Told]) -> None:
-        """A record for each step that is not logged and is the first of several that are not finite."""
-        for each in told:
-            if each.first:
-                self.last_nonfinite = {"step": each.step, **each.fields}
-                self._sinks = write(self._sinks, self.last_nonfinite)
+        for record in self._not_finite(told):
+            self._sinks = write(self._sinks, record)
+
+    def leave_to(self, heir: Callable[[LeftBehind], object]) -> None:
+        """Have ``heir`` called with what is left to write, should this be collected without ``remove()``.
+
+        Args:
+            heir: called from a destructor, so it must not wait; it must not hold this object.
+        """
+        self._heir = heir
+
+    def __del__(self) -> None:
+        heir = getattr(self, "_heir", None)
+        if heir is None:
+            return
+        others: list[dict[str, Any]] = []
+        record = None
+        with contextlib.suppress(Exception):  # while torch traces something there are no numbers
+            others, record = self._read()
+        heir(LeftBehind(self.steps, (*others, record) if record else others, self._also, self._sinks))
 
     def state_dict(self) -> dict[str, Any]:
         """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
@@ -228,6 +285,7 @@ class Gradients(Attachment):
         if self._plan.after.uses:
             self.on_remove(self._engine.after_step(optimizer, self._after_step).remove)
         self.on_remove(self.flush)
+        self.on_remove(functools.partial(setattr, self, "_heir", None))
         self.at_exit(self.remove)  # which flushes, then closes the sinks
 
     def _look_at(self, wanted: Sequence[int]) -> Looking:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +15,13 @@ from disthooks._match import inside, match_modules
 from disthooks.config import Plan
 from disthooks.config.plan import at_line
 from disthooks.errors import MatchError
-from disthooks.grads.attached import Gradients
+from disthooks.grads.attached import Gradients, LeftBehind
+
+# [Note: nothing is kept alive]
+# A process may train many models: folds, a search for the largest batch. The session outlives them, so it holds the
+# models, optimizers and hooks weakly, and what must be told of them at the end is kept apart, in `Watched`. The last
+# record of an attachment that is collected is written later, at the session's next event: a destructor runs at any
+# moment, in any thread, and must neither write to a sink nor take a lock.
 
 
 class Saves:
@@ -22,7 +31,7 @@ class Saves:
         self._plan = plan
         self._missed: dict[int, MatchError] = {}
         self._matched: set[int] = set()
-        self._models: list[nn.Module] = []
+        self._models: list[weakref.ref[nn.Module]] = []
 
     def plan_for(self, model: nn.Module, more_to_come: bool) -> tuple[Plan, bool]:
         """The plan, and whether to attach it ``partly``; without ``save`` for a model that has it, or has none of it.
@@ -30,13 +39,13 @@ class Saves:
         Raises:
             MatchError: when an entry matches in no model, and no other is to come.
         """
-        if any(inside(model) is one for one in self._models):
+        if any(inside(model) is one() for one in self._models):
             return _without_saves(self._plan), True
         here = [i for i, (patterns, _) in enumerate(self._plan.saves) if self._matches(i, patterns, model)]
         left = [] if more_to_come else self._left()
         if left and self._models:
             raise self._missed[left[0]]
-        self._models.append(inside(model))
+        self._models.append(weakref.ref(inside(model)))
         if left:  # of the only model: attaching the whole plan says so on every rank
             return self._plan, False
         return (self._plan if here else _without_saves(self._plan)), True
@@ -50,7 +59,7 @@ class Saves:
             with at_line(self._plan.source, ("save", index)):
                 match_modules(model, patterns)
         except MatchError as error:
-            self._missed[index] = error
+            self._missed[index] = error.with_traceback(None)  # whose frames would keep the model
             return False
         self._matched.add(index)
         return True
@@ -66,15 +75,57 @@ def _without_saves(plan: Plan) -> Plan:
     return part
 
 
+class Watched:
+    """What one optimizer's steps came to, known also when the optimizer and its model are gone.
+
+    # See [Note: nothing is kept alive]
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        report = gradients.report()
+        self.engine, self.parameters = report.engine, report.parameters
+        self._alive = weakref.ref(gradients)
+        self._first = self._last = gradients.steps
+        self._left: collections.deque[LeftBehind] = collections.deque(maxlen=1)
+        gradients.leave_to(self._left.append)
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """What is attached, while the model lives."""
+        return self._alive()
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were here, without those of a state that was loaded."""
+        gradients = self._alive()
+        self._last = gradients.steps if gradients is not None else self._last
+        return self._last - self._first
+
+    def settle(self) -> bool:
+        """Write what the attachment left when it was collected; whether it is gone."""
+        while self._left:
+            left = self._left.popleft()
+            self._last = left.steps
+            left.write()
+        return self._alive() is None
+
+    def remove(self) -> None:
+        """Take the hooks off, which writes what is still to be logged."""
+        self.settle()
+        gradients = self._alive()
+        if gradients is not None:
+            self._last = gradients.steps
+            gradients.remove()
+
+
 class Attached:
-    """The attachments to one model."""
+    """The attachments to one model, which none of them keeps alive."""
 
     def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None]) -> None:
-        self.model, self._joined = model, joined
+        self._model, self._name, self._joined = weakref.ref(model), type(inside(model)).__name__, joined
         self.saving: Any = None
         self.held = 0
-        self.watching: list[Gradients] = []
-        self._first: list[int] = []  # the steps that each of them had been given with a state
+        self.watched: list[Watched] = []
 
     def attach(self, plan: Plan, partly: bool, optimizers: Sequence[Any], before: int) -> None:
         """Attach ``plan``; from the second optimizer of the script on, its records say which one it is.
@@ -85,43 +136,43 @@ class Attached:
             optimizers: those that hold the model's parameters; None for DeepSpeed's.
             before: how many optimizers are watched already.
         """
+        model: Any = self._model()
         rest, self.held = list(optimizers), len(optimizers)
-        if not before:  # on all ranks or on none
-            first = rest.pop(0)
-            prepared = plan.prepare(self.model, first, partly=partly)
+        if not before and rest:  # on all ranks or on none
+            prepared = plan.prepare(model, rest.pop(0), partly=partly)
             self.saving = prepared.saving
             if prepared.gradients is not None:
-                self._watches(prepared.gradients)
+                self._watches(model, prepared.gradients)
         elif plan.saves:
-            self.saving = plan.save(self.model, partly=partly)
+            self.saving = plan.save(model, partly=partly)
         for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
-            self._watch(plan, optimizer, number)
+            also: list[Any] = [functools.partial(dict, optimizer=number), *([self.saving] if self.saving else [])]
+            self._watches(model, plan.watch(model, optimizer, also))
 
-    def _watch(self, plan: Plan, optimizer: Any, number: int) -> None:
-        also: list[Any] = [lambda: {"optimizer": number}]
-        self._watches(plan.watch(self.model, optimizer, [self.saving, *also] if self.saving else also))
+    def _watches(self, model: nn.Module, gradients: Gradients) -> None:
+        self._joined(model, gradients)
+        self.watched.append(Watched(gradients))
 
-    def _watches(self, watching: Gradients) -> None:
-        self.watching.append(watching)
-        self._joined(self.model, watching)
-        self._first.append(watching.steps)
+    def settle(self) -> bool:
+        """Whether the model and all that was attached to it is gone; what it left is written."""
+        gone = [watched.settle() for watched in self.watched]
+        return all(gone) and self._model() is None
 
     def told(self) -> dict[str, Any]:
         """What became of it so far, on this rank."""
         report = self.saving.report() if self.saving else None
-        seen = [watching.report() for watching in self.watching]
+        seen = self.watched
+        steps, parameters = max((one.steps for one in seen), default=0), sum(one.parameters for one in seen)
         return {
-            "model": type(inside(self.model)).__name__,
+            "model": self._name,
             "engine": seen[0].engine if seen else None,
             "saved": {"stored": report.stored, "moved": report.moved, "calls": report.calls} if report else None,
-            "watched": {"steps": seen[0].steps - self._first[0], "parameters": sum(one.parameters for one in seen)}
-            if seen
-            else None,
+            "watched": {"steps": steps, "parameters": parameters} if seen else None,
         }
 
     def remove(self) -> None:
         """Take them off, which writes what is still to be logged."""
-        for watching in self.watching:
-            watching.remove()
+        for watched in self.watched:
+            watched.remove()
         if self.saving:
             self.saving.remove()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks.config import Plan
 from disthooks.engines.steps import StepHooks, with_closure
@@ -28,8 +28,11 @@ class Listener(Protocol):
     def called(self, module: nn.Module, outermost: bool) -> None:
         """A module is about to run, with gradients on."""
 
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients are to be seen before an optimizer steps."""
+
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step; or has stepped, where nothing is to be seen before."""
 
     def steps_back(self) -> None:
         """The script attaches a plan itself."""
@@ -53,6 +56,7 @@ class Seams:
         for name in ("save", "watch", "prepare"):
             self._undo.append(_replaced(Plan, name, self._stepping_back))
         self._undo.append(register_optimizer_step_pre_hook(self._step).remove)
+        self._undo.append(register_optimizer_step_post_hook(self._stepped).remove)
 
     def close(self) -> None:
         """Put everything back."""
@@ -110,12 +114,19 @@ class Seams:
 
     def _step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Tell of a step; of one with a closure when that is done: the model is called in it, the first time too."""
+        if not self._listener.watches(optimizer):
+            return None
         given = with_closure(functools.partial(self._in_step, optimizer), args, kwargs)
         if given is None:
             self._listener.steps(optimizer)
         else:
             StepHooks.of(optimizer)  # what is attached in the closure finds its hooks there, in time for this step
         return given
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Tell of a step in which nothing was in the way: closures stay as they are where only saved tensors count."""
+        if not self._listener.watches(optimizer):
+            self._listener.steps(optimizer)
 
     def _in_step(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
         """The closure, after which gradients are final: Lightning has clipped in it."""

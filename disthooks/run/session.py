@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import multiprocessing.util
 import os
 import sys
@@ -24,6 +25,7 @@ from disthooks.run.attaching import Attached, Saves
 from disthooks.run.frameworks import Frameworks
 from disthooks.run.seams import Seams, only_fills_state
 
+_MANY = 3  # models alike are told of in one line
 _LOOKS = 4  # times a module is looked at for the optimizers that wait
 
 
@@ -43,8 +45,10 @@ class Session:
         self._waiting: list[weakref.ref[Any]] = []
         self._done: list[weakref.ref[Any]] = []  # attached, or nothing to attach for
         self._looked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._why: dict[int, str] = {}
+        self._why: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._parts: list[Attached] = []
+        self._gone: list[dict[str, Any]] = []  # what became of attachments whose models are gone
+        self._left: list[str] = []  # optimizers that are left alone, and why
         self._steps = 0
         self._busy = self._back = self._over = False
 
@@ -64,6 +68,7 @@ class Session:
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for the model of ``optimizer``."""
+        self._settle()
         if not self._back and not self._over:
             self._waiting.append(weakref.ref(optimizer))
             self._frameworks.made(optimizer)
@@ -81,26 +86,39 @@ class Session:
         if not optimizers:
             return
         if reason := world.refusal(model):
-            self._why |= {id(optimizer): reason for optimizer in optimizers}
+            for optimizer in optimizers:
+                self._why[optimizer] = reason
             return
         self._attach(model, optimizers)
 
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients are to be seen before ``optimizer`` steps, in a closure of its step too."""
+        return bool(self.plan.watches) and not (_closes_again(optimizer) and not self.plan.strict)
+
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing may step that should be watched and is not.
+        """See whether something is attached to the model of ``optimizer``; if not, it is said once, or raised.
 
         Raises:
-            AttachError: when nothing is attached, or ``optimizer`` has a model that could not be.
+            AttachError: when nothing is attached and the plan is ``strict``, or each process trains alone.
         """
         if self._back or _among(optimizer, self._done):
             self._steps += 1
             return
         if not _among(optimizer, self._waiting) or only_fills_state():
             return  # made by another optimizer, for itself
-        why = self._why.get(id(optimizer))
-        if not self._parts or why:
-            raise AttachError(_nothing_attached(optimizer, why))
-        _say(f"{type(optimizer).__name__} holds parameters of no module that was called: it is not watched")
-        self._settle([optimizer])
+        why = world.alone()
+        text = _nothing_attached(optimizer, self._why.get(optimizer) or why)
+        if self.plan.strict or why:
+            raise AttachError(f"the first step of {type(optimizer).__name__} begins and {text}")
+        self._leave_alone(optimizer, text)
+        self._settled([optimizer])
+
+    def _leave_alone(self, optimizer: Any, text: str) -> None:
+        line = f"{type(optimizer).__name__}: {text}"
+        if line in self._left:
+            return
+        self._left.append(line)
+        _say(f"{type(optimizer).__name__} is left alone: {text}. The script goes on ('strict: true' makes it an error)")
 
     def steps_back(self) -> None:
         """The script attaches itself: what is attached here comes off, and nothing more is."""
@@ -124,13 +142,12 @@ class Session:
         if os.getpid() != process:
             return {}
         self._over = True
-        told = [part.told() for part in self._parts]
-        self._detach()
+        told = self._detach()
         self._seams.close()
         self._frameworks.close()
         if os.environ.get("RANK", "0") == "0":
             self._tell(told, failed)
-        return {"attached": told, "optimizer_steps": self._steps}
+        return {"attached": told, "left_alone": self._left, "optimizer_steps": self._steps}
 
     def _held_by(self, model: nn.Module, outermost: bool) -> list[Any]:
         if outermost:
@@ -142,7 +159,7 @@ class Session:
             if held and held <= mine:
                 whole.append(optimizer)
             elif held & mine:
-                self._why.setdefault(id(optimizer), _a_part(optimizer, model))
+                self._why.setdefault(optimizer, _a_part(optimizer, model))
         return whole
 
     def _of_engine(self, engine: Any) -> list[Any]:
@@ -158,11 +175,28 @@ class Session:
             self._read_again(model)
             plan, partly = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
             before = sum(part.held for part in self._parts)
-            self._parts.append(Attached(model, self._joined))
-            self._parts[-1].attach(plan, partly, [None] if is_a(model, "DeepSpeedEngine") else optimizers, before)
+            part = Attached(model, self._joined)
+            watched = [None] if is_a(model, "DeepSpeedEngine") else self._watchable(optimizers)
+            self._parts.append(part)
+            part.attach(plan, partly, watched, before)
+            if not part.saving and not part.watched:
+                self._parts.remove(part)
         finally:
             self._busy = False
-        self._settle(optimizers)
+        self._settled(optimizers)
+
+    def _watchable(self, optimizers: Sequence[Any]) -> list[Any]:
+        """Without those whose gradients cannot be watched."""
+        if not self.plan.watches or self.plan.strict:
+            return list(optimizers)
+        for optimizer in optimizers:
+            if _closes_again(optimizer):
+                self._leave_alone(
+                    optimizer,
+                    "it calls its closure several times in a step, and no gradients are final before the last time, "
+                    "so that they are not watched; what 'save' says is attached",
+                )
+        return [optimizer for optimizer in optimizers if not _closes_again(optimizer)]
 
     def _joined(self, model: nn.Module, gradients: Gradients) -> None:
         """See [Note: state waits for its attachment]."""
@@ -177,8 +211,8 @@ class Session:
     def _watching(self, optimizer: Any) -> Gradients | None:
         """What is attached to ``optimizer``, or to what it wraps."""
         inner = getattr(optimizer, "optimizer", optimizer)
-        found = (one for part in self._parts for one in part.watching)
-        return next((one for one in found if one.optimizer is inner), None)
+        found = (watched.gradients for part in self._parts for watched in part.watched)
+        return next((one for one in found if one is not None and one.optimizer is inner), None)
 
     def _read_again(self, model: Any) -> None:
         """DeepSpeed's own configuration comes before ./disthooks.yaml, and is known only now."""
@@ -190,7 +224,16 @@ class Session:
             self.plan, self._origin = read_found(found), _shown(found)
             self._saves = Saves(self.plan)
 
-    def _settle(self, optimizers: Sequence[Any]) -> None:
+    def _settle(self) -> None:
+        """Keep of attachments whose models are gone what there is to tell. See [Note: nothing is kept alive]."""
+        gone = [part for part in self._parts if part.settle()]
+        self._parts = [part for part in self._parts if part not in gone]
+        for part in gone:
+            self._gone.append(part.told())
+            part.remove()
+
+    def _settled(self, optimizers: Sequence[Any]) -> None:
+        self._done = [ref for ref in self._done if ref() is not None]
         self._done += [weakref.ref(optimizer) for optimizer in optimizers]
         self._waiting = [ref for ref in self._waiting if not _among(ref(), self._done) and ref() is not None]
         self._seams.hear_calls(bool(self._waiting))
@@ -198,18 +241,25 @@ class Session:
     def _alive(self) -> list[Any]:
         return [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
 
-    def _detach(self) -> None:
+    def _detach(self) -> list[dict[str, Any]]:
+        """Take everything off; what became of all that was attached."""
+        self._settle()
+        told = [*self._gone, *(part.told() for part in self._parts)]
         while self._parts:
             try:
                 self._parts.pop(0).remove()
             except Exception as error:
                 _say(f"rank {os.environ.get('RANK', '0')}: while detaching: {type(error).__name__}: {error}")
+        return told
 
     def _tell(self, told: Sequence[dict[str, Any]], failed: bool) -> None:
         if failed and not told:
             return
         if self._back:
             _say(f"the script attaches what it needs itself; {self._origin} was not used")
+            return
+        if not told and self._left:
+            _say(f"WARNING: nothing was attached, and {self._origin} was not used: {self._left[0]}")
             return
         if not told:
             _say(
@@ -220,8 +270,8 @@ class Session:
             return
         for why in () if failed else self._saves.unmatched():  # the error said so
             _say(f"WARNING: nothing was saved for an entry that matches in no model: {why}")
-        for each in told:
-            _say(_line(each))
+        for line in _lines(told):
+            _say(line)
 
 
 def _shown(found: Found | None) -> str:
@@ -231,14 +281,44 @@ def _shown(found: Found | None) -> str:
     return os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else found.origin
 
 
-def _line(told: dict[str, Any]) -> str:
-    parts = [f"{told['model']} on {told['engine']}" if told["engine"] else told["model"]]  # known where it is watched
-    if told["saved"]:
-        stored, moved = (format_bytes(told["saved"][name]) for name in ("stored", "moved"))
-        parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank)")
-    if told["watched"]:
-        parts.append(f"watched {told['watched']['steps']} steps of {told['watched']['parameters']} parameters")
+def _lines(told: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each model; one for all of a kind that are many, and one for those that never stepped."""
+    used = [one for one in told if not one["watched"] or one["watched"]["steps"]]
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in used:
+        size = one["watched"]["parameters"] if one["watched"] else None
+        kinds.setdefault((one["model"], one["engine"], size), []).append(one)
+    lines = [line for ones in kinds.values() for line in ([_line(ones)] if len(ones) > _MANY else map(_line1, ones))]
+    idle = collections.Counter(one["model"] for one in told if one not in used)
+    for name, count in idle.items():
+        times = f" ({count} of them)" if count > 1 else ""
+        lines.append(f"{name}{times}: watched 0 steps, since its optimizer made none")
+    return lines
+
+
+def _line1(told: dict[str, Any]) -> str:
+    return _line([told])
+
+
+def _line(told: Sequence[dict[str, Any]]) -> str:
+    """What became of one model, or of several alike together."""
+    first = told[0]
+    parts = [
+        f"{first['model']} on {first['engine']}" if first["engine"] else first["model"]
+    ]  # known where it is watched
+    parts[0] += f", {len(told)} models" if len(told) > 1 else ""
+    if first["saved"]:
+        stored, moved = (format_bytes(sum(one["saved"][name] for one in told)) for name in ("stored", "moved"))
+        parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank, in all)")
+    if first["watched"]:
+        steps = sum(one["watched"]["steps"] for one in told)
+        parts.append(f"watched {steps} steps of {first['watched']['parameters']} parameters")
     return "; ".join(parts)
+
+
+def _closes_again(optimizer: Any) -> bool:
+    """Whether a step of ``optimizer`` calls its closure several times."""
+    return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _among(optimizer: Any, refs: Sequence[weakref.ref[Any]]) -> bool:
@@ -254,17 +334,16 @@ def _a_part(optimizer: Any, model: nn.Module) -> str:
 
 
 def _nothing_attached(optimizer: Any, why: str | None) -> str:
-    reason = (
-        why
-        or world.alone()
-        or (
-            "no module that holds its parameters was called with gradients on (outside of what torch.compile traces), "
-            "or the optimizer was made before fully_shard, which replaces parameters; "
-            "attach in the script with disthooks.prepare(model, optimizer)"
-        )
+    reason = why or (
+        "no module that holds its parameters was called with gradients on (outside of what torch.compile traces), "
+        "or the optimizer was made before fully_shard, which replaces parameters; "
+        "attach in the script with disthooks.prepare(model, optimizer)"
     )
-    return f"the first step of {type(optimizer).__name__} begins and nothing is attached to its model: {reason}"
+    return f"nothing is attached to its model: {reason}"
 
 
 def _say(text: str) -> None:
+    """Once for the job, where it may be read; the record of each rank has what is left alone there."""
+    if os.environ.get("RANK", "0") != "0" and not text.startswith("rank "):
+        return
     print(f"disthooks: {text}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
@@ -93,7 +94,9 @@ def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipelin
     swap(alike)
     for name, module in chosen:
         open_at(module, Site(line, ledger, name or type(module).__name__))
-    saving.on_remove(functools.partial(_detach, [module for _, module in chosen], alike))
+    # Weakly: a handle that outlives its model does not keep it.
+    attached = [weakref.ref(module) for _, module in chosen]
+    saving.on_remove(functools.partial(_detach, attached, [weakref.ref(part) for part in alike]))
     return saving
 
 
@@ -120,7 +123,11 @@ def _refuse(name: str, module: nn.Module) -> None:
         raise AttachError(f"{name or 'the model'!r} has saved-tensor hooks already: remove() that attachment first")
 
 
-def _detach(attached: list[nn.Module], alike: list[nn.Module]) -> None:
-    for module in attached:
+def _detach(attached: list[weakref.ref[nn.Module]], alike: list[weakref.ref[nn.Module]]) -> None:
+    for module in _alive(attached):
         open_at(module, None)
-    put_back(alike)
+    put_back(_alive(alike))
+
+
+def _alive(modules: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for each in modules if (module := each()) is not None]

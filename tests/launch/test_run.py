@@ -140,3 +140,15 @@ def test_launch_deepspeed(truth: list[float], alone: Job, hooks: pathlib.Path, t
     proven(done, truth, alone, ranks=2, near=1e-6)  # DeepSpeed computes in float32
     assert done.lines()[0]["argv"] == [str(TRAIN), "--local_rank=0", *map(str, command[-4:])]
     assert done.records()[1]["attached"][0]["engine"] == "DeepSpeed"
+
+
+def test_a_script_that_reduces_gradients_itself_goes_on(tmp_path: pathlib.Path) -> None:
+    import accelerate.test_utils
+
+    (tmp_path / "disthooks.yaml").write_text("watch: {every: 1, stats: [{kind: Norm}]}")
+    script = pathlib.Path(accelerate.test_utils.__file__).parent / "scripts" / "test_sync.py"
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "disthooks.run", script]
+    done = job(command, tmp_path, ACCELERATE_USE_CPU="true")
+    assert done.code == 0, done.err
+    assert done.err.count("is left alone: nothing is attached to its model") == 1
+    assert all(len(one["left_alone"]) == 1 and one["attached"] for one in done.records())
