@@ -170,7 +170,8 @@ def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
     """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies.
 
     The values are "parameter" or "buffer", and a weak reference: engines exchange the storages of weights in mid
-    forward, and as long as the references are there no other tensor gets the address of one that is gone.
+    forward, and as long as the references are there no other tensor gets the address of one that is gone. Those that a
+    lazy module has not made yet are left out; see :func:`is_waiting`.
 
     >>> [kind for kind, _ in storages_of(nn.Linear(2, 2)).values()]
     ['parameter', 'parameter']
@@ -179,7 +180,18 @@ def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
     found: dict[int, tuple[str, StorageRef]] = {}
     for kind, tensors in (("buffer", module.buffers()), ("parameter", itertools.chain(module.parameters(), copies))):
         for tensor in tensors:
+            if nn.parameter.is_lazy(tensor):
+                continue
             with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
                 ref = StorageRef(local_part(tensor).untyped_storage())
                 found[ref.address] = kind, ref
     return found
+
+
+def is_waiting(module: nn.Module) -> bool:
+    """Whether a lazy module in ``module`` has not made its parameters and buffers yet.
+
+    >>> is_waiting(nn.LazyLinear(2)), is_waiting(nn.Linear(2, 2))
+    (True, False)
+    """
+    return any(nn.parameter.is_lazy(it) for it in itertools.chain(module.parameters(), module.buffers()))

@@ -93,6 +93,16 @@ def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[
     return mark
 
 
+def forget_compiled() -> None:
+    """Have ``torch.compile`` trace again what it compiled so far, when it is next called.
+
+    The compiler does not guard the functions of a class: what was compiled before one is replaced would call the old.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo")
+    if compiler is not None:
+        compiler.reset_code_caches()
+
+
 class StorageRef:
     """A weak reference to a storage, by torch's own counts: Python's may find a storage that is being destroyed.
 

@@ -10,7 +10,7 @@ from torch import nn
 from disthooks.engines.base import Engine, is_a
 from disthooks.engines.data_parallel import DataParallel
 from disthooks.engines.plain import Plain
-from disthooks.engines.refused import refuse_mixed, refuse_nested, refuse_unwrapped
+from disthooks.engines.refused import refuse_lazy, refuse_mixed, refuse_nested, refuse_unwrapped
 from disthooks.errors import AttachError, UsageError
 
 
@@ -30,6 +30,7 @@ def find(model: nn.Module) -> Engine:
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     while is_a(model, "OptimizedModule"):  # what torch.compile returns
         model = cast(nn.Module, model._orig_mod)
+    refuse_lazy(model)
     found = next(kind for kind in _kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)
     refuse_mixed(found)

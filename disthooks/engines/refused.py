@@ -18,6 +18,16 @@ def refuse_unwrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise AttachError when a lazy module in ``model`` has not made its parameters yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise AttachError(
+                f"{name!r} has no shape yet, because a lazy module makes its parameters in its first forward: run the "
+                "model once on an example before the optimizer is made, then attach"
+            )
+
+
 def refuse_nested(model: nn.Module) -> None:
     """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
     for name, module in model.named_modules():

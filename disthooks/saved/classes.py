@@ -1,10 +1,10 @@
-"""The class that an attached module has: one cached subclass for each class, with its name."""
+"""How an attached module is called: through its class's own ``__call__``, which opens the hooks at the module's site."""
 
 from __future__ import annotations
 
-import copyreg
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -12,17 +12,29 @@ import torch.nn.utils.parametrize
 from torch import nn
 
 from disthooks._locks import Order, shared
-from disthooks._torch import uncompiled
+from disthooks._torch import forget_compiled, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.entry import nothing_to_hook
 from disthooks.saved.site import Site
 
-_SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__
-_PLAIN = "_disthooks_plain"  # on the subclass: the class it stands for
+# [Note: the class's own call]
+# `model(x)` calls `type(model).__call__`, and nothing that is set on the module itself comes before that. An attached
+# module keeps its class, so `type(m) is nn.Linear` stays true; what changes is the function `__call__` in the class's
+# own dictionary, as long as a module of this class is attached. The function asks the module for its site and opens hooks
+# there; a module without a site, in any model, is called as before. This has what the other ways lack:
+#   * A forward hook pair leaks when forward is interrupted, and is inside of what `module.compile()` compiled.
+#   * A function on the instance, also torch's `_compiled_call_impl`, has the original's parameters in a replica of
+#     DataParallel, and an outer torch.compile does not see it.
+#   * A subclass for the module changes `type()`: initialisers, registries and quantization miss the module silently.
+#   * `nn.Module.__call__` itself, replaced, slows down every module and turns off a shortcut of the compiler's.
+# Several classes in one line of descent may be changed at once, as when `fully_shard` derives from a changed class.
+# The site says whose function opens it, so that hooks open once. The compiler does not guard the
+# functions of a class: what it compiled before is forgotten when a class is changed, and traced again.
+
+_SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__; None in the class
 
 _lock = shared(Order.CLASSES)
-_derived: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
-_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # attachments that need the class
+_standing: weakref.WeakSet[_Opener] = weakref.WeakSet()  # in the classes that are changed now
 
 
 class _Here(Site):
@@ -43,110 +55,155 @@ def site_of(module: nn.Module) -> Site | None:
     return cast("Site | None", module.__dict__.get(_SITE))
 
 
-def open_at(module: nn.Module, site: Site | None) -> None:
-    """Have the calls of ``module``, whose class was swapped, open hooks at ``site``; or none any more."""
-    if site is None:
-        module.__dict__.pop(_SITE, None)
-    else:
-        module.__dict__[_SITE] = _Here(*site)
-
-
-def plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that ``kind`` stands for, or itself."""
-    return cast("type[nn.Module]", kind.__dict__.get(_PLAIN, kind))
-
-
 def refusal(module: nn.Module) -> str | None:
-    """Why ``module`` cannot change its class, or None when it can."""
+    """Why hooks cannot open around the calls of ``module``, or None when they can."""
     if isinstance(module, torch.fx.GraphModule):
         return "a GraphModule makes its class anew when it is recompiled"
     if isinstance(module, torch.jit.ScriptModule):
         return "a scripted module runs without Python hooks"
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
-        return "a lazy module changes its class when it materialises; run it once first"
+    for kind in _classes(module):
+        own = kind.__dict__.get("__call__")
+        if own is not None and not isinstance(own, types.FunctionType):
+            return f"{kind.__name__}.__call__ is not a function"
     return None
 
 
-def swap(modules: Iterable[nn.Module]) -> None:
-    """Give ``modules`` the subclasses of their classes; all or, after an AttachError, none."""
+def attach(sites: Iterable[tuple[nn.Module, Site]]) -> None:
+    """Open hooks around the calls of each module, at its site; all or, after an AttachError, none."""
     with _lock:
-        modules = list(modules)
-        # fully_shard or parametrize may have derived from ours. All are made before any is used.
-        fresh = [m for m in modules if not any(_PLAIN in kind.__dict__ for kind in type(m).__mro__)]
-        made = [(module, _subclass(_movable(module))) for module in fresh]
-        for module, kind in made:
-            if _is_parametrized(module):
-                type(module).__bases__ = (kind,)
-            else:
-                module.__class__ = kind
-        for module in modules:
-            _users[module] = _users.get(module, 0) + 1
-
-
-def put_back(modules: Iterable[nn.Module]) -> None:
-    """Give those of ``modules`` that no attachment needs any more their own classes again."""
-    with _lock:
-        for module in modules:
-            _users[module] = _users.get(module, 1) - 1
-            if _users[module] > 0:
-                continue
-            del _users[module]
-            kind = type(module)
-            if _PLAIN in kind.__dict__:
-                module.__class__ = plain(kind)
-            elif _is_parametrized(module) and not any(type(other) is kind for other in _users):
-                # A deepcopy of a parametrized module has the same class; it was the last one that needs it.
-                kind.__bases__ = (plain(kind.__bases__[0]), *kind.__bases__[1:])
-
-
-def _is_parametrized(module: nn.Module) -> bool:
-    """Whether ``module`` has a class of its own, made by parametrize, which edits it later: ours goes under it."""
-    return torch.nn.utils.parametrize.is_parametrized(module)
-
-
-def _movable(module: nn.Module) -> type[nn.Module]:
-    kind = type(module)
-    return kind.__bases__[0] if _is_parametrized(module) else kind
-
-
-def _subclass(kind: type[nn.Module]) -> type[nn.Module]:
-    """The one subclass that stands for ``kind``."""
-    found = _derived.get(kind)
-    if found is None:
+        sites = list(sites)
+        openers: dict[type[nn.Module], _Opener] = {}
         try:
-            found = _derived[kind] = _derive(kind)
-        except Exception as error:  # whatever an __init_subclass__ or a metaclass raises
+            for kind in dict.fromkeys(kind for module, _ in sites for kind in _classes(module)):
+                openers[kind] = _opener(kind)
+        except BaseException:
+            for opener in openers.values():
+                opener.restore_if_unused()
+            raise
+        for module, site in sites:
+            own = tuple(openers[kind] for kind in _classes(module))
+            for opener in own:
+                opener.attached.add(module)
+            module.__dict__[_SITE] = _Here(*site[:-1], own)
+
+
+def detach(modules: Iterable[nn.Module]) -> None:
+    """Open no hooks around the calls of ``modules`` any more; a class without attached modules is as it was."""
+    with _lock:
+        for module in modules:
+            site = module.__dict__.pop(_SITE, None)
+            for opener in () if site is None else site.openers:
+                opener.attached.discard(module)
+                opener.restore_if_unused()
+
+
+def _classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes whose ``__call__`` is to open the hooks of ``module``: its own, and the one that it will have."""
+    kind = type(module)
+    if torch.nn.utils.parametrize.is_parametrized(module) and len(kind.__bases__) == 1:
+        return (kind.__bases__[0],)  # parametrize made the class for this module alone, and takes it back
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.cls_to_become is not None:
+        later = cast("type[nn.Module]", module.cls_to_become)
+        return (later,) if issubclass(kind, later) else (kind, later)
+    return (kind,)
+
+
+def _opener(kind: type[nn.Module]) -> _Opener:
+    """The opener that stands in ``kind``, made now if there is none."""
+    found = getattr(kind.__dict__.get("__call__"), "_disthooks_opener", None)
+    return found if isinstance(found, _Opener) else _Opener(kind)
+
+
+class _Opener:
+    """The functions of ours that a class has while modules of this class are attached."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        call = _call(kind, self)
+        call.__dict__["_disthooks_opener"] = self
+        ours = {
+            _SITE: None,  # that of the modules that are not attached; the compiler guards an attribute, but no missing key
+            "__call__": call,
+            "__reduce_ex__": _reduce(kind),
+            "__prepare_scriptable__": _prepare_scriptable(kind),
+        }
+        self._kind, self._ours = kind, ours
+        self._own = {name: kind.__dict__[name] for name in ours if name in kind.__dict__}
+        try:
+            for name, value in ours.items():
+                setattr(kind, name, value)
+        except Exception as error:  # whatever a metaclass raises
+            self.restore_if_unused()
             raise AttachError(
-                f"{kind.__name__} cannot be derived from ({type(error).__name__}: {error}); wrap it instead: "
+                f"{kind.__name__} lets nobody change its functions ({type(error).__name__}: {error}); wrap it instead: "
                 "SaveWith(module, ...)"
             ) from error
-    return found
+        forget_compiled()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Opener:
+        return self
+
+    def restore_if_unused(self) -> None:
+        """Give the class its own functions again, once no module is attached."""
+        if self.attached:
+            return
+        for name in ("__reduce_ex__", "__prepare_scriptable__", "__call__", _SITE):
+            value = self._ours[name]
+            if name not in self._kind.__dict__ or self._kind.__dict__[name] is not value:
+                if name == "__call__":
+                    return  # somebody else has replaced it since and may call ours, which asks for the site
+            elif name in self._own:
+                setattr(self._kind, name, self._own[name])
+            else:
+                delattr(self._kind, name)
 
 
-def _derive(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that opens the hooks around a call where there is a site, and is not to be told from ``kind``."""
+def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
+    own = kind.__dict__.get("__call__")
 
     @uncompiled(callees=False)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = self.__dict__.get(_SITE)
-        if site is None or nothing_to_hook():
-            return kind.__call__(self, *args, **kwargs)
-        return site.call(self, kind.__call__, self, *args, **kwargs)
+    def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: Site | None = self._disthooks_site
+        if site is None or opener not in site.openers or nothing_to_hook():
+            return super(kind, self).__call__(*args, **kwargs)
+        return site.call(self, super(kind, self).__call__, *args, **kwargs)
+
+    if own is None:
+        return inherited
+
+    @uncompiled(callees=False)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site: Site | None = self._disthooks_site
+        if site is None or opener not in site.openers or nothing_to_hook():
+            return own(self, *args, **kwargs)
+        return site.call(self, own, self, *args, **kwargs)
+
+    return replaced
+
+
+def _reduce(kind: type[nn.Module]) -> Callable[..., Any]:
+    own = kind.__dict__.get("__reduce_ex__")
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Copies and pickles are of the plain class, without state of ours."""
-        given = kind.__reduce_ex__(self, protocol)
-        if isinstance(given, str):
+        """What the plain module gives: a copy or a pickle has no state of ours."""
+        given = super(kind, self).__reduce_ex__(protocol) if own is None else own(self, protocol)
+        if isinstance(given, str) or len(given) < 3 or not isinstance(given[2], dict) or _SITE not in given[2]:
             return given
-        made: list[Any] = [kind if part is own else part for part in given]
-        made[1] = tuple(kind if part is own else part for part in made[1])
-        if made[0] is copyreg.__newobj__ and made[1] == (kind,):  # type: ignore[attr-defined]
-            # The pickler insists that __newobj__ makes the object's own class; this one makes any.
-            made[:2] = [copyreg._reconstructor, (kind, object, None)]  # type: ignore[attr-defined]
-        if len(made) > 2 and isinstance(made[2], dict):
-            made[2] = {key: value for key, value in made[2].items() if key != _SITE}
-        return tuple(made)
+        state = {key: value for key, value in given[2].items() if key != _SITE}
+        return (*given[:2], state, *given[3:])
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    own = type(kind.__name__, (kind,), {**names, _PLAIN: kind, "__call__": call, "__reduce_ex__": reduce})
-    return own
+    return reduce
+
+
+def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
+    own = kind.__dict__.get("__prepare_scriptable__")
+
+    def prepare(self: nn.Module) -> Any:
+        """What ``torch.jit.script`` compiles instead of this module; it asks at the beginning."""
+        site = site_of(self)
+        if site is not None:
+            site.ledger.count_pass("scripting", site.name)
+        inherited = getattr(super(kind, self), "__prepare_scriptable__", None) if own is None else own.__get__(self)
+        return self if inherited is None else inherited()
+
+    return prepare

@@ -12,7 +12,7 @@ from disthooks._handles import Attachment
 from disthooks._locks import Order, shared
 from disthooks._match import Pattern, listed, match_modules
 from disthooks.errors import AttachError
-from disthooks.saved.classes import open_at, plain, put_back, refusal, site_of, swap
+from disthooks.saved.classes import attach, detach, refusal, site_of
 from disthooks.saved.entry import never_runs
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
@@ -88,15 +88,9 @@ def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipelin
     for name, module in chosen:
         _refuse(name, module)
     saving = Saving(ledger, line.store, tuple(name for name, _ in chosen))
-    classes = {plain(type(module)) for _, module in chosen}
-    # Wrap policies pick modules by class, and take the first one's: all of a class must stay of one class.
-    alike = [part for part in model.modules() if plain(type(part)) in classes and refusal(part) is None]
-    swap(alike)
-    for name, module in chosen:
-        open_at(module, Site(line, ledger, name or type(module).__name__))
+    attach((module, Site(line, ledger, name or type(module).__name__)) for name, module in chosen)
     # Weakly: a handle that outlives its model does not keep it.
-    attached = [weakref.ref(module) for _, module in chosen]
-    saving.on_remove(functools.partial(_detach, attached, [weakref.ref(part) for part in alike]))
+    saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in chosen)))
     return saving
 
 
@@ -122,12 +116,3 @@ def _refuse(name: str, module: nn.Module) -> None:
     if site_of(module) is not None:
         raise AttachError(f"{name or 'the model'!r} has saved-tensor hooks already: remove() that attachment first")
 
-
-def _detach(attached: list[weakref.ref[nn.Module]], alike: list[weakref.ref[nn.Module]]) -> None:
-    for module in _alive(attached):
-        open_at(module, None)
-    put_back(_alive(alike))
-
-
-def _alive(modules: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    return [module for each in modules if (module := each()) is not None]

@@ -72,7 +72,7 @@ class saving:
 
     @uncompiled(BREAK)
     def __enter__(self) -> saving:
-        line, ledger, where = self._site
+        line, ledger, where, _ = self._site
         reason = why_not()
         if reason is not None:
             ledger.count_pass(reason, where)

@@ -22,6 +22,7 @@ class Site(NamedTuple):
     pipeline: Pipeline
     ledger: Ledger
     name: str = ""
+    openers: tuple[Any, ...] = ()  # of an attached module: those whose ``__call__`` opens it; see classes.py
 
     @uncompiled(BREAK, callees=False)
     def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disthooks._tensors import exotic, storages_of
+from disthooks._tensors import exotic, is_waiting, storages_of
 from disthooks._torch import StorageRef, node_name
 
 _NARROW = (torch.bfloat16, torch.float16)  # what autocast makes; it is off while an operator saves, so not asked
@@ -53,9 +53,12 @@ class Weights:
         """ "parameter" or "buffer" when the memory of a plain tensor, not a Parameter, is the module's."""
         if self._module is None or not (self._replica or is_constant(tensor)):
             return None
-        if self._owned is None:
-            self._owned = storages_of(self._module)
-        found = self._owned.get(tensor.untyped_storage()._cdata)
+        owned = self._owned
+        if owned is None:
+            owned = storages_of(self._module)
+            if not is_waiting(self._module):  # otherwise more of them come in this call, when lazy modules materialise
+                self._owned = owned
+        found = owned.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
     def copied(self, tensor: torch.Tensor) -> Copied | None:
@@ -89,18 +92,21 @@ class Weights:
         """
         if self._module is None:
             return None
-        if self._alike is None:
-            self._alike = collections.defaultdict(list)
+        by_shape = self._alike
+        if by_shape is None:
+            by_shape = collections.defaultdict(list)
             for weight in self._module.parameters():
-                if weight.dtype not in _NARROW and exotic(weight.detach()) is None:
-                    self._alike[weight.shape].append(weight)
-        alike = self._alike.get(copy.shape, [])
+                if not nn.parameter.is_lazy(weight) and weight.dtype not in _NARROW and exotic(weight.detach()) is None:
+                    by_shape[weight.shape].append(weight)
+            if not is_waiting(self._module):
+                self._alike = by_shape
+        alike = by_shape.get(copy.shape, [])
         if not copy.is_cpu:  # looking at elements would wait for the device, and any activation may have that shape
             alike = [weight for weight in alike if not weight.requires_grad]
             return alike[0] if len(alike) == 1 else None
         for i, weight in enumerate(alike):
             if _same_corners(copy, weight.detach()):
-                self._alike[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
+                by_shape[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
                 return weight
         return None
 

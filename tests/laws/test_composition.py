@@ -237,3 +237,46 @@ def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) 
     assert storage.expired()
     assert saved.report().kept_by["small"] == 2 * 8 * 16 * 4
     assert identical(list(torch.autograd.grad(z, x)), list(truth))
+
+
+def _lazy() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(32, 32, 1), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(64), nn.Tanh(), nn.Linear(64, 64)
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("pattern", ["", "?", nn.modules.lazy.LazyModuleMixin, "0"])
+def test_lazy_modules_are_attached_and_materialise_in_the_first_call(
+    pattern: str | type, autocast: bool, tmp_path: pathlib.Path
+) -> None:
+    """Batch norm's running statistics, made in that call, are buffers in it: batch norm writes them uncounted."""
+
+    def run(model: nn.Module) -> list[list[torch.Tensor]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [_gradients(model, model) for _ in range(2)]
+
+    truth, model, reports = run(_lazy()), _lazy(), []
+    with dh.save_activations(model, pattern, dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+        for i, wanted in enumerate(truth):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                assert identical(_gradients(model, model), wanted)
+            reports.append(saving.report())
+            assert reports[-1].calls == len(saving.names) * (i + 1)
+    assert [type(part).__name__ for part in model[1:4]] == ["BatchNorm1d", "Tanh", "Linear"]
+    first, both = reports
+    assert both.moved == 2 * first.moved > 0
+    assert both.recast == 2 * first.recast
+    assert {why: 2 * nbytes for why, nbytes in first.kept_by.items()} == both.kept_by
+    assert first.kept_by.get("buffer", 0) == (0 if pattern == "0" else 2 * 32 * 4)
+
+
+def test_gradients_of_a_lazy_model_name_the_remedy() -> None:
+    model = _lazy()
+    for attach in (
+        lambda: dh.on_gradient(model, "*", torch.zeros_like),
+        lambda: dh.gradients(model, torch.optim.SGD([torch.ones(1)], 0.1), stats=[dh.stats.Norm()]),
+    ):
+        with pytest.raises(dh.errors.AttachError, match=r"'1\.weight' has no shape yet.*run the model once"):
+            attach()

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-from models import Tiny, identical, step, tokens
+from models import Block, Tiny, identical, step, tokens
 from torch import nn
 
 import disthooks as dh
@@ -41,19 +41,19 @@ def test_in_place_changes_nothing_to_be_seen(tmp_path: pathlib.Path) -> None:
     before, classes = _shape(model), [type(m) for m in model.modules()]
     saving = dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path))
     assert _shape(model) == before
-    assert all(isinstance(module, kind) for module, kind in zip(model.modules(), classes, strict=True))
-    assert type(model.blocks[0]) is type(model.blocks[1])
+    assert [type(m) for m in model.modules()] == classes
+    assert all(m.__class__ is type(m) for m in model.modules())
     saving.remove()
     assert [type(m) for m in model.modules()] == classes
     assert not any("disthooks" in key for m in model.modules() for key in m.__dict__)
 
 
-def test_every_instance_of_a_class_stays_of_one_class(tmp_path: pathlib.Path) -> None:
+def test_a_policy_by_class_finds_every_block(tmp_path: pathlib.Path) -> None:
     """A wrap policy takes the class of the first block it finds, and must find them all."""
     model = Tiny(blocks=3)
     with dh.save_activations(model, "blocks.1", dh.OnDisk(tmp_path)) as saving:
         first = type(model.blocks[0])
-        assert all(isinstance(block, first) for block in model.blocks)
+        assert all(type(block) is first for block in model.blocks)
         model(tokens()).sum().backward()
         one = saving.report().stored
     with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)) as saving:
@@ -115,7 +115,7 @@ def test_copies_of_a_wrapped_model_save_on_their_own(tmp_path: pathlib.Path) -> 
 
 def test_what_cannot_be_attached_in_place_says_so(tmp_path: pathlib.Path) -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
-    for model in (traced, nn.LazyLinear(3), torch.jit.script(nn.Linear(2, 2))):
+    for model in (traced, torch.jit.script(nn.Linear(2, 2))):
         with pytest.raises(dh.errors.AttachError, match="SaveWith"):
             dh.save_activations(model, "", dh.OnDisk(tmp_path))
     model = Tiny()
@@ -142,19 +142,118 @@ def test_two_attachments_side_by_side(tmp_path: pathlib.Path) -> None:
     assert type(model.blocks[0]) is type(Tiny().blocks[0])
 
 
-def test_attachments_to_overlapping_parts_give_every_class_back(tmp_path: pathlib.Path) -> None:
-    """The last one that needs a swapped class puts it back, also outside of the part it was given."""
+class Own(Block):
+    pass
+
+
+def _functions(model: nn.Module) -> list[dict[str, object]]:
+    """What the classes of a model have in their dictionaries."""
+    return [dict(vars(type(module))) for module in model.modules() if type(module).__module__ == __name__]
+
+
+def test_attachments_to_overlapping_parts_leave_every_class_as_it_was(tmp_path: pathlib.Path) -> None:
+    """The last attachment that needs a class gives it its own functions back, in whichever order they go."""
     for order in ((0, 1), (1, 0)):
         model = Tiny(blocks=3)
-        classes = [type(module) for module in model.modules()]
+        for block in model.blocks:
+            block.__class__ = Own  # a class that no other test attaches
+        before = _functions(model)
         attached = [
             dh.save_activations(model, "blocks.0", dh.OnDisk(tmp_path)),
             dh.save_activations(model.blocks[1], "", dh.OnDisk(tmp_path)),
         ]
+        attached[order[0]].remove()
+        model(tokens()).sum().backward()
+        assert attached[order[0]].report().calls == 0
+        assert attached[order[1]].report().calls == 1
         for i in order:
             attached[i].remove()
             attached[i].remove()  # a second time does nothing
-        assert [type(module) for module in model.modules()] == classes
+        assert _functions(model) == before
+
+
+class Recursive(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super(self.__class__, self).forward(x)  # as many write it: endless in a subclass
+
+
+def test_code_that_asks_for_the_type_finds_it(tmp_path: pathlib.Path) -> None:
+    """Initialisers, registries and quantization, as torch's documentation writes them."""
+    model, line = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Recursive(64, 64)), dh.OnDisk(tmp_path)
+    registry = {nn.Linear: "linear", nn.Tanh: "tanh", Recursive: "recursive"}
+
+    def init(module: nn.Module) -> None:
+        if type(module) is nn.Linear:
+            nn.init.constant_(module.weight, 1.0)
+
+    with dh.save_activations(model, "?", line) as saving:
+        model.apply(init)
+        assert bool((model[0].weight == 1).all())
+        assert [registry.get(type(module)) for module in model] == ["linear", "tanh", "recursive"]
+        model(torch.randn(64, 64)).sum().backward()
+        assert saving.report().moved > 0
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        assert type(quantized[0]) is not nn.Linear
+
+
+def test_other_models_of_the_class_are_called_as_before(tmp_path: pathlib.Path) -> None:
+    model, other, x = nn.Linear(64, 64), nn.Linear(64, 64), torch.randn(64, 64, requires_grad=True)
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
+        other(x).sum().backward()
+        assert saving.report().calls == 0
+        model(x).sum().backward()
+        assert saving.report().calls == 1
+
+
+class Quiet(nn.Linear):
+    pass
+
+
+class Loud(Quiet):
+    """Has a ``__call__`` of its own, which saves something, and a base that is attached, too."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.sin())
+
+
+def test_classes_in_one_line_of_descent(tmp_path: pathlib.Path) -> None:
+    """Both classes are changed; the hooks of each module open once, around all that its call does."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Quiet(64, 64), Loud(64, 64)), torch.randn(64, 64, requires_grad=True)
+    before = _functions(model)
+    model(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    with dh.save_activations(model, "?", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+        model(x).sum().backward()
+        report = saving.report()
+        assert (report.calls, report.inner) == (2, 0)
+        assert report.sites["1"].saved == 2 * x.nbytes  # the input of the sine, and its output
+    assert torch.equal(x.grad, wanted)
+    assert _functions(model) == before
+
+
+def test_somebody_else_changes_the_call_of_the_class(tmp_path: pathlib.Path) -> None:
+    class Mine(nn.Linear):
+        pass
+
+    model, x, calls = Mine(64, 64), torch.randn(64, 64), []
+    first = dh.save_activations(model, "", dh.OnDisk(tmp_path))
+    ours = Mine.__call__
+
+    def theirs(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(args)
+        return ours(self, *args)
+
+    Mine.__call__ = theirs
+    model(x)
+    assert first.report().calls == 1
+    first.remove()
+    assert Mine.__call__ is theirs
+    model(x)
+    with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as second:
+        model(x).sum().backward()
+    assert (first.report().calls, second.report().calls, second.report().inner, len(calls)) == (1, 1, 0, 3)
+    assert Mine.__call__ is theirs
 
 
 class Copies(nn.Linear):
@@ -290,11 +389,23 @@ def test_a_wrapped_model_called_with_other_parameters(tmp_path: pathlib.Path) ->
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_every_protocol_pickles_an_attached_model(protocol: int, tmp_path: pathlib.Path) -> None:
-    model = Tiny()
-    with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)):
-        twin = pickle.loads(pickle.dumps(model, protocol))
-    assert [type(m) for m in twin.modules()] == [type(m) for m in Tiny().modules()]
+def test_a_pickle_of_an_attached_model_is_that_of_the_plain_one(protocol: int, tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Recursive(4, 4)))
+    plain = pickle.dumps(model, protocol)
+    with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
+        assert pickle.dumps(model, protocol) == plain
+    assert type(pickle.loads(plain)[1][1]) is Recursive
+
+
+def test_an_attached_model_is_loaded_with_weights_only(tmp_path: pathlib.Path) -> None:
+    """By the classes that the plain model needs, and by no function beside them."""
+    model, buffer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), io.BytesIO()
+    with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
+        torch.save(model, buffer)
+    buffer.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh, set]):
+        loaded = torch.load(buffer, weights_only=True)
+    assert torch.equal(loaded[0].weight, model[0].weight)
 
 
 def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pathlib.Path) -> None:

@@ -195,15 +195,30 @@ def test_an_outer_hook_without_a_module(tmp_path: pathlib.Path) -> None:
         dh.SaveToDisk(nn.Linear(64, 64), tmp_path)(torch.randn(32, 64)).sum().backward()
 
 
-def test_nothing_is_attached_when_a_class_cannot_be_derived_from(tmp_path: pathlib.Path) -> None:
+def test_nothing_is_attached_when_a_class_cannot_be_changed(tmp_path: pathlib.Path) -> None:
+    class Sealed(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            raise TypeError("sealed")
+
+    class Fixed(nn.Linear, metaclass=Sealed):
+        pass
+
     class Registered(nn.Linear):
         def __init_subclass__(cls) -> None:
             raise ValueError("registered already")
 
-    model = nn.Sequential(nn.Linear(4, 4), Registered(4, 4))
-    with pytest.raises(dh.errors.AttachError):
+    class Mine(nn.Linear):
+        pass
+
+    model = nn.Sequential(Mine(64, 64), Fixed(64, 64), Registered(64, 64))
+    before = [dict(vars(type(part))) for part in model]
+    with pytest.raises(dh.errors.AttachError, match=r"Fixed .*sealed.*SaveWith"):
         dh.save_activations(model, ["0", "1"], dh.OnDisk(tmp_path))
-    assert type(model[0]) is nn.Linear
+    assert [dict(vars(type(part))) for part in model] == before
+    assert not any("disthooks" in key for part in model for key in vars(part))
+    with dh.save_activations(model, "2", dh.OnDisk(tmp_path)) as saving:  # a class that refuses to be derived from
+        model(torch.randn(64, 64)).sum().backward()
+    assert saving.report().moved > 0
 
 
 def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
