@@ -57,9 +57,14 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
+def recorded_by_jit() -> bool:
+    """Whether ``torch.jit.trace`` records the operators of this thread."""
+    return torch._C._is_tracing()
+
+
 def being_traced() -> bool:
     """Whether the operators of this thread are recorded, by ``torch.jit.trace`` or by ``make_fx``."""
-    return torch._C._is_tracing() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return recorded_by_jit() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def exporting() -> bool:

@@ -1,4 +1,4 @@
-"""How an attached module is called: through its class's own ``__call__``, which opens the hooks at the module's site."""
+"""How an attached module is called: through its class's own ``__call__``, which opens hooks at the module's site."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from disthooks.saved.site import Site
 
 # [Note: the class's own call]
 # `model(x)` calls `type(model).__call__`, and nothing that is set on the module itself comes before that. An attached
-# module keeps its class, so `type(m) is nn.Linear` stays true; what changes is the function `__call__` in the class's
-# own dictionary, as long as a module of this class is attached. The function asks the module for its site and opens hooks
-# there; a module without a site, in any model, is called as before. This has what the other ways lack:
+# module keeps its class, so `type(m) is nn.Linear` stays true. What changes is the function `__call__` in the class's
+# own dictionary, as long as a module of this class is attached: it asks the module for its site and opens hooks there.
+# A module without a site, in any model, is called as before. The other ways have these faults:
 #   * A forward hook pair leaks when forward is interrupted, and is inside of what `module.compile()` compiled.
 #   * A function on the instance, also torch's `_compiled_call_impl`, has the original's parameters in a replica of
 #     DataParallel, and an outer torch.compile does not see it.
 #   * A subclass for the module changes `type()`: initialisers, registries and quantization miss the module silently.
 #   * `nn.Module.__call__` itself, replaced, slows down every module and turns off a shortcut of the compiler's.
 # Several classes in one line of descent may be changed at once, as when `fully_shard` derives from a changed class.
-# The site says whose function opens it, so that hooks open once. The compiler does not guard the
-# functions of a class: what it compiled before is forgotten when a class is changed, and traced again.
+# The site says whose function opens it, so that hooks open once. The compiler does not guard the functions of a
+# class: what it compiled before is forgotten when a class is changed, and traced again.
 
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__; None in the class
 
@@ -77,8 +77,7 @@ def attach(sites: Iterable[tuple[nn.Module, Site]]) -> None:
             for kind in dict.fromkeys(kind for module, _ in sites for kind in _classes(module)):
                 openers[kind] = _opener(kind)
         except BaseException:
-            for opener in openers.values():
-                opener.restore_if_unused()
+            _restore_unused()
             raise
         for module, site in sites:
             own = tuple(openers[kind] for kind in _classes(module))
@@ -94,7 +93,13 @@ def detach(modules: Iterable[nn.Module]) -> None:
             site = module.__dict__.pop(_SITE, None)
             for opener in () if site is None else site.openers:
                 opener.attached.discard(module)
-                opener.restore_if_unused()
+        _restore_unused()
+
+
+def _restore_unused() -> None:
+    """Give the classes without attached modules their own functions again, those whose models are gone too."""
+    for opener in list(_standing):
+        opener.restore_if_unused()
 
 
 def _classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -122,7 +127,7 @@ class _Opener:
         call = _call(kind, self)
         call.__dict__["_disthooks_opener"] = self
         ours = {
-            _SITE: None,  # that of the modules that are not attached; the compiler guards an attribute, but no missing key
+            _SITE: None,  # of modules that are not attached: the compiler guards an attribute, but no missing key
             "__call__": call,
             "__reduce_ex__": _reduce(kind),
             "__prepare_scriptable__": _prepare_scriptable(kind),
@@ -138,6 +143,7 @@ class _Opener:
                 f"{kind.__name__} lets nobody change its functions ({type(error).__name__}: {error}); wrap it instead: "
                 "SaveWith(module, ...)"
             ) from error
+        _standing.add(self)
         forget_compiled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Opener:
@@ -156,6 +162,7 @@ class _Opener:
                 setattr(self._kind, name, self._own[name])
             else:
                 delattr(self._kind, name)
+        _standing.discard(self)
 
 
 def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
@@ -202,7 +209,7 @@ def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
         """What ``torch.jit.script`` compiles instead of this module; it asks at the beginning."""
         site = site_of(self)
         if site is not None:
-            site.ledger.count_pass("scripting", site.name)
+            site.ledger.count_pass("torch.jit.script", site.name)
         inherited = getattr(super(kind, self), "__prepare_scriptable__", None) if own is None else own.__get__(self)
         return self if inherited is None else inherited()
 

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 
 from disthooks import _device
-from disthooks._torch import being_traced, exporting, hooks_allowed, in_backward, in_transform, top_hooks, uncompiled
+from disthooks._torch import (
+    being_traced,
+    exporting,
+    hooks_allowed,
+    in_backward,
+    in_transform,
+    recorded_by_jit,
+    top_hooks,
+    uncompiled,
+)
 
 BREAK = (
     "saved-tensor hooks of disthooks act between compiled graphs, so the graph breaks here; for whole graphs compile "
@@ -43,6 +52,8 @@ def why_not() -> str | None:
         return "no_grad"
     if exporting():
         return "exporting"
+    if recorded_by_jit():
+        return "torch.jit.trace"
     if being_traced():
         return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
     if not hooks_allowed() or in_transform():

@@ -1,4 +1,4 @@
-"""Attach to modules where they stand: no name, class name or ``state_dict`` key changes."""
+"""Attach to modules where they stand: no name, class or ``state_dict`` key changes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Saving(Attachment):
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
     """Have what autograd saves in the forward of the matching modules go through ``to``.
 
-    Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, class names,
-    ``isinstance`` and ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are plain. A matching
+    Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, classes (``type(m)``) and
+    ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. A matching
     module inside another one that matches is covered by the outer one. A call under ``no_grad``, in a
     ``torch.func`` transform, while exporting, or inside a checkpointed region goes through without hooks and
     is counted in ``report().passed``.
@@ -58,8 +58,8 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     Raises:
         UsageError: when ``model`` is no module, or ``patterns`` are none.
         MatchError: when a pattern matches no module; the message lists near names.
-        AttachError: when a module cannot take hooks in place (a ``GraphModule``, a lazy or scripted module, one
-            that is attached already); the message names the remedy. Nothing is attached then.
+        AttachError: when a module cannot take hooks in place (a ``GraphModule``, a scripted module, one that is
+            attached already); the message names the remedy. Nothing is attached then.
 
     >>> import torch
     >>> from disthooks import OnDisk
@@ -115,4 +115,3 @@ def _refuse(name: str, module: nn.Module) -> None:
         )
     if site_of(module) is not None:
         raise AttachError(f"{name or 'the model'!r} has saved-tensor hooks already: remove() that attachment first")
-

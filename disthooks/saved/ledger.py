@@ -22,8 +22,15 @@ _STEPPED_BACK = (
     "checkpoint's inputs instead, attach to the module around the checkpoint, or wrap it: SaveWith(checkpointed, ...). "
     "report().passed counts these calls; this is said once"
 )
+_RECORDED = (
+    "{what} records the forward of {where} without the hooks of disthooks, so nothing that the recorded module saves "
+    "goes to the store. Train the Python module, compiled by torch.compile where you want speed, or wrap what is "
+    "recorded: SaveWith(recorded, ...). report().passed counts it; this is said once"
+)
 #: Reasons to go without hooks that the user can do something about, and what.
 _MENDABLE = {
+    "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
+    "torch.jit.script": _RECORDED.replace("{what}", "torch.jit.script"),
     "checkpoint": _STEPPED_BACK.replace("{what}", "an activation checkpoint"),
     "backward": _STEPPED_BACK.replace("{what}", "a backward (a reentrant checkpoint, most likely)"),
 }
@@ -70,7 +77,7 @@ class Ledger:
         self._changes: collections.deque[int] = collections.deque()
         #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
         self.change_held: Callable[[int], None] = self._changes.append
-        self._told = self._told_graphs = False
+        self._told: set[str] = set()  # reasons, and what else is said once
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
@@ -154,16 +161,20 @@ class Ledger:
         """One more call of ``where`` that went through without hooks; the user is told once if that can be mended."""
         with self.lock:
             self._passed[reason] += 1
-            tell, self._told = reason in _MENDABLE and not self._told, self._told or reason in _MENDABLE
-        if tell:
-            warnings.warn(_MENDABLE[reason].format(where=repr(where or "this block")), stacklevel=4)
+        if reason in _MENDABLE:
+            self.say_once(reason, _MENDABLE[reason].format(where=repr(where or "this block")))
 
     def say_graphs(self, where: str) -> None:
         """Tell the user once that tensors in memory of CUDA graphs stay there."""
+        self.say_once("CUDA graph", _GRAPHS.format(where=repr(where) if where else "a saving(...) block"))
+
+    def say_once(self, what: str, text: str) -> None:
+        """Warn of ``text``, unless this attachment has said ``what`` before."""
         with self.lock:
-            tell, self._told_graphs = not self._told_graphs, True
+            tell = what not in self._told
+            self._told.add(what)
         if tell:
-            warnings.warn(_GRAPHS.format(where=repr(where) if where else "a saving(...) block"), stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
     def report(self, store: Store | None = None) -> SavedReport:
         """The figures as they stand, with those of the ``store`` if it is given."""

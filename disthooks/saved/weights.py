@@ -92,14 +92,7 @@ class Weights:
         """
         if self._module is None:
             return None
-        by_shape = self._alike
-        if by_shape is None:
-            by_shape = collections.defaultdict(list)
-            for weight in self._module.parameters():
-                if not nn.parameter.is_lazy(weight) and weight.dtype not in _NARROW and exotic(weight.detach()) is None:
-                    by_shape[weight.shape].append(weight)
-            if not is_waiting(self._module):
-                self._alike = by_shape
+        by_shape = self._by_shape(self._module)
         alike = by_shape.get(copy.shape, [])
         if not copy.is_cpu:  # looking at elements would wait for the device, and any activation may have that shape
             alike = [weight for weight in alike if not weight.requires_grad]
@@ -109,6 +102,18 @@ class Weights:
                 by_shape[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next one is wanted next
                 return weight
         return None
+
+    def _by_shape(self, module: nn.Module) -> dict[torch.Size, list[nn.Parameter]]:
+        """The weights of which autocast makes copies."""
+        if self._alike is not None:
+            return self._alike
+        found: dict[torch.Size, list[nn.Parameter]] = collections.defaultdict(list)
+        for weight in module.parameters():
+            if not nn.parameter.is_lazy(weight) and weight.dtype not in _NARROW and exotic(weight.detach()) is None:
+                found[weight.shape].append(weight)
+        if not is_waiting(module):
+            self._alike = found
+        return found
 
     def _roots_of_copies(self) -> list[tuple[Any, int]]:
         if self._roots is None:

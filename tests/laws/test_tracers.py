@@ -60,7 +60,27 @@ def test_make_fx_records_nothing_of_ours(attached: Callable[..., Tiny], tmp_path
 def test_symbolic_and_jit_traces_compute_the_same(attached: Callable[..., Tiny], tmp_path: Any) -> None:
     model, wanted = attached(tmp_path), plain()(tokens())
     assert torch.equal(torch.fx.symbolic_trace(model)(tokens()), wanted)
-    assert torch.equal(torch.jit.trace(model, (tokens(),), check_trace=False)(tokens()), wanted)
+    with pytest.warns(UserWarning, match=r"torch\.jit\.trace records the forward of .* without the hooks"):
+        traced = torch.jit.trace(model, (tokens(),), check_trace=False)
+    assert torch.equal(traced(tokens()), wanted)
+
+
+def test_a_script_of_an_attached_model_is_told_and_can_be_wrapped(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.Tanh(), nn.Linear(64, 4))), torch.randn(8, 16)
+    wanted = str(torch.jit.script(model).code)
+    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    with dh.save_activations(model, ["0", "1"], line) as saving:
+        with pytest.warns(UserWarning, match=r"torch\.jit\.script records the forward of '0' without") as told:
+            scripted = torch.jit.script(model)
+        assert len([it for it in told if "disthooks" in str(it.message)]) == 1
+        assert str(scripted.code) == wanted
+        assert saving.report().passed == {"torch.jit.script": 2}
+        scripted(x).sum().backward()
+        assert saving.report().calls == 0
+    wrapped = dh.SaveWith(scripted, line)
+    wrapped(x).sum().backward()
+    assert wrapped.report().moved > 0
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacfwd, torch.func.jacrev])
