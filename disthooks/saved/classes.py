@@ -170,7 +170,7 @@ def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
 
     @uncompiled(callees=False)
     def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = self._disthooks_site
+        site: Site | None = getattr(self, _SITE, None)
         if site is None or opener not in site.openers or nothing_to_hook():
             return super(kind, self).__call__(*args, **kwargs)
         return site.call(self, super(kind, self).__call__, *args, **kwargs)
@@ -180,7 +180,7 @@ def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
 
     @uncompiled(callees=False)
     def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = self._disthooks_site
+        site: Site | None = getattr(self, _SITE, None)
         if site is None or opener not in site.openers or nothing_to_hook():
             return own(self, *args, **kwargs)
         return site.call(self, own, self, *args, **kwargs)

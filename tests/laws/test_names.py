@@ -418,3 +418,13 @@ def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pat
     assert two.report().moved > 0
     two.remove()
     assert type(teacher).__bases__ == (nn.Linear,)
+
+
+def test_a_model_that_is_gone_leaves_its_class_as_it_was(tmp_path: pathlib.Path) -> None:
+    """The handle does not keep the model; the class is put right when hooks are next taken off anything."""
+    kind = type("Gone", (nn.Linear,), {})
+    saving = dh.save_activations(kind(4, 4), "", dh.OnDisk(tmp_path))
+    with dh.save_activations(nn.Linear(4, 4), "", dh.OnDisk(tmp_path)):
+        pass
+    assert "__call__" not in vars(kind)
+    saving.remove()
