@@ -21,6 +21,8 @@ from disthooks.run.main import configuration
 from disthooks.run.records import VARIABLE as RECORDS
 
 _FAULTY = 2
+# A process that mpirun started has one of these.
+_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 USAGE = """usage: disthooks launch [--hooks FILE] [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
        disthooks launch [--hooks FILE] torchrun [OPTIONS of torchrun] SCRIPT ARGS...
        disthooks launch [--hooks FILE] deepspeed [OPTIONS of deepspeed] SCRIPT ARGS...
@@ -46,16 +48,17 @@ def main(argv: Sequence[str]) -> int:
             asked = line.read(argv)
             check_target(asked.script, asked.module)
             asked, hooks = _configured(asked, pathlib.Path(folder))
+            asked, environment = _several_on_cpus(asked)
         except DisthooksError as error:
             print(as_line(error), file=sys.stderr)
             return _FAULTY
-        return _launched(asked, hooks, folder)
+        return _launched(asked, hooks, folder, environment)
 
 
-def _launched(asked: line.Line, hooks: str | None, folder: str) -> int:
+def _launched(asked: line.Line, hooks: str | None, folder: str, more: dict[str, str]) -> int:
     records = os.environ.get(RECORDS) or os.path.join(folder, "records")
     began = time.time()
-    environment = {RECORDS: os.path.abspath(records)} | ({VARIABLE: hooks} if hooks else {})
+    environment = {RECORDS: os.path.abspath(records)} | ({VARIABLE: hooks} if hooks else {}) | more
     code, signals = child.run(asked.launcher, line.command(asked, hooks), environment)
     if code == 128 + signal.SIGINT:  # a launcher that had the terminal, and its Ctrl-C with no word to this process
         signals = signals or [signal.SIGINT]
@@ -84,6 +87,32 @@ def _configured(asked: line.Line, folder: pathlib.Path) -> tuple[line.Line, str 
     source: Any = configuration(Command(asked.script, asked.module, asked.args, asked.hooks)).source
     from_config(source)
     return asked, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
+
+
+def _several_on_cpus(asked: line.Line) -> tuple[line.Line, dict[str, str]]:
+    """Have accelerate start as many processes as its configuration says, where it would start one.
+
+    Under MULTI_CPU it leaves that to mpirun, and without a hostfile it runs the script once, whatever num_processes is.
+    Its launcher for several GPUs starts them, and ACCELERATE_USE_CPU=true makes them train on gloo.
+    """
+    chosen = asked.chosen
+    if asked.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):
+        return asked, {}
+    said = section.values(chosen.config_file)
+    count, nodes = (getattr(chosen, name) or said.get(name) or 1 for name in ("num_processes", "num_machines"))
+    others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
+    other = [name for name in others if getattr(chosen, name, False) or (name == "mpirun_hostfile" and _hostfile(said))]
+    if said.get("distributed_type") != "MULTI_CPU" or other or count < 2 or nodes > 1:
+        return asked, {}
+    told = (
+        f"accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it start {count}"
+    )
+    print(f"disthooks: {told}, which train on this machine's CPUs with gloo", file=sys.stderr)
+    return dataclasses.replace(asked, options=(*asked.options, "--multi_gpu")), {"ACCELERATE_USE_CPU": "true"}
+
+
+def _hostfile(said: dict[str, Any]) -> bool:
+    return bool((said.get("mpirun_config") or {}).get("mpirun_hostfile"))
 
 
 def _there(named: str | None) -> bool:

@@ -36,6 +36,23 @@ def split(path: str, folder: pathlib.Path) -> tuple[str, str] | None:
     return str(files[0]), str(files[1])
 
 
+def values(path: str | None) -> dict[str, Any]:
+    """What accelerate's configuration ``path`` says, or its default file; empty if it cannot be read."""
+    path = path or default_file()
+    if path is None or not os.path.isfile(path):
+        return {}
+    try:
+        if path.endswith(".json"):
+            found = json.loads(_text(path))
+        else:
+            import yaml
+
+            found = yaml.safe_load(_text(path))
+    except Exception:  # accelerate says it better
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _text(path: str) -> str:
     try:
         return pathlib.Path(path).read_text(encoding="utf-8")

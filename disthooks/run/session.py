@@ -54,6 +54,8 @@ class Session:
 
     def arm(self) -> None:
         """Begin to listen; also in processes that the script forks to train in them (``notebook_launcher``)."""
+        if warning := world.one_of_several():
+            _say(warning)
         self._seams.open()
         self._frameworks.open()
         multiprocessing.util.register_after_fork(self, Session._forked)

@@ -46,6 +46,21 @@ def alone() -> str | None:
     )
 
 
+def one_of_several() -> str | None:
+    """What to say in a process that accelerate started alone although several were asked for; None if all is well.
+
+    For CPUs accelerate leaves the other processes to mpirun. It sets a port for them to meet at, and no WORLD_SIZE.
+    """
+    of_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if not of_accelerate or any("WORLD_SIZE" in name or name == "PMI_SIZE" for name in os.environ):
+        return None
+    return (
+        "WARNING: accelerate was told to start several processes and started this one alone: on CPUs it leaves the "
+        "others to mpirun. This is one process's training. disthooks launch starts all of them; so does accelerate "
+        "launch --multi_gpu with ACCELERATE_USE_CPU=true"
+    )
+
+
 def _started_by_lightning() -> bool:
     """Whether Lightning ran the script again for each other rank; it says so in variables of its own, without RANK."""
     of_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ

@@ -152,3 +152,29 @@ def test_a_script_that_reduces_gradients_itself_goes_on(tmp_path: pathlib.Path) 
     assert done.code == 0, done.err
     assert done.err.count("is left alone: nothing is attached to its model") == 1
     assert all(len(one["left_alone"]) == 1 and one["attached"] for one in done.records())
+
+
+MULTI_CPU = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace(
+    "disthooks:  # indented as it is\nHOOKS\n", "use_cpu: true\n"
+)
+
+
+def test_multi_cpu_starts_the_processes_that_it_says(
+    truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(MULTI_CPU)
+    command = [*LAUNCH, "--config_file", "mine.yaml", TRAIN, "--engine", "accelerate"]
+    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks))
+    said = "disthooks: accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it"
+    assert said in done.err
+    one = done.err.index(said)
+    rest = done.err[:one] + done.err[done.err.index("\n", one) :]
+    proven(Job(done.code, done.out, rest, tmp_path), truth, alone, ranks=2)
+
+
+def test_one_process_of_several_says_that_it_is_alone(hooks: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MULTI_CPU.replace("main_process_port: 0", "main_process_port: 29511"))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "mine.yaml", "-m", "disthooks.run"]
+    done = job([*command, TRAIN, "--engine", "accelerate"], tmp_path, DISTHOOKS_CONFIG=str(hooks))
+    assert done.code == 0, done.err
+    assert "disthooks: WARNING: accelerate was told to start several processes and started this one alone" in done.err
