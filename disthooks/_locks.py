@@ -33,7 +33,7 @@ class Order(enum.IntEnum):
     ATTACH = 1  # save_activations: one thread at a time
     CLASSES = 2  # the classes of attached modules
     PACKED = 3  # one packed value
-    PLACE = 4  # what Recompute has proven at one place
+    PLACE = 4  # what Recompute has proven
     PLACED = 5  # one tensor of a Tiered
     OPENING = 6  # the movers and arenas of OnDisk that exist
     MOVER = 7  # the queues of a mover (OnDisk) or of a courier (OnCpu)

@@ -10,12 +10,13 @@ from torch import nn
 
 from disthooks._handles import Attachment
 from disthooks._locks import Order, shared
-from disthooks._match import Pattern, listed, match_modules
+from disthooks._match import Pattern, inside, listed, match_modules
 from disthooks.errors import AttachError
 from disthooks.saved.classes import attach, detach, refusal, site_of
 from disthooks.saved.entry import never_runs
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.recompute.places import proofs_of
 from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 from disthooks.saved.stores.base import Store
@@ -71,6 +72,8 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     """
     line, ledger = pipeline(to), Ledger()
     found = chosen(model, patterns)
+    if line.recompute is not None:
+        ledger.proofs = proofs_of(inside(model))
     with _attaching:
         return _attach(model, found, line, ledger)
 

@@ -62,7 +62,8 @@ class Ledger:
         self.place = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
-        self.places: dict[Any, Any] = {}  # what was proven of what is computed again; see recompute/places.py
+        self.proofs: Any = None  # what was proven of what is computed again; see recompute/places.py
+        self.places: dict[Any, Any] = {}  # of them, the places that came up in this attachment
         self.recomputes = False  # whether the pipeline asks for that
         self._calls = self._inner = 0
         self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name

@@ -18,6 +18,7 @@ from disthooks.saved.entry import BREAK, nothing_to_hook, why_not
 from disthooks.saved.frame import Frame
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.recompute.places import proofs_here
 from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 
@@ -61,6 +62,8 @@ class saving:
     @uncompiled(BREAK)
     def __init__(self, *stages: Stage | Pipeline) -> None:
         self._site = Site(pipeline(*stages), Ledger())
+        if self._site.pipeline.recompute is not None:
+            self._site.ledger.proofs = proofs_here()
         self._open = threading.local()  # frames entered and not left, this thread's own
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:

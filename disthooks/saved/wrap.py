@@ -14,6 +14,7 @@ from disthooks.errors import UsageError
 from disthooks.saved.entry import never_runs, nothing_to_hook
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
+from disthooks.saved.recompute.places import proofs_of
 from disthooks.saved.report import SavedReport
 from disthooks.saved.site import Site
 from disthooks.saved.stores.cpu import OnCpu
@@ -55,6 +56,8 @@ class SaveWith(nn.Module):
         if why := never_runs(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
         self._site = Site(pipeline(to), Ledger(), type(module).__name__)
+        if self._site.pipeline.recompute is not None:
+            self._site.ledger.proofs = proofs_of(module)
         self.add_module(_INNER, module)
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]

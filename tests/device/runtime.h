@@ -63,10 +63,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& s) const override {
     count(kStreamWaits);
     drain(s.device_index(), s.id());
+    arrive();
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     count(kDeviceWaits);
     drain_device(device);
+    arrive();
   }
 
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
@@ -74,11 +76,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* recorded = static_cast<Event*>(*event);
     recorded->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
     recorded->mark = mark_on(s.device_index(), s.id());
+    number(recorded->mark);
   }
   void block(void* event, const c10::Stream& s) const override {
     if (event) make_wait(s.device_index(), s.id(), static_cast<Event*>(event)->mark);
   }
-  bool queryEvent(void* event) const override { return !event || is_done(static_cast<Event*>(event)->mark); }
+  bool queryEvent(void* event) const override { return !event || is_seen_done(static_cast<Event*>(event)->mark); }
   void synchronizeEvent(void* event) const override {
     count(kEventWaits);
     if (event) wait_for(static_cast<Event*>(event)->mark);

@@ -388,6 +388,10 @@ const AtExit at_exit;
 
 extern "C" {
 void sim_delays(double most_seconds, uint64_t seed) { sim::set_delays(most_seconds, seed); }
+void sim_ahead(int64_t events) {
+  sim::Lock lock(sim::world().lock);
+  sim::world().ahead = events;
+}
 void sim_poison(int on) { sim::world().poison = on != 0; }
 int64_t sim_hold(int device, int64_t stream) { return sim::hold(device, stream); }
 void sim_open(int64_t gate) { sim::open_gate(gate); }

@@ -142,6 +142,7 @@ def load() -> ctypes.CDLL:
     library.sim_delays.argtypes = [ctypes.c_double, ctypes.c_uint64]
     library.sim_hold.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.sim_open.argtypes = [ctypes.c_int64]
+    library.sim_ahead.argtypes = [ctypes.c_int64]
     for name in ("sim_hold", "sim_count", "sim_pinned_bytes"):
         getattr(library, name).restype = ctypes.c_int64
     torch.utils.rename_privateuse1_backend("sim")
@@ -180,6 +181,23 @@ def held(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         load().sim_open(gate)
+
+
+FOR_EVER = 1 << 40  # events
+
+
+@contextlib.contextmanager
+def ahead(events: int = FOR_EVER) -> Iterator[None]:
+    """Inside, the host runs ahead of the device: of the ``events`` that were recorded last a query says "not yet".
+
+    The streams of this device are drained before each operator, so without this the host is never far ahead. What the
+    host waited for, be it one event, a stream or the device, is done all the same.
+    """
+    load().sim_ahead(events)
+    try:
+        yield
+    finally:
+        load().sim_ahead(0)
 
 
 class Counted(dict[str, int]):

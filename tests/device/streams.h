@@ -4,6 +4,7 @@
 // All of it is one world under one lock, never destroyed: at exit, threads and tensors may outlive any static object.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -37,6 +38,8 @@ enum Count {
 // A point in a stream's work; done once the stream has come to it.
 struct Mark {
   bool done = false;
+  bool waited = false;  // the host has waited for it
+  int64_t number = 0;   // of the event that it was recorded for
   Clock::time_point when;
 };
 using MarkPtr = std::shared_ptr<Mark>;
@@ -64,6 +67,9 @@ struct World {
   int64_t gates = 0;
   int next[kDevices] = {0, 0};
   double most_seconds = 100e-6;
+  int64_t recorded = 0;  // events
+  int64_t arrived = 0;   // the last event that was recorded before the host waited for all of a device or a stream
+  int64_t ahead = 0;     // of so many events, the last ones, a query says that they are not done yet
   int working = 0;
   bool stopping = false;
   std::atomic<bool> forked{false};  // in a child: there are no threads, and locks may be held for ever
@@ -153,6 +159,24 @@ inline bool is_done(const MarkPtr& mark) {
   return mark->done;
 }
 
+// What a query says: the host may be ahead by more than the streams are behind.
+inline bool is_seen_done(const MarkPtr& mark) {
+  World& w = world();
+  if (!mark || w.forked) return true;
+  Lock lock(w.lock);
+  return mark->done && (mark->waited || mark->number <= std::max(w.arrived, w.recorded - w.ahead));
+}
+
+inline void number(const MarkPtr& mark) {
+  Lock lock(world().lock);
+  mark->number = ++world().recorded;
+}
+
+inline void arrive() {
+  Lock lock(world().lock);
+  world().arrived = world().recorded;
+}
+
 inline void host_waits(const std::function<bool()>& done) {
   World& w = world();
   if (w.forked) return;
@@ -161,7 +185,7 @@ inline void host_waits(const std::function<bool()>& done) {
 }
 
 inline void wait_for(const MarkPtr& mark) {
-  if (mark) host_waits([&] { return mark->done; });
+  if (mark) host_waits([&] { return mark->waited = mark->done; });
 }
 
 inline void drain(int device, int64_t stream) {

@@ -1,8 +1,12 @@
-"""Recompute on a device: nobody waits for the proof, and what comes back is right all the same."""
+"""Recompute on a device: a place is waited for until it is proven, once, and what comes back is right."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pathlib
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.recompute.places import Place
 
 
 class Gated(nn.Module):
@@ -84,3 +89,158 @@ def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
                 first = saving.report().recomputed
     assert first > 0
     assert saving.report().recomputed == 3 * first
+
+
+# -- the host runs ahead: no event is ever seen to be done before the host waits for it
+
+
+@pytest.fixture
+def ahead(device: torch.device) -> Iterator[None]:
+    simulated = pytest.importorskip("simulated")
+    if device.type != "sim":
+        pytest.skip("how far a real host runs ahead nobody decides")
+    with simulated.ahead():
+        yield
+
+
+def _line() -> object:
+    return dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDevice("1 GiB"))
+
+
+def _attached_once(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    with dh.save_activations(model, "*", _line()) as saving:
+        before = 0
+        for _ in range(steps):
+            model(x).square().sum().backward()
+            yield saving.report().recomputed - before
+            before = saving.report().recomputed
+
+
+def _attached_anew(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    for _ in range(steps):
+        with dh.save_activations(model, "*", _line()) as saving:
+            model(x).square().sum().backward()
+        yield saving.report().recomputed
+
+
+def _wrapped_anew(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    for _ in range(steps):
+        wrapped = [dh.SaveWith(block, _line()) for block in model]
+        nn.Sequential(*wrapped)(x).square().sum().backward()
+        yield sum(each.report().recomputed for each in wrapped)
+
+
+def _in_a_block(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[int]:
+    for _ in range(steps):
+        with dh.saving(dh.AtLeast(0), dh.Recompute(), dh.OnDevice("1 GiB")) as saved:
+            loss = model(x).square().sum()
+        loss.backward()
+        yield saved.report().recomputed
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("run", [_attached_once, _attached_anew, _wrapped_anew, _in_a_block])
+def test_each_step_drops_while_the_host_runs_ahead(run: object, device: torch.device) -> None:
+    """The first one, because it waits for the comparison; the 2nd, 4th and 8th, in which it is compared again."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
+    model(x).square().sum().backward()
+    truth = [weight.grad.cpu() for weight in model.parameters()]
+    dropped = []
+    model.zero_grad()
+    for recomputed in run(model, x, 9):  # type: ignore[operator]
+        dropped.append(recomputed)
+        assert all(torch.equal(p.grad.cpu(), right) for p, right in zip(model.parameters(), truth, strict=True))
+        model.zero_grad()
+    assert dropped[0] > 48 * 96 * 4
+    assert dropped == [dropped[0]] * 9
+
+
+@pytest.mark.usefixtures("ahead")
+def test_the_host_waits_in_the_first_step_alone(device: torch.device) -> None:
+    import simulated
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
+    with simulated.counted() as plain:
+        model(x).square().sum().backward()
+    waits = []
+    for _ in range(5):
+        with simulated.counted() as counts, dh.save_activations(model, "*", _line()):
+            model(x).square().sum().backward()
+        waits.append(counts.waits - plain.waits)
+    assert waits[0] > 0
+    assert waits[1:] == [0] * 4
+
+
+class Changed(nn.Module):
+    """Changes what nobody saved, under ``no_grad``, by a factor that the graph does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.sigmoid().neg()
+        with torch.no_grad():
+            y *= self.factor
+        return y.exp().sigmoid().sum()
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("when", ["in the backward of that step", "in the next forward", "in both"])
+def test_a_place_that_is_not_right_any_more_raises_once_the_device_says_so(when: str, device: torch.device) -> None:
+    import simulated
+
+    model, x = Changed(), torch.randn(64, 64).to(device).requires_grad_()
+    saving = dh.save_activations(model, "", _line())
+    model(x).backward()
+    dropped = saving.report().recomputed
+    assert dropped > 0
+    model.factor = -1.0
+    loss = model(x)  # the second step is compared again, and drops
+    assert saving.report().recomputed == 2 * dropped
+    raises = pytest.raises(dh.errors.StoreError, match=r"(?s)'Changed'.*no_grad.*check='always'")
+    with simulated.ahead(0):
+        torch.accelerator.synchronize(device)
+        if when != "in the backward of that step":
+            with raises:
+                model(x)
+        if when != "in the next forward":
+            with raises:
+                loss.backward()
+    saving.remove()
+    (truth,) = torch.autograd.grad(model(x), x)
+    found = None
+    with simulated.ahead(0), dh.save_activations(model, "", _line()) as saving:
+        while found is None:  # each place that differs says so once, and stores from then on, in later attachments too
+            torch.accelerator.synchronize(device)
+            with contextlib.suppress(dh.errors.StoreError):
+                (found,) = torch.autograd.grad(model(x), x)
+    assert torch.equal(found.cpu(), truth.cpu())
+    assert any("Changed" in place for place in saving.report().differed)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_what_was_never_proven_never_drops(device: torch.device) -> None:
+    """Zeros prove nothing: what was compared and is right may go, and what was not compared stays."""
+    place, zeros = Place("here", always=False), torch.zeros(64, 64, device=device)
+    ways = [place.way(lambda _: zeros.clone(), 1, zeros) for _ in range(20)]
+    assert ways == [0] * 8 + [None] * 12
+    assert not place.proven
+    other = Place("here", always=False)
+    numbers = torch.arange(4096.0).to(device)
+    assert [other.way(lambda _: numbers + 1, 1, numbers) for _ in range(20)] == [None] * 20
+    assert other.differs
+
+
+def test_proofs_do_not_hold_a_model(device: torch.device) -> None:
+    model, x = Gated().to(device), torch.randn(48, 32).to(device)
+    with dh.save_activations(model, "", _line()) as saving:
+        model(x).sum().backward()
+    assert saving.report().recomputed > 0
+    proofs, alive = weakref.ref(saving._ledger.proofs), weakref.ref(model)
+    del model, saving
+    gc.collect()
+    assert alive() is None
+    assert proofs() is None

@@ -11,6 +11,8 @@ import pytest
 import simulated
 import torch
 
+from disthooks._device import event_on
+
 N = 4096
 
 
@@ -143,6 +145,25 @@ def test_events_and_streams(sim: torch.device) -> None:
     with side:
         assert torch.accelerator.current_stream(sim) == side
     assert torch.accelerator.current_stream(sim) != side
+
+
+def test_a_host_that_runs_ahead_is_told_not_yet(sim: torch.device) -> None:
+    """Of the last events; what it waited for is done, and wrong numbers come of nothing but a missing wait."""
+    stream = torch.accelerator.current_stream(sim)
+    with simulated.ahead(2):
+        events = [event_on(stream) for _ in range(4)]
+        stream.wait_event(events[3])
+        torch.ones(3, device=sim).add(1).cpu()  # the stream has done all of it
+        assert [event.query() for event in events] == [True, True, False, False]
+        events[2].synchronize()
+        assert [event.query() for event in events] == [True, True, True, False]
+        torch.accelerator.synchronize(sim)
+        assert events[3].query()
+    with simulated.ahead():
+        event = event_on(stream)
+        assert torch.equal((torch.ones(3, device=sim) + 1).cpu(), torch.full((3,), 2.0))
+        assert not event.query()
+    assert event.query()
 
 
 def test_copies_are_counted_and_the_host_waits_only_where_it_must(sim: torch.device) -> None:

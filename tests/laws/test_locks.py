@@ -134,7 +134,7 @@ def test_a_fork_takes_every_shared_lock_in_order(orders: Orders, tmp_path: pathl
     assert saving.report().held == 0
 
 
-SHARED = [o for o in Order if o not in (Order.PACKED, Order.PLACE, Order.PLACED)]
+SHARED = [o for o in Order if o not in (Order.PACKED, Order.PLACED)]
 
 
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.combinations(SHARED, 2)), ids=lambda order: order.name)

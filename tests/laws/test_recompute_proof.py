@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,8 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.recompute.places import Place
+from disthooks.saved.recompute import places
+from disthooks.saved.recompute.places import Place, Proofs
 
 ALL = dh.AtLeast(0)
 
@@ -160,3 +163,72 @@ class Named(torch.autograd.Function):
 def test_a_node_of_the_user_may_have_any_attributes(dtype: torch.dtype) -> None:
     model = Behind(lambda x: Named.apply(Named.apply(x).to(torch.float64)).relu())
     _same_in_all(model, _inputs((32, 32), dtype))
+
+
+# -- how long a proof lasts
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ways that are tried, one after the other."""
+    tried, attempted = [], places._attempted
+
+    def counts(attempt: Callable[[int], torch.Tensor], way: int) -> torch.Tensor | None:
+        tried.append(way)
+        return attempted(attempt, way)
+
+    monkeypatch.setattr(places, "_attempted", counts)
+    return tried
+
+
+def _block(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sin().sigmoid().sin().sum()
+
+
+def test_a_block_in_a_loop_goes_on_with_its_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, x, compared = _counted(monkeypatch), torch.randn(64, 64, requires_grad=True), []
+    for _ in range(8):
+        with dh.saving(ALL, dh.Recompute(), dh.OnCpu()) as saved:
+            loss = _block(x)
+        assert saved.report().recomputed > 0
+        loss.backward()
+        compared.append(len(tried))
+        tried.clear()
+    assert compared[0] > 0
+    assert compared == [compared[0] * (each.bit_count() == 1) for each in range(1, 9)]
+    with dh.saving(ALL, dh.Recompute(), dh.OnCpu()):  # another line: nothing is known of it
+        _block(x)
+    assert len(tried) == compared[0]
+
+
+def test_an_attachment_goes_on_with_the_proofs_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, compared = _counted(monkeypatch), []
+    x, model = torch.randn(64, 64, requires_grad=True), Behind(torch.sigmoid)
+    for step in range(4):
+        attached = nn.DataParallel(model) if step % 2 else model  # the shell of an engine is not another model
+        with dh.save_activations(attached, "", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())):
+            model(x).backward()
+        compared.append(len(tried))
+        tried.clear()
+    assert compared == [1, 1, 0, 1]
+    other = Behind(torch.sigmoid)
+    with dh.save_activations(other, "", dh.pipeline(ALL, dh.Recompute(check="always"), dh.OnCpu())):
+        other(x).backward()
+    assert len(tried) == 1
+
+
+def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, object] = {"dh": dh, "ALL": ALL}
+    exec("def make():\n    return dh.saving(ALL, dh.Recompute(), dh.OnCpu())", names)
+    proofs = [names["make"]()._site.ledger.proofs for _ in range(2)]  # type: ignore[operator]
+    assert proofs[0] is proofs[1]
+    alive = weakref.ref(proofs[0])
+    del proofs
+    assert alive() is not None
+    names.clear()
+    gc.collect()
+    assert alive() is None
+    monkeypatch.setattr(places, "MOST", 10)
+    many = Proofs()
+    for number in range(100):
+        many.place(("here", number), "here", False)
+    assert len(many._places) <= 10

@@ -21,7 +21,7 @@ from disthooks._tensors import Layout
 from disthooks._torch import node_name
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.recompute.formulas import FORMULAS
-from disthooks.saved.recompute.places import Place
+from disthooks.saved.recompute.places import MOST, Place, Proofs
 from disthooks.saved.recompute.planner import Norms, Planner
 from disthooks.saved.recompute.program import Program
 from disthooks.saved.recompute.reader import Edge, Reader, Unknown, is_as_made, saves_now
@@ -34,7 +34,13 @@ _WIDENED = {
 
 
 _HELD = 8  # tensors
-_MOST = 1 << 14  # places: sizes that change all the time make ever new ones
+
+
+class Narrow(NamedTuple):
+    """The dtype that a tensor was widened from, and the place where that was proven."""
+
+    dtype: torch.dtype
+    place: Place
 
 
 class Origin(NamedTuple):
@@ -64,8 +70,8 @@ class Origin(NamedTuple):
         """How to compute it, if that is known, and proven to give the bits of ``original``."""
         return self.again.program(self, original)
 
-    def narrow(self, original: torch.Tensor) -> torch.dtype | None:
-        """The dtype of which it is a wide copy, if it is one, and proven to be."""
+    def narrow(self, original: torch.Tensor) -> Narrow | None:
+        """What it is a wide copy of, if it is one, and proven to be."""
         return self.again.narrow(self, original)
 
 
@@ -84,6 +90,8 @@ class Again:
     def __init__(self, stage: Recompute, ledger: Ledger, where: str, module: nn.Module | None, lossless: bool) -> None:
         self._stage, self._ledger, self._where = stage, ledger, where
         ledger.recomputes = True
+        if ledger.proofs is None:
+            ledger.proofs = Proofs()
         self._norms = Norms(module)
         places: list[Place] = [] if lossless else list(ledger.places.values())
         curious = not lossless and not (places and all(place.settled for place in places))
@@ -120,10 +128,10 @@ class Again:
             if place.differs:
                 self._ledger.count_differed(place.where, original.nbytes)
             return None
-        program.variant = way
+        program.variant, program.place = way, place
         return program
 
-    def narrow(self, origin: Origin, original: torch.Tensor) -> torch.dtype | None:
+    def narrow(self, origin: Origin, original: torch.Tensor) -> Narrow | None:
         """See :class:`Origin`."""
         if origin.edge is None or node_name(origin.edge.node) != "ToCopyBackward0":
             return None
@@ -136,16 +144,17 @@ class Again:
             return None
         place = self._place("narrow", (dtype, origin.layout, original.device))
         way = place.way(lambda _: original.to(dtype).to(original.dtype), 1, original)
-        return None if way is None else dtype
+        return None if way is None else Narrow(dtype, place)
 
     def _place(self, name: str, key: Any) -> Place:
-        places: dict[Any, Place] = self._ledger.places
-        if len(places) > _MOST:
-            places.clear()
+        places: dict[Any, Place] = self._ledger.places  # of the attachment: those that came up in it
         found = places.get((self._where, key))
         if found is None:
+            if len(places) > MOST:
+                places.clear()
             where = f"{self._where!r} ({name})" if self._where else f"({name})"
-            found = places.setdefault((self._where, key), Place(where, self._stage.check == "always"))
+            proofs: Proofs = self._ledger.proofs
+            found = places[self._where, key] = proofs.place((self._where, key), where, self._stage.check == "always")
         return found
 
 

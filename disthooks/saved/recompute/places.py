@@ -1,14 +1,27 @@
 """What was proven of each place: a program there gives the bits of the original, or it does not."""
 
+# [Note: how a proof outlives its attachment]
+# A place is proven by comparing what is computed with the original, which on a device takes a wait of the host. That
+# wait is worth it once: the comparisons before a place is trusted are waited for, and all later ones are not. So
+# proofs are kept by model (`proofs_of`), and a loop that attaches in each step, or opens a `saving(...)` block in each
+# step (`proofs_here`), goes on where it was. A place that is trusted drops its original even in the steps in which it
+# is compared again: memory must not rise in steps 2, 4, 8, ... The answer is read when the place comes up next, in
+# forward or in backward, and a difference raises there. A place that was never proven drops nothing.
+
 from __future__ import annotations
 
+import sys
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._device import current_stream, event_on, is_capturing, on_accelerator
-from disthooks._locks import Order, own
+from disthooks._locks import Order, shared
 from disthooks.errors import DisthooksError, StoreError
 
 #: What computes a tensor in the way of that number; None when it cannot now.
@@ -18,11 +31,12 @@ Try = Callable[[int], "torch.Tensor | None"]
 #: Different numbers that have to be compared, out of at most so many of a tensor, before a place is trusted. Zeros of a
 #: dry run tell nothing: any eps gives them, and any order of operations.
 _ENOUGH, _SAMPLE = 256, 4096
+_WAITED = 8  # comparisons of a place that is not trusted that the host waits for
+MOST = 1 << 14  # places: sizes that change all the time make ever new ones
 
 
 class _Asked(NamedTuple):
     ways: list[int]
-    trusted: bool  # whether the place was proven when it was asked
     answer: torch.Tensor  # a number for each way, whether it is right, and how many numbers are different
     done: torch.Event
 
@@ -30,23 +44,23 @@ class _Asked(NamedTuple):
 class Place:
     """A program at a place of a module, whose key has all that selects its kernels.
 
-    On a device the answer of a comparison is not waited for: until it is there the originals are stored.
-
     Args:
         where: for the error.
         always: whether to compare each time, and wait for the answer.
+        lock: for its decisions, which are rare: replicas in threads share places.
     """
 
-    __slots__ = ("_always", "_asked", "_due", "_lock", "_seen", "_ways", "differs", "proven", "where")
+    __slots__ = ("_always", "_asked", "_due", "_lock", "_seen", "_ways", "broken", "differs", "proven", "where")
 
-    def __init__(self, where: str, always: bool) -> None:
+    def __init__(self, where: str, always: bool, lock: Any = None) -> None:
+        self._lock = shared(Order.PLACE) if lock is None else lock
         self.where, self._always = where, always
         self.proven = self.differs = False
+        self.broken = False  # it was trusted, and differed: what was dropped before may be wrong
         self._ways: list[int] | None = None  # those that have been right so far; None before the first comparison
         self._seen = 0  # different numbers that were compared
         self._due = 0  # times
-        self._asked: _Asked | None = None
-        self._lock = own(Order.PLACE)  # replicas in threads share places
+        self._asked: _Asked | None = None  # on a device: a comparison whose answer nobody waits for
 
     @property
     def settled(self) -> bool:
@@ -60,32 +74,47 @@ class Place:
             StoreError: when it differs although it was trusted and has not been compared each time.
         """
         capturing = is_capturing(original.device)
-        if self._asked is not None and not capturing:
+        if not capturing:
             self._read()
         if self.differs:
             return None
         self._due += 1
-        trusted = self.proven
-        if trusted and not (self._always or self._due.bit_count() == 1):
-            return self._first()
-        if capturing or self._asked is not None:
-            return None  # nothing can be asked now
-        ways = list(range(variants)) if self._ways is None else self._ways[: 1 if trusted else None]
+        trusted = self.proven and not self._always
+        # In a capture, or while there is no answer to the last question, nothing can be asked.
+        silent = capturing or self._asked is not None
+        if silent or (trusted and self._due.bit_count() != 1):
+            return self._first() if trusted else None
+        return self._compared(attempt, variants, original, trusted)
+
+    def check(self, device: torch.device) -> None:
+        """Something that was dropped here, on ``device``, is to be computed again.
+
+        Raises:
+            StoreError: when a comparison has told meanwhile that it may be wrong.
+        """
+        if self._asked is not None and not is_capturing(device):
+            self._read()
+        if self.broken:
+            raise self._error()
+
+    def _compared(self, attempt: Try, variants: int, original: torch.Tensor, trusted: bool) -> int | None:
+        ways = list(range(variants)) if self._ways is None else self._ways[: 1 if self.proven else None]
         same = []
         for way in ways:
             computed = _attempted(attempt, way)
             if computed is None:  # the exact inputs are gone, this time
-                return self._first() if trusted and original.is_cpu else None
+                return self._first() if self.proven else None
             same.append(_same(computed, original))
-        if self._always or not on_accelerator(original):
-            right = [way for way, each in zip(ways, same, strict=True) if each]
-            self._decide(ways, right, trusted, int(_different(original)))
-            return right[0] if right else None
         same.append(_different(original))
+        if not on_accelerator(original):
+            return self._decide(ways, [int(each) for each in same])
+        numbers = torch.stack([each.to(torch.int64) for each in same])
+        if self._always or (not trusted and self._due <= _WAITED):
+            return self._decide(ways, numbers.tolist())
         answer = torch.empty(len(same), dtype=torch.int64, device="cpu", pin_memory=True)
-        answer.copy_(torch.stack([each.to(torch.int64) for each in same]), non_blocking=True)
-        self._asked = _Asked(ways, trusted, answer, event_on(current_stream(original.device)))
-        return None
+        answer.copy_(numbers, non_blocking=True)
+        self._asked = _Asked(ways, answer, event_on(current_stream(original.device)))
+        return self._first() if trusted else None
 
     def _first(self) -> int | None:
         ways = self._ways  # another thread may change it
@@ -95,25 +124,76 @@ class Place:
         asked = self._asked  # another thread may be here too
         if asked is not None and asked.done.query():
             self._asked = None
-            *same, seen = asked.answer.tolist()
-            right = [way for way, each in zip(asked.ways, same, strict=True) if each]
-            self._decide(asked.ways, right, asked.trusted, seen)
+            self._decide(asked.ways, asked.answer.tolist())
 
-    def _decide(self, asked: list[int], right: list[int], trusted: bool, seen: int) -> None:
-        """What a comparison of ``seen`` numbers said: of the ways that were ``asked`` these are ``right``."""
+    def _decide(self, asked: list[int], answer: list[int]) -> int | None:
+        """What a comparison said of the ways that were ``asked``: the first of them that is right."""
+        *same, seen = answer
+        right = [way for way, each in zip(asked, same, strict=True) if each]
         with self._lock:
             wrong = set(asked) - set(right)
+            # Another thread may have trusted one of several ways while these were asked.
+            failed = self.proven and self._first() in wrong
             left = [way for way in (asked if self._ways is None else self._ways) if way not in wrong]
-            self._ways = [] if trusted and wrong else left
+            self._ways = [] if failed else left
             self._seen += seen
             self.differs = not self._ways
             self.proven = not self.differs and self._seen >= _ENOUGH
-        if self.differs and trusted and not self._always:
-            raise StoreError(
-                f"Recompute: what is computed again at {self.where} was the same as the original before, and is not "
-                "now. Something that the graph does not show takes part, such as an in-place change under no_grad: "
-                "gradients since then may be wrong. Leave that module out, or use Recompute(check='always')"
-            )
+            self.broken = self.broken or (failed and not self._always)
+        if failed and not self._always:
+            raise self._error()
+        return right[0] if right else None
+
+    def _error(self) -> StoreError:
+        return StoreError(
+            f"Recompute: what is computed again at {self.where} was the same as the original before, and is not "
+            "now. Something that the graph does not show takes part, such as an in-place change under no_grad: "
+            "gradients since then may be wrong. Leave that module out, or use Recompute(check='always')"
+        )
+
+
+class Proofs:
+    """The places of a model, or of a piece of code; see [Note: how a proof outlives its attachment]."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, Place] = {}
+        self._lock = shared(Order.PLACE)
+
+    def place(self, key: tuple[Any, ...], where: str, always: bool) -> Place:
+        """The place of ``key``, which is made when it is new."""
+        found = self._places.get((always, key))
+        if found is None:
+            if len(self._places) >= MOST:
+                self._places.clear()
+            found = self._places.setdefault((always, key), Place(where, always, self._lock))
+        return found
+
+
+_of_models: Any = WeakIdKeyDictionary()
+_of_code: weakref.WeakKeyDictionary[types.CodeType, dict[int, Proofs]] = weakref.WeakKeyDictionary()
+
+
+def proofs_of(model: nn.Module) -> Proofs:
+    """What was proven of ``model`` so far, by any attachment; it goes with the model, and does not hold it."""
+    found = _of_models.get(model)
+    if found is None:
+        found = _of_models.setdefault(model, Proofs())
+    return found  # type: ignore[no-any-return]
+
+
+def proofs_here() -> Proofs:
+    """What was proven so far at the line of the user's code that calls now; it goes with that code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    if frame is None:
+        return Proofs()
+    return _of_code.setdefault(frame.f_code, {}).setdefault(frame.f_lineno, Proofs())
+
+
+def _is_ours(name: str) -> bool:
+    """Whether the module of that ``name`` only calls for the user."""
+    return name.partition(".")[0] in ("disthooks", "contextlib", "copy") or name.startswith("torch._dynamo")
 
 
 def _different(original: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from disthooks._tensors import Layout
 from disthooks.errors import StoreError
 from disthooks.saved.kept import Kept
 from disthooks.saved.packed import Handle, Packed
+from disthooks.saved.recompute.places import Place
 
 
 class Step(NamedTuple):
@@ -59,7 +60,7 @@ class Program:
         cost: operators that run, those for the inputs included.
     """
 
-    __slots__ = ("_threads", "cost", "device", "inputs", "layout", "steps", "variant")
+    __slots__ = ("_threads", "cost", "device", "inputs", "layout", "place", "steps", "variant")
 
     def __init__(
         self, inputs: Sequence[Input], steps: Sequence[Step], layout: Layout, device: torch.device, cost: int
@@ -67,6 +68,7 @@ class Program:
         self.inputs, self.steps, self.cost = tuple(inputs), tuple(steps), cost
         self.layout, self.device = layout, device
         self.variant = 0
+        self.place: Place | None = None  # where it was proven
         # Some kernels compute the last elements of each thread's part another way: silu, sigmoid, softplus on a CPU.
         self._threads = torch.get_num_threads()
 
@@ -92,7 +94,13 @@ class Program:
         return all(map(_is_there, self.inputs))
 
     def run(self) -> torch.Tensor:
-        """The tensor, laid out as it was, in memory that is nobody else's."""
+        """The tensor, laid out as it was, in memory that is nobody else's.
+
+        Raises:
+            StoreError: when a comparison has told meanwhile that it may be another one.
+        """
+        if self.place is not None:
+            self.place.check(self.device)
         return self._run([_brought(each) for each in self.inputs], self.variant)
 
     def run_exact(self, variant: int) -> torch.Tensor | None:

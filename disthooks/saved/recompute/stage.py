@@ -16,12 +16,14 @@ class Recompute:
     from the input of the batch norm, which is saved anyway. The functions known are in
     ``disthooks/saved/recompute/formulas.py``. The first time at each place of a module the value is computed at once
     and compared with the original bit for bit; where it differs the original is stored as if this stage was not
-    there, and ``report().differed`` names the place.
+    there, and ``report().differed`` names the place. On a GPU the host waits for this, until a place is trusted; what
+    was proven is kept as long as the model (of a ``saving`` block: as long as the code that made it).
 
     Args:
         steps: most operators that are run for one tensor, from what is stored; views are free.
         check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place, and raises a ``StoreError``
-            where it differs only later: something that the graph does not show had a hand in it. ``"always"``
+            where it differs only later: something that the graph does not show had a hand in it. On a GPU nobody waits
+            for these comparisons, and the error comes in backward or in a later step. ``"always"``
             compares each before it is dropped, for the price of computing everything twice and of waiting for the
             device: what differs is stored, whenever that is.
 

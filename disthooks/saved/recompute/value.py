@@ -10,7 +10,7 @@ from disthooks.saved.contents import InStore
 from disthooks.saved.recompute.program import Program
 
 if TYPE_CHECKING:
-    from disthooks.saved.recompute.again import Origin
+    from disthooks.saved.recompute.again import Narrow, Origin
 
 
 class Recomputed(InStore):
@@ -26,7 +26,7 @@ class Recomputed(InStore):
         self._origin: Origin | None = origin  # until the contents are taken: it holds a node, which holds this
         self._program: Program | None = None
         self._wide: torch.dtype | None = None
-        self._narrow: torch.dtype | None = None
+        self._narrow: Narrow | None = None
         self.in_order = self.in_order and self.first == origin.layout
 
     def plan(self) -> None:
@@ -61,7 +61,7 @@ class Recomputed(InStore):
         self.cost, self.in_order = 1, False
         taken = super()._take(storage)
         if taken:
-            narrow = self.nbytes * self._narrow.itemsize // self._wide.itemsize
+            narrow = self.nbytes * self._narrow.dtype.itemsize // self._wide.itemsize
             self.ledger.count_recomputed("cast", self.nbytes - narrow, self.where)
         return taken
 
@@ -71,10 +71,12 @@ class Recomputed(InStore):
             return super().content(storage, typed)
         elements = self.nbytes // self._wide.itemsize
         wide = torch.empty(0, dtype=self._wide, device=self.alias.device).set_(storage, 0, (elements,), (1,))
-        return wide.to(self._narrow)
+        return wide.to(self._narrow.dtype)
 
     def _bring(self) -> torch.Tensor:
         if self._program is not None:
             return self._program.run()
+        if self._narrow is not None:
+            self._narrow.place.check(self.alias.device)
         content = super()._bring()
         return content if self._wide is None else content.to(self._wide)
