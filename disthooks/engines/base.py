@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -143,14 +144,16 @@ class Engine:
         """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
 
         It is called once in every backward that reaches the parameter; what it returns, unless None, takes the
-        gradient's place. ``wanted`` are indices into ``shards``; those that need no gradient are left out. A gradient
-        that passes unseen is an error from backward, or with ``must=False`` is not.
+        gradient's place. ``wanted`` are indices into ``shards``. A frozen parameter gets its hook too, which is called
+        once it needs gradients. A gradient that passes unseen is an error from backward, or with ``must=False`` is not.
         """
-        return [
-            self.shards[i].parameter.register_hook(functools.partial(hook, i))  # type: ignore[no-untyped-call]
-            for i in wanted
-            if self.shards[i].parameter.requires_grad
-        ]
+        handles = []
+        for i in wanted:
+            parameter = self.shards[i].parameter
+            with needing_gradients(parameter) as able:
+                if able:
+                    handles.append(parameter.register_hook(functools.partial(hook, i)))  # type: ignore[no-untyped-call]
+        return handles
 
     def begins(self, index: int) -> bool:
         """Whether the gradient that a local hook is called with is known to be the first since the last step."""
@@ -187,6 +190,32 @@ class Engine:
                 if parameter is not None and self.fixed(parameter):
                     places.append((module._parameters, key, parameter, canonical(f"{path}.{key}".lstrip("."))))
         return places
+
+
+@contextlib.contextmanager
+def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
+    """Have ``parameter`` need gradients inside, since torch takes no hook for one that does not; whether it can.
+
+    A hook stays where it is when the parameter is frozen again, and it is called when a gradient comes.
+
+    >>> weight = nn.Parameter(torch.ones(1), requires_grad=False)
+    >>> with needing_gradients(weight) as able:
+    ...     handle = weight.register_hook(lambda grad: 2 * grad)
+    >>> weight.requires_grad, able
+    (False, True)
+    >>> weight.requires_grad_(True).sum().backward()
+    >>> weight.grad
+    tensor([2.])
+    """
+    able = parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
+    if parameter.requires_grad or not able or parameter.is_inference():
+        yield parameter.requires_grad
+        return
+    parameter.requires_grad_(True)
+    try:
+        yield True
+    finally:
+        parameter.requires_grad_(False)
 
 
 def stepping(optimizer: Any) -> Any:

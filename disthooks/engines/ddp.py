@@ -23,7 +23,11 @@ class Ddp(Engine):
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         self._ignored = frozenset(map(canonical, wrapper.parameters_to_ignore))
         self._wrapper = wrapper
+        # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
+        self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
         super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
+        self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
+        self._must_be_reduced()
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -46,10 +50,28 @@ class Ddp(Engine):
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
     def check(self) -> None:
-        """Also raise AttachError under ``join()``: a rank that has no inputs left takes no step, and is waited for."""
+        """Also raise AttachError where DDP does not reduce a gradient, and under ``join()``.
+
+        Under ``join()`` a rank that has no inputs left takes no step, and is waited for.
+        """
         if self._wrapper._join_config.enable:
             raise AttachError(
                 "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
                 "statistics: give every rank the same number of steps, or remove() the attachment before join()"
             )
         super().check()
+        if any(shard.parameter.requires_grad for shard in self._frozen):
+            self._must_be_reduced()
+
+    def _must_be_reduced(self) -> None:
+        """Raise where more parameters need gradients than did when DDP took the model."""
+        needing = sum(shard.parameter.requires_grad for shard in self.shards)
+        if not 0 < self._reduced < needing:
+            return
+        thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]
+        which = f"{thawed[0]!r} was" if thawed else f"{needing - self._reduced} of the parameters were"
+        raise AttachError(
+            f"{which} frozen when DDP took the model, and DDP never reduces a gradient that comes later: every rank "
+            "would train another model. Unfreeze before DDP takes the model (and freeze after it what is to rest), or "
+            "make DDP anew and attach to that"
+        )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks.engines.base import Engine, LocalHook, Removable, is_a
+from disthooks.engines.base import Engine, LocalHook, Removable, is_a, needing_gradients
 from disthooks.engines.meshes import groups_of, ranks_of, shard_of
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
@@ -74,9 +74,13 @@ class Fsdp2(Engine):
             covered |= {i for _, _, i in places}
             # FSDP put its own forward pre-hook first in line, so by now the parameters are whole.
             local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
-        for shard in (self.shards[i] for i in covered if must and self.shards[i].parameter.requires_grad):
-            missed = functools.partial(local.must_have_fired, index[id(shard.parameter)], shard.name)
-            local.handles.append(shard.parameter.register_post_accumulate_grad_hook(missed))  # type: ignore[no-untyped-call]
+        for i in covered if must else ():
+            shard = self.shards[i]
+            missed = functools.partial(local.must_have_fired, i, shard.name)
+            with needing_gradients(shard.parameter) as able:
+                if able:
+                    handle = shard.parameter.register_post_accumulate_grad_hook(missed)  # type: ignore[no-untyped-call]
+                    local.handles.append(handle)
         return [local, *super().on_local([i for i in wanted if i not in covered], hook, must)]
 
 

@@ -34,7 +34,6 @@ class OnGradient(Attachment):
         self._engine, self._function = engine, function
         self._at = at
         self._shards = {i: engine.shards[i] for i in indices}
-        self._frozen = [shard for shard in self._shards.values() if not shard.parameter.requires_grad]
         self._calls: collections.Counter[str] = collections.Counter()
         self.names = tuple(shard.name for shard in self._shards.values())
 
@@ -57,11 +56,6 @@ class OnGradient(Attachment):
         # A replica of DataParallel has copies in place of parameters.
         if not torch.compiler.is_compiling() and not getattr(module, "_is_replica", False):
             self._engine.check()
-            if self._at == "local" and (thawed := [s.name for s in self._frozen if s.parameter.requires_grad]):
-                raise AttachError(
-                    f"{thawed[0]!r} was frozen when on_gradient was attached and is not now: attach again, since no "
-                    "hook is on it"
-                )
 
     def _local(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         return self._call(self._shards[index], grad)
