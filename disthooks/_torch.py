@@ -187,19 +187,48 @@ _STEP = next(
 )
 
 
-def steps_under_way() -> list[Any]:
-    """The optimizers whose ``step`` is running in this thread, innermost first, the one whose hook asks included.
+class Inner:
+    """The function that one of torch's own wrappers calls; what takes its place sees every call of the wrapper.
 
-    A step may run another one: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
-    The stack is read because nothing else tells: the hook after a step is not called when the step raises.
+    The wrapper itself stays what it is. So it does not matter who keeps it: a name that was imported earlier, a bound
+    method that a learning rate schedule or accelerate has put aside, a class that inherits it.
+
+    >>> inner = Inner(torch.nn.utils.clip_grad_norm_)
+    >>> inner.function.__name__
+    'clip_grad_norm_'
     """
-    found: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STEP:
-            found.append(frame.f_locals["args"][0])
-        frame = frame.f_back
-    return found
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, wrapper: Any) -> None:
+        self._cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that is called now."""
+        found: Callable[..., Any] = self._cell.cell_contents
+        return found
+
+    @function.setter
+    def function(self, function: Callable[..., Any]) -> None:
+        self._cell.cell_contents = function
+
+
+def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
+    """What torch puts around the ``step`` of each class of optimizers, and calls hooks from.
+
+    A class of which no object has called ``Optimizer.__init__`` has none yet, and is given it here as torch gives it:
+    without it no hook on the optimizer would ever be called.
+    """
+    found: Any = kind.step
+    while found is not None:
+        if getattr(found, "__code__", None) is _STEP:
+            return found
+        found = getattr(found, "__wrapped__", None)
+    made: Any = torch.optim.Optimizer.profile_hook_step(kind.step)
+    made.hooked = True
+    kind.step = made  # type: ignore[method-assign]
+    return made
 
 
 # Functions that work for a GradScaler, and which of their variables it is.

@@ -9,11 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from disthooks._match import canonical
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.steps import BeforeStep, StepHooks
+from disthooks.engines.steps import Again, Before, BeforeStep, StepHooks, before_any_step
 from disthooks.errors import AttachError, UsageError
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
@@ -117,23 +116,30 @@ class Engine:
         """Whether a shard may be updated at all; False where the engine's own optimizer was not given it."""
         return True
 
-    def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
         """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update.
 
         It may return a bool tensor without dimensions on the device: where that is true, the optimizer does not
         move in this step (see :mod:`disthooks.engines.skip`).
+
+        Args:
+            optimizer: the one that steps.
+            run: in a step with a closure it is called when the closure is done.
+            again: what is done when the closure is called again in the same step.
         """
         hooks = StepHooks.of(stepping(optimizer))
-        return hooks.add(hooks.before, run)
+        return hooks.add(hooks.before, Before(run, again))
 
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Run what :meth:`before_step` was given now; the step that comes next does not run it again."""
         StepHooks.of(stepping(optimizer)).now(scaler)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
-        """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs."""
-        handle: Removable = register_optimizer_step_pre_hook(run)  # type: ignore[arg-type]
-        return handle
+        """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs.
+
+        Where a closure is called several times in a step, ``run`` is called after each time.
+        """
+        return before_any_step(run)
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Have ``run()`` called when the update has been made, once a step."""

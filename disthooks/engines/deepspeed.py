@@ -13,7 +13,7 @@ from disthooks._match import inside
 from disthooks.engines.base import Engine, Removable, is_a
 from disthooks.engines.partitions import Bf16, Masters, Partitions, Piece, Zero3, Zero12, shape_of
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.steps import BeforeStep
+from disthooks.engines.steps import Again, BeforeStep
 from disthooks.engines.updates import Update, scaler_of
 from disthooks.errors import AttachError
 
@@ -105,7 +105,7 @@ class DeepSpeed(Engine):
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Nothing: the engine's own step begins with it, before it clips."""
 
-    def before_step(self, optimizer: Any, run: BeforeStep) -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
         """At the engine's step, not at micro-steps. Where ``run`` decides so, DeepSpeed's optimizer makes no step.
 
         The engine then does what it does for a step that overflowed (gradients are dropped, the learning rate's

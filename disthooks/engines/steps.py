@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
-from disthooks._torch import gives_scaler, sequence_number, steps_under_way
-from disthooks.engines.skip import over, skip_if
+from disthooks._torch import Inner, gives_scaler, sequence_number, step_wrapper, uncompiled
+from disthooks.engines.skip import Witness, hide, over, skip_if
 from disthooks.errors import UsageError
 
+# [Note: the step itself]
+# torch puts a wrapper around the step of each class of optimizers, which calls the hooks and then the class's own
+# function. Hooks before and after the step are torch's. A hook cannot keep the step from being made, and nothing
+# tells it that a step raised. So the function that the wrapper calls has one of ours in its place while anything is
+# attached to an optimizer of the class (_Seam). It asks the optimizer that steps for its StepHooks, and is the plain
+# function for all others. It knows which steps are under way, leaves a step out by not calling the function, and puts
+# back what was taken away for the step, however the step ends.
+# To set `optimizer.step` would do the same for those who call that attribute. accelerate keeps the method that it found
+# and puts it back in every step, a learning rate schedule calls the function that it found, copies and pickles take
+# what is in the object: all of them go through torch's wrapper.
+
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
+
+#: What is done where the closure of one step is called again, as LBFGS does: the step is refused, the first call alone
+#: counts, or each call does.
+Again = Literal["refuse", "first", "each"]
+
+
+class Before(NamedTuple):
+    """What is run before a step, and what of it when a closure is called again in the step."""
+
+    run: BeforeStep
+    again: Again = "refuse"
 
 
 class Begun:
@@ -71,7 +95,8 @@ class Begun:
 class StepHooks:
     """What runs before and after each step of one optimizer.
 
-    All of ``before`` runs first, each on the gradients as they are; then the step is skipped if any of it decided so.
+    All of ``before`` runs first, each on the gradients as they are; then the step is left out if any of it decided so.
+    A closure makes gradients inside the step: all of ``before`` then runs when the closure is done.
 
     Attributes:
         before: called with the optimizer and the arguments of its step.
@@ -79,23 +104,34 @@ class StepHooks:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.before: list[BeforeStep] = []
+        self.before: list[Before] = []
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
         self._begun: Begun | None = None
+        self._left_out, self._calls = False, 0  # of the closure, in the step under way
+        self._waits = False
+        self._witness: Witness | None = None
+        self._seam = _Seam.of(type(optimizer))
+        self._seam.users.add(self)
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
         ]
+        _all.add(self)
 
     @classmethod
-    def of(cls, optimizer: Any) -> StepHooks:
-        """The one of ``optimizer``, made when it is first asked for.
+    def found(cls, optimizer: Any) -> StepHooks | None:
+        """The one of ``optimizer``, if there is one.
 
         It is found among the optimizer's own hooks: a table of all of them would keep every model that is attached.
         """
         owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-        return next((owner for owner in owners if isinstance(owner, cls)), None) or cls(optimizer)
+        return next((owner for owner in owners if isinstance(owner, cls)), None)
+
+    @classmethod
+    def of(cls, optimizer: Any) -> StepHooks:
+        """The one of ``optimizer``, made when it is first asked for."""
+        return cls.found(optimizer) or cls(optimizer)
 
     def add(self, to: list[Any], run: Any) -> Entry:
         """Put ``run`` at the end of ``before`` or ``after``; gives what takes it off."""
@@ -103,14 +139,15 @@ class StepHooks:
         return Entry(self, to, run)
 
     def leave(self) -> None:
-        """With nothing left to run, take the hooks off and put back what a step that raised had taken."""
+        """With nothing left to run, take the hooks off and put back what a step that was never made had taken."""
         optimizer = self._optimizer()
-        if self.before or self.after or optimizer is None:
+        if self.before or self.after or optimizer is None or _everywhere.before:
             return
         for handle in self._handles:
             handle.remove()
+        self._seam.leave(self)
         self._ended()
-        if not any(under_way is optimizer for under_way in steps_under_way()):
+        if not _makes(optimizer):
             over(optimizer)
 
     @gives_scaler("scaler")
@@ -123,27 +160,55 @@ class StepHooks:
             scaler: the ``GradScaler`` that has unscaled the optimizer's gradients.
         """
         optimizer = self._optimizer()
-        if optimizer is not None and not (self._begun and self._begun.under_way(optimizer)):
+        again = self._calls > 1  # of a closure: what runs again, runs when the closure is done
+        if optimizer is not None and not again and not (self._begun and self._begun.under_way(optimizer)):
             self._ended()
             self._begun = Begun(optimizer, self._run(optimizer, (), {}))
 
+    def make(self, true: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Have ``true`` make the step, unless it is to be left out."""
+        if _makes(optimizer):  # super().step()
+            return true(*args, **kwargs)
+        stack = _stack()
+        stack.append(optimizer)
+        try:
+            if self._left_out:
+                return None
+            hide(optimizer)
+            result = true(*args, **kwargs)
+            if self._waits and not self._calls:
+                raise UsageError(
+                    f"{type(optimizer).__name__}.step(closure) never called its closure, so nothing that is attached "
+                    "saw this step: run backward first and call step() without a closure"
+                )
+            return result
+        except _LeftOut as left:
+            if left.hooks is not self:
+                raise
+            return left.loss
+        finally:
+            stack.pop()
+            over(optimizer)
+            self._left_out, self._calls, self._witness = False, 0, None
+
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not _outermost(optimizer):
+        if _makes(optimizer):
             return None
-        inside = functools.partial(self._inside, optimizer, iter([(args, kwargs)]))
-        given = with_closure(inside, args, kwargs)
+        self._left_out, self._calls, self._witness = False, 0, None
+        given = with_closure(functools.partial(self._call, optimizer, args, kwargs), args, kwargs)
+        self._waits = given is not None
         if given is None:
-            self._decide(optimizer, args, kwargs)
+            self._left_out = self._decide(optimizer, args, kwargs)
+        else:
+            self._check_again(optimizer, _calls_again(optimizer))
+            self._witness = Witness(optimizer)
         return given
 
-    def _inside(self, optimizer: Any, once: Any, closure: Callable[[], Any]) -> Any:
-        """The closure of a step, which makes gradients inside it, and says itself when they are final."""
-        given = next(once, None)
-        if given is None:
-            raise UsageError(
-                f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and no "
-                "gradients are final before the last time: use another optimizer, or remove() what is attached"
-            )
+    def _call(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
+        """The closure of a step, which makes gradients inside it; they are final when it is done."""
+        self._calls += 1
+        if self._calls > 1:
+            return self._call_again(optimizer, args, kwargs, closure)
         earlier = self._begun
         try:
             loss = closure()
@@ -152,16 +217,43 @@ class StepHooks:
             raise
         if earlier is not None and earlier is self._begun and not earlier.under_way(optimizer):
             self._ended()  # of gradients that were there before; a closure may have made none, as Lightning's own
-        self._decide(optimizer, *given)  # which may refuse closures
+        if self._decide(optimizer, args, kwargs):
+            self._must_be_untouched(optimizer)
+            raise _LeftOut(self, loss)
+        hide(optimizer)
         return loss
 
-    def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Have it decided, if it is not yet, and hold to it."""
+    def _call_again(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
+        self._check_again(optimizer, True)
+        loss = closure()
+        for each in [*_everywhere.before, *self.before]:
+            if each.again == "each":
+                each.run(optimizer, args, kwargs)
+        return loss
+
+    def _check_again(self, optimizer: Any, again: bool) -> None:
+        if again and any(each.again == "refuse" for each in self.before):
+            raise UsageError(
+                f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and uses the "
+                "gradients of each call, so a rule for the step's gradients has no place: leave the rules out "
+                "(statistics are of the first call), give functions to on_gradient(), which sees each call, or use "
+                "another optimizer"
+            )
+
+    def _must_be_untouched(self, optimizer: Any) -> None:
+        if self._witness is not None and not self._witness.untouched(optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} changed its parameters, its groups or its state before it called the "
+                "closure of its step, so the step cannot be left out as if it had never begun: run backward first and "
+                "call step() without a closure, or leave out the rule that skips steps"
+            )
+
+    def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
+        """Have it decided, if it is not yet; whether the step must not be made."""
         begun = self._ended()
         same = begun is not None and begun.same_step(optimizer)
         decision = begun.decision if begun and same else self._run(optimizer, args, kwargs)
-        if decision is not None:  # not earlier: a GradScaler would put its own in the place of it
-            skip_if(decision, optimizer)
+        return decision is not None and skip_if(decision, optimizer)  # not earlier: a GradScaler writes over it
 
     def _ended(self) -> Begun | None:
         begun, self._begun = self._begun, None
@@ -171,9 +263,9 @@ class StepHooks:
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Whether the step is to be left out."""
-        over(optimizer, restore=False)  # of a step that raised: its gradients are of the past
+        over(optimizer, restore=False)  # of a step that was never made: its gradients are of the past
         try:
-            decisions = [run(optimizer, args, kwargs) for run in list(self.before)]
+            decisions = [each.run(optimizer, args, kwargs) for each in [*_everywhere.before, *self.before]]
         except BaseException:
             over(optimizer)  # there is no step, so what one of them took away for it comes back
             raise
@@ -181,10 +273,95 @@ class StepHooks:
         return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if _outermost(optimizer):
-            over(optimizer)
+        if not _makes(optimizer):
             for run in list(self.after):
                 run()
+
+
+_all: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+
+
+class _LeftOut(BaseException):
+    """Ends a step from within its closure; no optimizer means to catch it."""
+
+    def __init__(self, hooks: StepHooks, loss: Any) -> None:
+        super().__init__()
+        self.hooks, self.loss = hooks, loss
+
+
+class _Everywhere:
+    """What runs before the steps of all optimizers, ahead of what is attached to one of them.
+
+    Each optimizer that steps is given a :class:`StepHooks` for it; a hook that is put on by a global one is called in
+    the same step.
+    """
+
+    def __init__(self) -> None:
+        self.before: list[Before] = []
+        self._handle: Any = None
+
+    def add(self, run: BeforeStep) -> Entry:
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._ready)
+        each = Before(run, "each")
+        self.before.append(each)
+        return Entry(self, self.before, each)
+
+    def leave(self) -> None:
+        if not self.before and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            for hooks in list(_all):
+                hooks.leave()
+
+    def _ready(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        StepHooks.of(optimizer)
+
+
+_everywhere = _Everywhere()
+
+
+def before_any_step(run: BeforeStep) -> Entry:
+    """Have ``run`` called before any optimizer steps, and before what is attached to that optimizer."""
+    return _everywhere.add(run)
+
+
+class _Seam:
+    """Our function in the place of the one that torch's wrapper calls for a class; see [Note: the step itself].
+
+    Attributes:
+        users: those that need it.
+    """
+
+    def __init__(self, inner: Inner) -> None:
+        self.users: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+        self._inner, self._true = inner, inner.function
+        self._mine = _stepping(self._true, self)
+        inner.function = self._mine
+
+    @classmethod
+    def of(cls, kind: type[Any]) -> _Seam:
+        """The one of a class, or of the class whose step it inherits."""
+        inner = Inner(step_wrapper(kind))
+        found = getattr(inner.function, "seam", None)
+        return found if isinstance(found, cls) else cls(inner)
+
+    def leave(self, hooks: StepHooks) -> None:
+        """The last one puts back the function that was there, unless somebody has put another one in its place."""
+        self.users.discard(hooks)
+        if not self.users and self._inner.function is self._mine:
+            self._inner.function = self._true
+
+
+def _stepping(true: Callable[..., Any], seam: _Seam) -> Callable[..., Any]:
+    @functools.wraps(true)
+    @uncompiled("what is attached decides on the host about the step", callees=False)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        hooks = StepHooks.found(args[0])
+        return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
+
+    step.__dict__["seam"] = seam
+    return step
 
 
 class Leaves(Protocol):
@@ -207,9 +384,34 @@ class Entry:
             self._runner.leave()
 
 
-def _outermost(optimizer: Any) -> bool:
-    """Whether the step under way is not one that a step of the same optimizer made: ``super().step()``."""
-    return sum(under_way is optimizer for under_way in steps_under_way()) < 2
+_thread = threading.local()
+
+
+def _stack() -> list[Any]:
+    if not hasattr(_thread, "stack"):
+        _thread.stack = []
+    found: list[Any] = _thread.stack
+    return found
+
+
+def under_way() -> list[Any]:
+    """The optimizers whose step this thread is making, innermost first, of those that anything is attached to.
+
+    A step may run another one: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
+    """
+    return _stack()[::-1]
+
+
+def _makes(optimizer: Any) -> bool:
+    """Whether a step of the same optimizer is under way: this one is a part of it, as in ``super().step()``."""
+    return any(one is optimizer for one in _stack())
+
+
+def _calls_again(optimizer: Any) -> bool:
+    """Whether it is known before the step that the optimizer calls its closure more than once."""
+    return isinstance(optimizer, torch.optim.LBFGS) and any(
+        group["max_iter"] > 1 or group["line_search_fn"] is not None for group in optimizer.param_groups
+    )
 
 
 def _with_grads(optimizer: Any) -> Iterator[Any]:

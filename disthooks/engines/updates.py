@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from disthooks.engines.partitions import Partitions
 from disthooks.engines.shard import Shard
-from disthooks.engines.skip import over
+from disthooks.engines.skip import hide, over
 from disthooks.engines.steps import BeforeStep, Entry
 
 _NAME = "_take_model_step"
@@ -60,9 +60,8 @@ class Update:
         """Everything before, the step, everything after."""
         if not (self.early or self.late or self.after):
             return self._true(*args, **kwargs)
-        with self._still() if self._before() else contextlib.nullcontext():
+        with self._still() if self._before() else self._resting():
             result = self._true(*args, **kwargs)
-        self._forget_withheld()
         for run in list(self.after):
             run()
         return result
@@ -124,10 +123,18 @@ class Update:
             if not knows:
                 optimizer.__dict__.pop("overflow", None)
 
-    def _forget_withheld(self) -> None:
-        """Gradients that were taken away for this step come back once it is over, when the engine has zeroed them."""
-        if type(self._kept) is Partitions:
-            over(self._engine.basic_optimizer)
+    @contextlib.contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Torch's own optimizer does not see what is withheld; when that is back, the engine zeroes its gradients."""
+        if type(self._kept) is not Partitions:
+            yield
+            return
+        optimizer = self._engine.basic_optimizer
+        hide(optimizer)
+        try:
+            yield
+        finally:
+            over(optimizer)
             self._engine.zero_grad()
 
 

@@ -17,6 +17,7 @@ from disthooks._match import Pattern
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine
 from disthooks.engines.skip import withhold
+from disthooks.engines.steps import Again
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collect
 from disthooks.grads.alarm import Alarms
@@ -281,7 +282,8 @@ class Gradients(Attachment):
     def _attach(self, optimizer: Any) -> None:
         for handle in self._looking.attach():
             self.on_remove(handle.remove)
-        self.on_remove(self._engine.before_step(optimizer, self._before_step).remove)
+        again: Again = "refuse" if self._plan.rules else "first"
+        self.on_remove(self._engine.before_step(optimizer, self._before_step, again).remove)
         if self._plan.after.uses:
             self.on_remove(self._engine.after_step(optimizer, self._after_step).remove)
         self.on_remove(self.flush)
@@ -334,7 +336,7 @@ class Gradients(Attachment):
     @torch.no_grad()
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
-        check_step(optimizer, args, kwargs)
+        check_step(optimizer)
         self._check_same()
         self._counts.check(self.steps)
         if self._pending is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,13 +40,8 @@ def _strangers(strange: Sequence[nn.Parameter], missed: Sequence[Shard], engine:
     )
 
 
-def check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError when gradients are not final at the start of this step."""
-    if any(callable(closure) for closure in (*args[1:], kwargs.get("closure"))):
-        raise UsageError(
-            f"{type(optimizer).__name__}.step(closure) makes its gradients inside the step, where no hook sees them "
-            "final: run backward first and call step() without a closure, or have the closure end with begin_step()"
-        )
     if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its kernel
         raise UsageError(
             f"the gradients are still multiplied by the scale of a GradScaler, which {type(optimizer).__name__} takes "

@@ -12,10 +12,10 @@ from torch import nn
 
 from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern, listed, match
-from disthooks._torch import steps_under_way
 from disthooks.engines.base import Engine
 from disthooks.engines.find import find
 from disthooks.engines.shard import Shard
+from disthooks.engines.steps import under_way
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads.held import check_step, ids_of
 
@@ -65,9 +65,10 @@ class OnGradient(Attachment):
         held = {id(parameter) for parameter in self._engine.held(optimizer)}
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return
-        check_step(optimizer, args, kwargs)
-        for outer in steps_under_way()[1:]:
-            held -= ids_of(outer)  # the outer step has had them already
+        check_step(optimizer)
+        for outer in under_way():
+            if outer is not optimizer:
+                held -= ids_of(outer)  # the outer step has had them already
         for shard in self._shards.values():
             grad = shard.final() if id(shard.parameter) in held else None
             if grad is not None:

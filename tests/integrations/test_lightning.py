@@ -244,7 +244,12 @@ def test_what_would_do_nothing_is_an_error(tmp_path: pathlib.Path, monkeypatch: 
         fit(model, [DisthooksCallback(whole)])
     assert not _hooked(model)
     with pytest.raises(UsageError, match="calls its closure more than once"):
-        fit(Lit(make=lambda p: torch.optim.LBFGS(p)), [DisthooksCallback({"watch": NORMS})])
+        fit(
+            Lit(make=lambda p: torch.optim.LBFGS(p)),
+            [DisthooksCallback({"watch": {"rules": [{"kind": "SkipNonFinite"}]}})],
+        )
+    fit(Lit(make=lambda p: torch.optim.LBFGS(p, max_iter=2)), [watch := DisthooksCallback({"watch": NORMS})])
+    assert watch.latest["step"] == 3
 
 
 def test_a_compiled_module() -> None:

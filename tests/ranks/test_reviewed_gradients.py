@@ -204,9 +204,10 @@ def test_ranks_that_attach_different_things_are_told(ranks: Ranks) -> None:
 # --- silent no-ops
 
 
-def test_on_gradient_refuses_a_closure() -> None:
+def test_on_gradient_acts_when_the_closure_is_done() -> None:
     model, _ = _linear()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -214,8 +215,10 @@ def test_on_gradient_refuses_a_closure() -> None:
         loss.backward()
         return loss
 
-    with dh.on_gradient(model, "weight", torch.zeros_like), pytest.raises(UsageError, match="closure"):
+    with dh.on_gradient(model, "weight", torch.ones_like) as hook:
         optimizer.step(closure)
+    assert hook.report() == {"weight": 1}
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
 
 
 def test_on_gradient_refuses_scaled_gradients() -> None:

@@ -29,8 +29,9 @@ class SkipNonFinite(Rule):
     :class:`~disthooks.ClipNorm` needs too, so both together cost one SUM. A float32 norm that overflows (elements
     above 1e19) counts as not finite.
 
-    A fused optimizer takes the decision on the device; any other must be told on the host, which waits for the
-    device in every step. Under a ``GradScaler`` the steps that the scaler itself leaves out never reach the rule.
+    The step of the optimizer is not made at all, whatever optimizer it is. Torch's fused optimizers take the decision
+    on the device, once they have their state; for any other one the host reads one bool in every step, and waits for
+    the device. Under a ``GradScaler`` the steps that the scaler itself leaves out never reach the rule.
 
     Logged are ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; these two are in ``state_dict()`` of
     the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
@@ -104,8 +105,8 @@ def _too_many(limit: int, step: int, in_a_row: float) -> None:
 class Freeze(Rule):
     """The optimizer does not move these parameters: no update, no momentum, no weight decay, no step counted.
 
-    For the step their gradients are taken away, and they are back when it is over; rules that come later find none,
-    so that a :class:`~disthooks.ClipNorm` behind it measures the others alone. It measures nothing and costs no
+    For the step they are taken out of the optimizer's groups, and their gradients are taken away; both are back when
+    it is over. Rules that come later find no gradients, so that a :class:`~disthooks.ClipNorm` behind it measures the others alone. It measures nothing and costs no
     collective. Unlike ``requires_grad_(False)`` it can be put on and ended at any time, on every engine that lets
     single parameters rest, and backward computes the gradients all the same.
 
