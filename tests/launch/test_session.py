@@ -339,7 +339,7 @@ def test_a_step_with_a_closure_acts_in_the_first_one_too(start: Starts) -> None:
     lbfgs = torch.optim.LBFGS(other.parameters())
     lbfgs.step(lambda: [loss := other(torch.ones(1, 2)).square().sum(), loss.backward()][0])
     ended(session)
-    start("strict: true\nwatch: {every: 1, stats: [{kind: Norm}]}")
+    start("strict: true\nwatch: {every: 1, rules: [{kind: ClipNorm, max_norm: 1.0}]}")
     another = nn.Linear(2, 2)
     strict = torch.optim.LBFGS(another.parameters())
     with pytest.raises(UsageError, match="more than once in a step"):
