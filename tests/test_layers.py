@@ -101,6 +101,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.stats": (2, "grads", 2),
     "grads.sinks.base": (2, "grads", 0),
     "grads.sinks.records": (2, "grads", 0),
+    "grads.sinks.runs": (2, "grads", 0),
     "grads.sinks.plain": (2, "grads", 1),
     "grads.sinks.tensorboard": (2, "grads", 1),
     "grads.sinks.wandb": (2, "grads", 1),

@@ -1,37 +1,222 @@
-"""README's own lines run, as they stand, in an empty folder."""
+"""Every Python, YAML, JSON and shell block of README.md and docs/ runs as it stands, each by itself.
+
+A block that cannot run here says so in its first line, ``# not run in CI: WHY``; all of those are listed below. What is
+printed is in blocks of the language ``text``.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
+from typing import NamedTuple
+
+import pytest
 
 import disthooks as dh
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+MARK = "# not run in CI: "
+#: The blocks that do not run, by page and reason. Make the block run rather than add to these.
+NOT_RUN = [
+    ("README.md", "it installs packages"),
+    *[("docs/gpu.md", "it needs a GPU")] * 4,
+    ("docs/integrations.md", "it starts a Ray cluster (examples/25_ray.py is run)"),
+]
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+class Block(NamedTuple):
+    """One fenced block.
+
+    Attributes:
+        page: the file.
+        line: of its first line.
+        language: what stands behind the fence.
+        text: what is in it.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not run; empty when it is."""
+        first = self.text.partition("\n")[0]
+        return first.removeprefix(MARK) if first.startswith(MARK) else ""
 
 
-def test_the_python_runs(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(_blocks("python")))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "stored " in done.stdout
-    assert (tmp_path / "runs/gradients.jsonl").read_text().count("\n") == 1
+def _blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```(.*)\n((?:(?!```).*\n)*)```$", text, re.MULTILINE)
+    return [Block(page, text[: it.start()].count("\n") + 2, it[1], it[2]) for it in found]
 
 
-def test_the_yaml_is_read(tmp_path: pathlib.Path) -> None:
-    (block,) = _blocks("yaml")
-    file = tmp_path / "hooks.yaml"
-    file.write_text(block)
-    plan = dh.from_config(file)
-    assert plan.saves[0][0] == ("layers.*",)
+BLOCKS = [block for page in PAGES for block in _blocks(page)]
+
+
+def _run(page: str, *languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.page == page and block.language in languages and not block.why_not]
+
+
+def _id(block: Block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+# -- what there is
+
+
+def test_every_block_has_a_language() -> None:
+    assert sum((ROOT / page).read_text().count("```") for page in PAGES) == 2 * len(BLOCKS), "a fence is not closed"
+    known = ("python", "yaml", "json", "sh", "text")
+    assert [_id(block) for block in BLOCKS if block.language not in known] == []
+
+
+def test_output_is_no_command() -> None:
+    """Nothing escapes by being called text."""
+    command = re.compile(
+        r"^(\$ |make |pip |python |torchrun |accelerate |deepspeed |disthooks [a-z]|import |from .* import )"
+    )
+    assert [_id(block) for block in BLOCKS if block.language == "text" and command.match(block.text)] == []
+
+
+def test_few_blocks_do_not_run() -> None:
+    assert sorted((block.page, block.why_not) for block in BLOCKS if block.why_not) == sorted(NOT_RUN)
 
 
 def test_nothing_is_left_to_be_filled_in() -> None:
-    assert "_TABLE" not in README
+    assert "_TABLE" not in (ROOT / "README.md").read_text()
+
+
+# -- the folder
+
+TRAIN = """
+import os
+import torch
+from torch import nn
+
+model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), num_layers=2)
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    torch.distributed.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(8, 32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+BUILD = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), num_layers=2)
+    return model, torch.randn(8, 32, 64)
+"""
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """What the pages take for granted: README's hooks file, a script, a model, a file for each launcher."""
+    (hooks,) = _run("README.md", "yaml")
+    # The models of the other pages have their layers in other places.
+    (tmp_path / "hooks.yaml").write_text(hooks.text.replace('"layers.*"', '"*layers.?"'))
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "package.py").write_text(BUILD)
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    (ds,) = _run("docs/integrations.md", "json")
+    (tmp_path / "ds.json").write_text(ds.text)
+    (tmp_path / "scratch" / "0").mkdir(parents=True)
+    return tmp_path
+
+
+def _environment(folder: pathlib.Path) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    hidden = ("DISTHOOKS_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    more |= {"DS_ACCELERATOR": "cpu", "HF_HOME": str(folder / "home"), "USER": os.environ.get("USER", "somebody")}
+    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_MASTER_PORT": port}
+    return {key: value for key, value in os.environ.items() if key not in hidden} | more
+
+
+# -- the blocks
+
+RUNNER = """
+import json, sys, torch
+for page, line, text in json.load(sys.stdin):
+    print("--", page, line, flush=True)
+    exec(compile("\\n" * (line - 1) + text, page, "exec"), {"__name__": "__main__"})
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", [page for page in PAGES if _run(page, "python")])
+def test_the_python_runs(page: str, folder: pathlib.Path) -> None:
+    """Each block with no name but its own; as the only rank of a job, as torchrun would start it."""
+    given = json.dumps([(block.page, block.line, block.text) for block in _run(page, "python")])
+    env = _environment(folder) | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", RUNNER]
+    done = subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if page == "README.md":
+        assert "stored " in done.stdout
+        assert (folder / "runs/gradients.jsonl").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize("block", [block for page in PAGES for block in _run(page, "yaml", "json")], ids=_id)
+def test_the_configuration_is_read(block: Block, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/scratch, where the pages have a disk, is a folder here."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("USER", "somebody")
+    text = block.text.replace("/scratch", str(folder / "scratch"))
+    if block.language == "json":
+        plan = dh.from_config(json.loads(text)["disthooks"])
+    else:
+        (folder / "block.yaml").write_text(text)
+        plan = dh.from_config(folder / "block.yaml")
+    assert plan.saves or plan.watches
+    if block.page == "README.md":
+        assert plan.saves[0][0] == ("layers.*",)
+
+
+# Commands are those of this Python; make says what it would do; a launcher's port is a free one.
+COMMANDS = r"""
+set -e
+make() { command make -n -C "$ROOT" "$@" > /dev/null; }
+python() { command "$PYTHON" "$@"; }
+torchrun() { python -m torch.distributed.run "$@"; }
+accelerate() { python -m accelerate.commands.accelerate_cli "$@"; }
+deepspeed() { python -m deepspeed.launcher.runner --master_port "$MASTER_PORT" "$@"; }
+disthooks() {
+    if [ "$1 $2" = "launch deepspeed" ]; then shift 2; set -- launch deepspeed --master_port "$MASTER_PORT" "$@"; fi
+    python -m disthooks "$@"
+}
+"""
+SHELL = [(block, line) for page in PAGES for block in _run(page, "sh") for line in block.text.splitlines()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("block", "line"), SHELL, ids=[f"{_id(block)}: {line[:40]}" for block, line in SHELL])
+def test_the_shell_runs(block: Block, line: str, folder: pathlib.Path) -> None:
+    if "deepspeed" in line:
+        pytest.importorskip("deepspeed")
+    env = _environment(folder) | {"ROOT": str(ROOT), "PYTHON": sys.executable}
+    script = COMMANDS + line + "\n"
+    done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "hooks.yaml" in line and "train.py" in line:
+        assert re.search(r"disthooks: .*saved and moved|moved", done.stdout + done.stderr), "hooks were not attached"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from disthooks.errors import as_line
+
 
 def main() -> None:
     """Run the command line; without typer and rich, say how to get them."""
     try:
-        from disthooks.cli.app import app
+        from disthooks.cli.app import run
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
             raise
-        sys.exit("the command line needs typer and rich: pip install 'disthooks[cli]'")
-    app(prog_name="disthooks")
+        sys.exit(as_line("the command line needs typer and rich: pip install 'disthooks[cli]'"))
+    sys.exit(run())

@@ -16,7 +16,7 @@ from disthooks.cli.env import env
 from disthooks.cli.explain import explain
 from disthooks.cli.launch import launch
 from disthooks.cli.report import report
-from disthooks.errors import DisthooksError
+from disthooks.errors import DisthooksError, as_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +38,7 @@ def _told(command: F) -> F:
         try:
             return command(*args, **kwargs)
         except DisthooksError as error:
-            print(f"disthooks: {' '.join(str(error).split())}", file=sys.stderr)
+            print(as_line(error), file=sys.stderr)
             raise typer.Exit(1) from None
 
     return cast(F, run)
@@ -50,19 +50,45 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+_HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_HELP)
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _whole(
+    words: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Where saved tensors live between forward and backward, and what happens to gradients before the step.
 
     What a run does stands in a YAML file; these commands look at it, at the machine and at what a run left.
     """
+    if words.invoked_subcommand is None:
+        print(words.get_help())
+        raise typer.Exit(2)
 
 
 for _command in (env, check, explain, report):
-    app.command()(_told(_command))
+    app.command(context_settings=_HELP)(_told(_command))
 app.command(cls=_Untouched, add_help_option=False)(_told(launch))
+
+# Typer has brought its own click since 0.16: the classes of its errors are found from one that it gives away.
+_WORDS: Any = typer.BadParameter.__mro__[1]  # words that mean nothing
+
+
+def run(words: list[str] | None = None) -> int:
+    """Run what ``words``, by default those of this process, ask for.
+
+    Returns:
+        The exit code; 2, with one line that says why, for words that mean nothing.
+    """
+    try:
+        code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)
+    except _WORDS as error:
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context is not None else "disthooks"
+        print(as_line(f"{error.format_message()} ({where} -h says what there is)"), file=sys.stderr)
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0

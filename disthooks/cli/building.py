@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 import traceback
@@ -24,8 +26,18 @@ def build(name: str) -> tuple[Any, Any]:
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
+    if where.endswith(".py") and not pathlib.Path(where).is_file():
+        beside = [path.name for path in pathlib.Path(where).parent.glob("*.py")]
+        raise UsageError(f"{name}: there is no file {where!r}{_near(pathlib.Path(where).name, beside)}")
     try:
-        made = getattr(_imported(where), function)()
+        module = _imported(where)
+        if not hasattr(module, function):
+            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            own = [each for each in there if inspect.getmodule(getattr(module, each)) is module]
+            raise UsageError(f"{name}: {where} has no {function!r}{_near(function, own or there)}")
+        made = getattr(module, function)()
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"{name}: {said(error)}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -48,6 +60,14 @@ def _imported(where: str) -> ModuleType:
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look for it there
     spec.loader.exec_module(module)
     return module
+
+
+def _near(name: str, known: list[str]) -> str:
+    """The nearest of ``known`` to ``name``, or the first of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(sorted(known)[:8])}" if known else ""
 
 
 def said(error: BaseException) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from disthooks.cli.building import build
-from disthooks.cli.tables import console, document, line, shortened, size, table
-from disthooks.errors import DisthooksError
+from disthooks.cli.tables import console, document, line, progress, shortened, size, table
+from disthooks.errors import DisthooksError, as_line
 
 if TYPE_CHECKING:
     from disthooks.cli.entries import Entry, Found
@@ -31,7 +31,8 @@ def check(
     from disthooks.cli.entries import Found
 
     found = Found()
-    facts = _checked(file, model, found)
+    with progress(4) as begin:
+        facts = _checked(file, model, found, begin)
     facts |= {"ok": not found.errors, "errors": found.errors, "warnings": found.warnings}
     if as_json:
         document(facts)
@@ -41,14 +42,16 @@ def check(
         raise typer.Exit(1)
 
 
-def _checked(file: str, name: str | None, found: Found) -> dict[str, Any]:
+def _checked(file: str, name: str | None, found: Found, begin: Callable[[str], None]) -> dict[str, Any]:
     from disthooks.cli.entries import entries_of, place
     from disthooks.cli.watching import check_sinks, scopes
     from disthooks.config import from_config
 
     facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
     try:
+        begin(f"reading {file}")
         plan = from_config(file)
+        begin("building the model")
         model, inputs = build(name) if name else (None, None)
     except DisthooksError as error:
         found.failed("", error)
@@ -61,8 +64,10 @@ def _checked(file: str, name: str | None, found: Found) -> dict[str, Any]:
         place(plan, entries, model, found)
         if plan.watches:
             facts["watch"] |= scopes(plan, model, found)
+    begin("saving random tensors through each pipeline")
     facts["save"] = [_entry(entry, model is not None, found) for entry in entries]
     if inputs is not None and not found.errors:
+        begin("one forward and backward")
         facts["run"] = _run(model, inputs, entries, found)
     return facts
 
@@ -139,9 +144,20 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["run"]:
         _show_run(facts["run"])
     for text in facts["warnings"]:
-        line(f"warning: {text}")
+        line(f"warning: {text}", "yellow")
+    line(*_verdict(facts))
     for text in facts["errors"]:
-        print(f"error: {text}", file=sys.stderr)
+        line(as_line(text), "red", error=True)
+
+
+def _verdict(facts: dict[str, Any]) -> tuple[str, str]:
+    """What a run would do with the file, and the colour of that."""
+    errors, warnings = len(facts["errors"]), len(facts["warnings"])
+    told = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+    if errors:
+        return f"{facts['file']}: {errors} error{'s' * (errors > 1)}{told}: a run would fail", "red"
+    tried = "" if facts["model"] else " (without --model nothing is known of patterns)"
+    return f"{facts['file']}: ok{told}{tried}", "yellow" if warnings else "green"
 
 
 def _show_entry(entry: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
 from disthooks.cli import asked, machine, speeds
 from disthooks.cli.problems import Problem, problems
-from disthooks.cli.tables import console, document, line, size, speed, table
+from disthooks.cli.tables import console, document, line, progress, size, speed, table
 
 
 def env(
@@ -22,7 +23,8 @@ def env(
     """
     if machine.rank() != 0:
         return
-    facts = gathered()
+    with progress(4) as begin:
+        facts = gathered(begin)
     found = problems(facts)
     if as_json:
         document(facts | {"problems": [problem._asdict() for problem in found]})
@@ -30,14 +32,20 @@ def env(
         _show(facts, found)
 
 
-def gathered() -> dict[str, Any]:
-    """All facts, as ``--json`` has them."""
+def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All facts, as ``--json`` has them; ``begin`` is told what is looked at next."""
+    begin("looking for a configuration")
     config, plan = asked.configuration()
     wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
     if plan is not None:
         config["missing"] = asked.missing_sinks(plan)
         for directory, roles in asked.directories(plan).items():
             wanted.setdefault(directory, []).extend(roles)
+    begin("measuring the link to the GPU")
+    link = speeds.link()
+    begin(f"measuring {', '.join(wanted)}")
+    directories = [speeds.directory_facts(path, roles) for path, roles in wanted.items()]
+    begin("looking at what is installed")
     return {
         "versions": machine.versions(),
         "system": machine.system(),
@@ -48,8 +56,8 @@ def gathered() -> dict[str, Any]:
         "nvidia": machine.has_nvidia(),
         "tools": machine.tools(),
         "build_locks": machine.build_locks(),
-        "link": speeds.link(),
-        "directories": [speeds.directory_facts(path, roles) for path, roles in wanted.items()],
+        "link": link,
+        "directories": directories,
         "config": {"missing": []} | config,
         "environment": machine.environment(),
         "accelerate": asked.accelerate(),
@@ -66,7 +74,7 @@ def _show(facts: dict[str, Any], found: list[Problem]) -> None:
     ):
         out.print(table(rows, title=title))
     if not found:
-        line("nothing is known that would not work here")
+        line("nothing is known that would not work here", "green")
         return
     out.print(table([(i, *problem) for i, problem in enumerate(found, 1)], ("", "would not work", "why", "do")))
 

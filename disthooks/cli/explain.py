@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import typer
 
 from disthooks.cli.building import build
-from disthooks.cli.tables import console, line, size, table
+from disthooks.cli.tables import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
 
@@ -31,6 +31,7 @@ class Row(NamedTuple):
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
     file: str | None = typer.Argument(None, help="A hooks file: where its plan would put the bytes."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
     """RUN the model, one forward and backward for real, and tell how many bytes autograd saves in each module.
 
@@ -38,16 +39,33 @@ def explain(
     and what was moved, shared and kept is told for each module that the plan takes. It needs the memory and the time
     of two steps.
     """
-    made, inputs = build(model)
-    if inputs is None:
-        raise UsageError(f"{model} gave a module alone: explain runs it, so it has to return (module, example inputs)")
-    rows = saved_by(made, inputs)
+    with progress(3) as begin:
+        begin("building the model")
+        made, inputs = build(model)
+        if inputs is None:
+            raise UsageError(
+                f"{model} gave a module alone: explain runs it, so it has to return (module, example inputs)"
+            )
+        begin("one forward and backward without hooks")
+        rows = saved_by(made, inputs)
+        if file is not None:
+            begin(f"one forward and backward under {file}")
+        plan = _planned(made, inputs, file) if file is not None else None
+    whole = max([row.whole for row in rows], default=0)
+    if as_json:
+        told = [{"module": row.name, "class": row.kind, "own": row.own, "whole": row.whole} for row in rows]
+        document({"model": model, "file": file, "saved": whole, "modules": told, "plan": plan})
+        return
+    _show(rows, whole)
+    if plan is not None:
+        _show_plan(plan, str(file))
+
+
+def _show(rows: list[Row], whole: int) -> None:
     body = [(row.name or "(model)", row.kind, size(row.own), size(row.whole)) for row in rows if row.whole]
     heads = ("module", "class", "saved", "with what is inside")
     console().print(table(body, heads, right=(2, 3), title="one forward and backward without hooks"))
-    line(f"autograd saves {size(max([row.whole for row in rows], default=0))}, weights not counted")
-    if file is not None:
-        _planned(made, inputs, file)
+    line(f"autograd saves {size(whole)}, weights not counted")
 
 
 def saved_by(model: Any, inputs: Any) -> list[Row]:
@@ -73,7 +91,8 @@ def _named(model: Any) -> list[tuple[str, Any]]:
     return match_modules(model, ["*"])
 
 
-def _planned(model: Any, inputs: Any, file: str) -> None:
+def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
+    """What became of the bytes of each module under the plan of ``file``, and warnings."""
     from disthooks.cli.entries import Found, entries_of, place
     from disthooks.cli.running import figures, reports
     from disthooks.config import from_config
@@ -85,14 +104,19 @@ def _planned(model: Any, inputs: Any, file: str) -> None:
         raise UsageError("; ".join(found.errors))
     placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
     told = {name: figures(report) for name, report in reports(model, inputs, placed).items()}
-    keys = ("stored", "moved", "shared", "recomputed", "kept")
     to = {name: _short(line.store) for name, _, line in placed}
-    rows = [(name or "(model)", to[name], *(size(figure[key]) for key in keys)) for name, figure in told.items()]
-    total = ("all", "", *(size(sum(figure[key] for figure in told.values())) for key in keys))
+    modules = [{"module": name, "to": to[name]} | figure for name, figure in told.items()]
+    return {"modules": modules, "warnings": found.warnings}
+
+
+def _show_plan(plan: dict[str, Any], file: str) -> None:
+    keys = ("stored", "moved", "shared", "recomputed", "kept")
+    rows = [(each["module"] or "(model)", each["to"], *(size(each[key]) for key in keys)) for each in plan["modules"]]
+    total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
     heads = ("module", "goes to", *keys)
     console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"the same under {file}"))
-    for text in found.warnings:
-        line(f"warning: {text}")
+    for text in plan["warnings"]:
+        line(f"warning: {text}", "yellow")
 
 
 def _short(store: Any) -> str:

@@ -1,18 +1,20 @@
-"""``disthooks report``: the numbers that a run logged, as a table."""
+"""``disthooks report``: the numbers that a run logged, as tables or as one JSON document."""
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import math
 import pathlib
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import typer
 
-from disthooks.cli.tables import console, line, table
+from disthooks.cli.tables import console, document, line, table
 from disthooks.errors import UsageError
 
 _MOST = 10  # steps that are named one by one
@@ -32,18 +34,29 @@ class Log(NamedTuple):
     broken: list[int]
 
 
-def report(path: str = typer.Argument(..., help="A gradients.jsonl, or the directory of a run.")) -> None:
-    """Tell what a run logged: for each number its first, median, last and largest value, and the non-finite steps."""
+def report(
+    path: str = typer.Argument(..., help="A gradients.jsonl, or the directory of a run."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
+) -> None:
+    """Tell what a run logged: for each number its first, median, last and largest value, and the non-finite steps.
+
+    Several runs in one file are told one after the other. Counts are added up, and of the numbers of ranks it is told
+    which came most often.
+    """
     file = _file(pathlib.Path(path))
     log = read(file)
     if log.broken and not log.records:
         raise UsageError(
             f"{file}: none of its {len(log.broken)} lines is a record of a run; give what the sink Jsonl wrote"
         )
+    told = [summary(run) for run in runs_in(log.records)]
+    if as_json:
+        document({"file": str(file), "half": log.half, "broken": log.broken, "runs": told})
+        return
     if not log.records:
         line(f"{file}: no step is logged there yet")
-    else:
-        _show(file, log.records)
+    for run in told:
+        _show(file, run, several=len(told) > 1)
     if log.half:
         line("the last line is not whole and was left out: the run is writing it, or was killed")
     if log.broken:
@@ -92,30 +105,97 @@ def _record(text: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _show(file: pathlib.Path, records: list[dict[str, Any]]) -> None:
-    steps = [record["step"] for record in records]
-    line(f"{file}: {len(records)} logged steps, {min(steps)} to {max(steps)}")
-    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
-        line("steps come again: the run was restarted, or several wrote into one file")
-    names = list(dict.fromkeys(name for record in records for name in record if name != "step"))
-    rows = [row for name in names if "/param/" not in name and (row := _row(name, records))]
-    heads = ("", "first", "median", "last", "max", "not finite")
-    console().print(table(rows, heads, right=(1, 2, 3, 4, 5)))
-    single = sum("/param/" in name for name in names)
-    if single:
-        line(f"{single} numbers of single parameters are not shown")
-    for text in _not_finite(records):
-        line(text)
+def runs_in(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The records of each run, and of each optimizer in it, in the order in which they begin.
+
+    Records from before they had a ``run`` are one run, since nothing tells more.
+
+    >>> records = [{"step": 0, "run": "a"}, {"step": 0, "run": "b"}, {"step": 1, "run": "a"}]
+    >>> [[record["step"] for record in run] for run in runs_in(records)]
+    [[0, 1], [0]]
+    """
+    found: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault((record.get("run"), record.get("optimizer")), []).append(record)
+    return list(found.values())
 
 
-def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, ...] | None:
-    """First, median, last and largest of one number; the last two of what is finite."""
-    values = [number for record in records if (number := _number(record.get(name))) is not None]
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the records of one run say, in plain values; the keys are in docs/cli.md."""
+    from disthooks.grads.sinks.records import meaning
+
+    kept = _last_life(records)
+    names = list(dict.fromkeys(name for record in kept for name in record))
+    shown = [name for name in names if "/param/" not in name]
+    columns: dict[str, dict[str, Any]] = {"number": {}, "count": {}, "total": {}, "label": {}}
+    makers = {"number": _numbers, "count": _counts, "total": _totals, "label": _labels}
+    for name in shown:
+        kind = meaning(name)
+        made = makers[kind](name, kept) if kind in makers and name not in ("run", "restart", "optimizer") else None
+        if made is not None:
+            columns[kind][name] = made
+    times = [record["time"] for record in records if isinstance(record.get("time"), (int, float))]
+    return {
+        "run": records[0].get("run"),
+        "optimizer": records[0].get("optimizer"),
+        "restarts": max((record.get("restart") or 0 for record in records), default=0),
+        "began": min(times, default=None),
+        "ended": max(times, default=None),
+        "steps": len(kept),
+        "first_step": kept[0]["step"],
+        "last_step": kept[-1]["step"],
+        "again": any(later["step"] <= earlier["step"] for earlier, later in itertools.pairwise(records)),
+        "repeated": len(records) - len(kept),
+        "numbers": columns["number"],
+        "counts": columns["count"],
+        "totals": columns["total"],
+        "labels": columns["label"],
+        "single": sum("/param/" in name for name in names),
+        "nonfinite": _not_finite(kept),
+    }
+
+
+def _last_life(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each step once, in order: of one that a restarted run made again, what was written last."""
+    return sorted({record["step"]: record for record in records}.values(), key=lambda record: int(record["step"]))
+
+
+def _values(name: str, records: Sequence[dict[str, Any]]) -> list[float]:
+    return [number for record in records if (number := _number(record.get(name))) is not None]
+
+
+def _numbers(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """First, median, last and largest; median and largest of what is finite."""
+    values = _values(name, records)
     if not values:
         return None
     finite = [value for value in values if math.isfinite(value)] or [math.nan]
-    told = (values[0], statistics.median(finite), values[-1], max(finite))
-    return name, *(f"{value:.4g}" for value in told), str(sum(not math.isfinite(value) for value in values) or "")
+    off = sum(not math.isfinite(value) for value in values)
+    return {
+        "first": values[0],
+        "median": statistics.median(finite),
+        "last": values[-1],
+        "max": max(finite),
+        "not_finite": off,
+    }
+
+
+def _counts(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The sum over the steps, and in how many it was not zero."""
+    values = _values(name, records)
+    return {"sum": sum(values), "steps": sum(value != 0 for value in values)} if values else None
+
+
+def _totals(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Where a running total stands at the end."""
+    values = _values(name, records)
+    return {"last": values[-1]} if values else None
+
+
+def _labels(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """How often there was each number of a rank, the most frequent first."""
+    counted = collections.Counter(value for record in records if isinstance(value := record.get(name), (int, float)))
+    return {str(int(value)): times for value, times in counted.most_common()} if counted else None
 
 
 def _number(value: Any) -> float | None:
@@ -125,18 +205,14 @@ def _number(value: Any) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
-def _not_finite(records: list[dict[str, Any]]) -> Iterator[str]:
+def _not_finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps in which something was not finite, with the parameters and ranks that the records name."""
-    found = [record for record in records if _is_off(record)]
-    if found:
-        yield f"not finite in {len(found)} of {len(records)} logged steps:"
-    for record in found[:_MOST]:
-        places = record.get("nonfinite_at") or []
-        named = [f"{place.get('param')} on {_rank(place.get('rank'))}" for place in places if isinstance(place, dict)]
-        rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
-        yield f"  step {record['step']}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}"
-    if len(found) > _MOST:
-        yield f"  and {len(found) - _MOST} more"
+    found = []
+    for record in records:
+        if _is_off(record):
+            places = [place for place in record.get("nonfinite_at") or [] if isinstance(place, dict)]
+            found.append({"step": record["step"], "at": places})
+    return found
 
 
 def _is_off(record: dict[str, Any]) -> bool:
@@ -144,8 +220,63 @@ def _is_off(record: dict[str, Any]) -> bool:
     counted = _number(record.get("nonfinite"))
     if counted is not None:
         return counted > 0
+    if record.get("nonfinite_at"):
+        return True
     norm = _number(record.get("grad_norm"))
     return norm is not None and not math.isfinite(norm)
+
+
+# -- for people
+
+
+def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
+    for text in _about(file, run, several):
+        line(text)
+    keys = ("first", "median", "last", "max")
+    rows = [
+        (name, *(f"{told[key]:.4g}" for key in keys), str(told["not_finite"] or ""))
+        for name, told in run["numbers"].items()
+    ]
+    if rows:
+        console().print(table(rows, ("", *keys, "not finite"), right=(1, 2, 3, 4, 5)))
+    counts = [(name, f"{told['sum']:.10g}", str(told["steps"])) for name, told in run["counts"].items()]
+    if counts:
+        console().print(table(counts, ("", "in all", "steps"), right=(1, 2)))
+    totals = [(name, f"{told['last']:.4g}") for name, told in run["totals"].items()]
+    if totals:
+        console().print(table(totals, ("", "in all"), right=(1,)))
+    for name, told in run["labels"].items():
+        line(f"{name}: {', '.join(f'{label} in {times}' for label, times in itertools.islice(told.items(), _MOST))}")
+    if run["single"]:
+        line(f"{run['single']} numbers of single parameters are not shown")
+    for text in _told(run["nonfinite"], run["steps"]):
+        line(text)
+
+
+def _about(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[str]:
+    named = f", run {run['run']}" if run["run"] is not None and several else ""
+    named += f", optimizer {run['optimizer']}" if run["optimizer"] is not None else ""
+    yield f"{file}{named}: {run['steps']} logged steps, {run['first_step']} to {run['last_step']}"
+    if run["began"] is not None:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["began"]))
+        again = f", restarted {run['restarts']} times" if run["restarts"] else ""
+        yield f"from {began}, {run['ended'] - run['began']:.0f} s{again}"
+    if run["again"] and run["run"] is None:
+        why = "the run was restarted, or several wrote into one file"
+        yield f"steps come again: {why}; of each step the last line counts"
+    elif run["repeated"]:
+        yield f"{run['repeated']} steps come again; of each the last line counts"
+
+
+def _told(found: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
+    if found:
+        yield f"not finite in {len(found)} of {steps} logged steps:"
+    for each in found[:_MOST]:
+        named = [f"{place.get('param')} on {_rank(place.get('rank'))}" for place in each["at"]]
+        rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
+        yield f"  step {each['step']}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}"
+    if len(found) > _MOST:
+        yield f"  and {len(found) - _MOST} more"
 
 
 def _rank(rank: Any) -> str:

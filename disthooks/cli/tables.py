@@ -1,19 +1,25 @@
-"""Tables and lines for a terminal, and for a file: no colour codes there, and 80 columns."""
+"""Tables and lines for a terminal, and for a file or a pipe: there are no colours, and no line is folded there."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+_WIDE = 100_000  # columns of what is no terminal
+_COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
 def console() -> Any:
     """Where to print: made at each use, since a test may have put another file in the place of stdout."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    width = None if sys.stdout.isatty() else _WIDE
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
 def table(
@@ -44,9 +50,44 @@ def table(
     return made
 
 
-def line(text: str) -> None:
-    """Print ``text`` in one line, however long: other programs look for it."""
-    print(text, file=sys.stdout)
+def line(text: str, colour: str = "", error: bool = False) -> None:
+    """Print ``text`` in one line, however long: other programs look for it.
+
+    Args:
+        text: what is printed.
+        colour: "red", "green" or "yellow", where a terminal shows it.
+        error: whether it goes to stderr.
+    """
+    stream = sys.stderr if error else sys.stdout
+    shown = colour and stream.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream)
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal for what takes seconds; nothing elsewhere.
+
+    Args:
+        steps: how many there are.
+
+    Returns:
+        A function that is called with what comes next, before each of them.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(SpinnerColumn(), BarColumn(), text, console=Console(stderr=True), transient=True) as bar:
+        task, begun = bar.add_task("", total=steps), [0]
+
+        def begin(text: str) -> None:
+            bar.update(task, completed=begun[0], description=text)
+            begun[0] += 1
+
+        yield begin
 
 
 def document(value: object) -> None:

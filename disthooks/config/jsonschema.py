@@ -1,11 +1,12 @@
 """The JSON schema by which editors complete and check a configuration.
 
-``python -m disthooks.config.jsonschema`` writes ``hooks.schema.json`` anew, from the keys, the kinds and
+``python -m disthooks.config.jsonschema --write`` writes ``hooks.schema.json`` anew, from the keys, the kinds and
 their signatures, annotations and docstrings. A test says when it has to be.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import pathlib
@@ -174,6 +175,16 @@ def _plain(said: str) -> str:
     return " ".join(said.replace("``", "").split())
 
 
-if __name__ == "__main__":
+def main(words: list[str] | None = None) -> None:
+    """Print the schema, or with ``--write`` write the file of the package anew."""
+    parser = argparse.ArgumentParser(prog="python -m disthooks.config.jsonschema", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {FILE}")
+    if not parser.parse_args(words).write:
+        print(text(), end="")
+        return
     FILE.write_text(text())
     print(f"{FILE.name}: {len(schema()['definitions'])} definitions")
+
+
+if __name__ == "__main__":
+    main()

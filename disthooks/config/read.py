@@ -16,12 +16,21 @@ from disthooks.grads import stats
 from disthooks.saved.codecs.base import Codec
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 
+_BEGIN = "; it begins with a key and a colon in the first column: save:"
 _MOST = 3  # wrong values that are named in one error
 # What takes more than one type, of which pydantic names the first only.
 _UNIONS: Mapping[Any, str] = {
     "budget": "a number of bytes or a text such as 20 GiB",
     "at_least": "a number of bytes or a text such as 4 KiB",
     "modules": "a pattern or a list of them",
+}
+
+
+# What is written where a mapping or a list stands in the place of the other one.
+_SHAPES: Mapping[Path, str] = {
+    ("save",): "a list of entries is needed: write '- ' in front of the first key of each, '- modules: ...'",
+    ("watch",): "a mapping is needed: write its keys without '- '",
+    ("watch", "groups"): "names with patterns are needed: {biases: '*.bias'}",
 }
 
 
@@ -46,7 +55,7 @@ def plan_of(source: Source) -> Plan:
 def _checked(source: Source) -> dict[str, Any]:
     if not isinstance(source.document, Mapping):
         got = type(source.document).__name__
-        source.fail((), f"the file: input should be a valid dictionary (run, save, watch), got a {got}")
+        source.fail((), f"the file: input should be a valid dictionary (run, save, watch), got a {got}{_BEGIN}")
     try:
         from pydantic import ValidationError
 
@@ -89,11 +98,13 @@ def _written(source: Source, loc: Sequence[Any]) -> Path:
 
 def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
-        return source.say(path, f" is not known{near(str(path[-1]), _keys(path[:-1]))}")
+        return source.say(path, f" is not known{_belongs(path) or near(str(path[-1]), _keys(path[:-1]))}")
     if error["type"] == "missing":
         missing = error["loc"][-1]
         return source.say((*path, missing), ": field required")
     message, value = str(error["msg"]), source.value(path)
+    if path in _SHAPES and error["type"] in ("list_type", "dict_type", "model_type"):
+        return source.say(path, f": {_SHAPES[path]}, got {_shown(value)}")
     if error["type"] in ("too_short", "string_too_short"):
         return source.say(path, f" must not be empty, got {_shown(value)}")
     noun = _noun(path)
@@ -103,6 +114,17 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
     if union and error["type"] in ("string_type", "int_type", "list_type"):
         return source.say(path, f": {union} is needed, got {_shown(value)}")
     return source.say(path, f": {message[:1].lower()}{message[1:]}, got {_shown(value)}")
+
+
+def _belongs(path: Path) -> str:
+    """Where a key of the file belongs that stands beside ``save`` and ``watch``."""
+    from disthooks.config.schema import Save, Watch
+
+    key = str(path[-1])
+    if len(path) != 1 or not (key in Save.model_fields or key in Watch.model_fields):
+        return ""
+    where = "an entry of 'save'" if key in Save.model_fields else "'watch'"
+    return f" here; it belongs into {where}: indent it like the keys there"
 
 
 def _noun(path: Path) -> str | None:
@@ -120,6 +142,9 @@ def _kinds(path: Path, noun: str) -> str:
 
 def _meant(path: Path, value: Any, noun: str) -> str:
     """What was meant by ``value``, a word or an object where a kind is needed."""
+    written = _entry_of(value, noun)
+    if written:
+        return f"; write [{written}]" if str(path[-1]).endswith("s") else f"; write {written}"
     if isinstance(value, str):
         close = nearest(value, [*KINDS[noun], *(["standard"] if noun == "stat" else [])])
         meant = f"{{kind: {close}}}" if close != "standard" else repr(close)
@@ -130,6 +155,20 @@ def _meant(path: Path, value: Any, noun: str) -> str:
         return "; objects make a plan without a file: disthooks.Plan(saves=[(patterns, pipeline(...))])"
     told = isinstance(value, (Mapping, list)) or len(KINDS[noun]) == 1
     return "" if told else f"; there are {', '.join(sorted(KINDS[noun]))}"
+
+
+def _entry_of(value: Any, noun: str) -> str | None:
+    """How the entry that ``value`` nearly is is written: a mapping for a list, a list for a mapping, a kind as key."""
+    if isinstance(value, list) and len(value) == 1:
+        return _entry_of(value[0], noun)
+    if not isinstance(value, Mapping) or not value:
+        return None
+    first = next(iter(value))
+    if "kind" not in value and first in KINDS[noun]:
+        value = {"kind": first} | (value[first] if isinstance(value[first], Mapping) else {})
+    if "kind" not in value:
+        return None
+    return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}"
 
 
 def _keys(path: Path) -> list[str]:

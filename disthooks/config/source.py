@@ -17,6 +17,11 @@ Path = tuple[str | int, ...]
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 # YAML 1.1 takes 010 for 8, and 1:30 for 90.
 _OLD_INTEGER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+)")
+# A pattern and a placeholder without quotes, at the beginning of a value.
+_STAR = re.compile(r"(?:^|[\s:\[{,])(\*[^\s,\]}#]*)")
+_BRACE = re.compile(r"[:\-,\[]\s+(\{\w+\}[^\s,}\]]*)")
+_JOINED = re.compile(r"\s*(- +)?[A-Za-z_]+:[^\s/].*$")
+_DASH = re.compile(r" *-( +)")
 _MOST = 100_000  # values; aliases of aliases could be more than memory holds
 
 
@@ -127,11 +132,51 @@ def _parsed(name: str, text: str) -> Source:
 def _short(name: str, text: str, error: Any) -> str:
     mark = getattr(error, "problem_mark", None)
     line = text[: getattr(error, "position", 0)].count("\n") if mark is None else mark.line
-    where = f"{name}:{line + 1}"
+    where, lines = f"{name}:{line + 1}", text.splitlines()
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     context = getattr(error, "context", None)
-    hint = "; YAML takes no tabs, indent with blanks" if "'\\t'" in problem else ""
-    return f"{where}: is not YAML: {problem}{f' ({context})' if context else ''}{hint}"
+    opened = getattr(error, "context_mark", None)
+    told = f"{problem}{f' ({context})' if context else ''}"
+    if "'\\t'" in problem:
+        hint = "; YAML takes no tabs, indent with blanks"
+    elif "end of stream" in problem and opened is not None:
+        hint = f"; what is opened in line {opened.line + 1} is not closed"
+    else:
+        hint = _unquoted(lines, line, told) or _misplaced(lines, line, told)
+    return f"{where}: is not YAML: {told}{hint}"
+
+
+def _unquoted(lines: list[str], at: int, problem: str) -> str:
+    """What to write where YAML takes the first letter of a text for something of its own."""
+    here = lines[at] if at < len(lines) else ""
+    wanted = _STAR if "alias" in problem else _BRACE if "expected" in problem else None
+    found = wanted.search(here) if wanted else None
+    if found:
+        return f'; a text that begins with {found[1][0]} stands in quotes: "{found[1]}"'
+    joined = next((i for i in (at, at - 1) if 0 <= i < len(lines) and _JOINED.match(lines[i])), None)
+    return f"; a blank is missing behind ':' in line {joined + 1}" if joined is not None else ""
+
+
+def _misplaced(lines: list[str], at: int, problem: str) -> str:
+    """Where a line begins, and where it could."""
+    if at >= len(lines) or not ("not allowed here" in problem or "<block end>" in problem):
+        return ""
+    here = _columns(lines[at])
+    above: list[int] = []
+    for text in reversed(lines[:at]):
+        if text.strip() and not text.lstrip().startswith("#"):
+            above += [column for column in reversed(_columns(text)) if not above or column < above[-1]]
+    if not above or here[0] in above:
+        return ""
+    columns = ", ".join(map(str, reversed(above)))
+    return f"; indentation: line {at + 1} begins in column {here[0]}, and what is above it in columns {columns}"
+
+
+def _columns(text: str) -> list[int]:
+    """The columns in which a line begins: of its dash, if it has one, and of what stands behind it."""
+    first = len(text) - len(text.lstrip(" "))
+    dash = _DASH.match(text)
+    return [first + 1, dash.end() + 1] if dash else [first + 1]
 
 
 class _Reader:

@@ -83,7 +83,9 @@ def _configured(asked: line.Line, folder: pathlib.Path) -> tuple[line.Line, str 
             if asked.hooks is None:
                 _check(found[0], shown)
                 return asked, found[0]
-            print(f"disthooks: --hooks is given: the disthooks section of {shown} is not read", file=sys.stderr)
+            print(
+                f"disthooks: warning: --hooks is given: the disthooks section of {shown} is not read", file=sys.stderr
+            )
     source: Any = configuration(Command(asked.script, asked.module, asked.args, asked.hooks)).source
     from_config(source)
     return asked, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
@@ -126,7 +128,7 @@ def _check(path: str, shown: str) -> None:
     except ConfigError as error:
         raise ConfigError(str(error).replace(path, shown)) from None
     if os.environ.get(VARIABLE):
-        print(f"disthooks: {shown} has a disthooks section: {VARIABLE} is not read", file=sys.stderr)
+        print(f"disthooks: warning: {shown} has a disthooks section: {VARIABLE} is not read", file=sys.stderr)
 
 
 def _without_section(asked: line.Line, path: str) -> line.Line:

@@ -153,6 +153,8 @@ def test_a_file_that_is_not_there(folder: pathlib.Path, fork: Callable[..., Outc
         for outcome in fork(environment={"DISTHOOKS_CONFIG": variable}):
             expected = rf"ConfigError: {re.escape(variable)}: cannot be read: {says}.* \(DISTHOOKS_CONFIG names it\)"
             assert re.match(expected, _error(*outcome))
+    for name in ("hooks.yaml", "disthooks.yaml"):  # which are found without being named
+        (folder / name).unlink(missing_ok=True)
     for outcome in fork():
         assert _error(*outcome).startswith("ConfigError: there is no configuration: give the path of one")
 

@@ -59,7 +59,7 @@ WRONG: dict[str, Wrong] = {
     "unknown in a store": Wrong(_STORE + "OnCpu\n    limits: 1\n", 5, "limits is no argument .* mean 'limit'?"),
     "unknown in a rule": Wrong(_rule("kind: ClipNorm\n    maxnorm: 1"), 5, "no argument .* mean 'max_norm'?"),
     "two of them": Wrong("sav: []\nwach: {}\n", 1, "mean 'save'.; .*:2: wach is not known; did you mean 'watch'?"),
-    "save is no list": Wrong("save:\n  modules: x\n", 1, "save: input should be a valid list"),
+    "save is no list": Wrong("save:\n  modules: x\n", 1, "save: a list of entries is needed: write"),
     "no store": Wrong("save:\n- modules: net.0\n", 2, "save.0.store: field required"),
     "no modules": Wrong("save:\n- store: {kind: OnCpu}\n", 2, "save.0.modules: field required"),
     "modules without any": Wrong("save:\n- modules: []\n  store: {kind: OnCpu}\n", 2, "must not be empty"),
@@ -73,7 +73,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "watch nothing": Wrong("watch:\n  every: 5\n", 1, "has neither rules nor stats"),
     "a misspelt word": Wrong("watch:\n  stats: standart\n", 2, "did you mean 'standard'?"),
-    "groups is a list": Wrong("watch:\n  groups: [a]\n", 2, "watch.groups: input should be a valid dictionary"),
+    "groups is a list": Wrong("watch:\n  groups: [a]\n", 2, "watch.groups: names with patterns are needed"),
     # Kinds and their arguments.
     "no kind": Wrong(_store("{limit: 3}"), 3, "has no kind; a store is one of OnCpu, OnDevice, OnDisk, Tiered"),
     "a misspelt store": Wrong(_STORE + "OnDisc\n", 4, "'OnDisc' is no store; did you mean 'OnDisk'?"),

@@ -18,6 +18,7 @@ from models import Tiny, identical, step, tokens
 
 import disthooks as dh
 from disthooks.config import dump, find
+from disthooks.config import jsonschema as jsonschema_command
 from disthooks.config.jsonschema import FILE, text
 from disthooks.config.kinds import KINDS
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
@@ -133,6 +134,54 @@ def test_which_configuration_wins(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     (tmp_path / "hooks.yaml").unlink()
     with pytest.raises(ConfigError, match="there is no configuration"):
         find()
+
+
+# What is no YAML, or of another shape: what to write instead
+
+_QUOTES = 'a text that begins with * stands in quotes: "{}"'
+_ENTRY = "    store: {kind: OnCpu}\n"
+SHAPES = [
+    ("save:\n  - modules: *layers\n" + _ENTRY, 2, _QUOTES.format("*layers")),
+    ("save:\n  - modules: [a, *.mlp]\n" + _ENTRY, 2, _QUOTES.format("*.mlp")),
+    ("save:\n  - modules:\n      - *layers\n" + _ENTRY, 3, _QUOTES.format("*layers")),
+    ("save:\n  - modules: *\n" + _ENTRY, 2, _QUOTES.format("*")),
+    ("watch:\n  groups: {a: *.bias}\n  stats: standard\n", 2, _QUOTES.format("*.bias")),
+    ("watch:\n  stats: standard\n  sinks: [{kind: Jsonl, path: {run}/x}]\n", 3, 'stands in quotes: "{run}/x"'),
+    ("save:\n  - modules: x\n  " + _ENTRY, 3, "line 3 begins in column 7, and what is above it in columns 1, 3, 5"),
+    ("save:\n  - modules: x\n" + _ENTRY[1:], 3, "line 3 begins in column 4, and what is above it in columns 1, 3, 5"),
+    ("watch:\n  stats: standard\n every: 1\n", 3, "line 3 begins in column 2, and what is above it in columns 1, 3"),
+    ("save:\n  - modules:x\n" + _ENTRY, 3, "a blank is missing behind ':' in line 2"),
+    ('save:\n  - modules: "x\n' + _ENTRY, 4, "what is opened in line 2 is not closed"),
+    ("save:\n  modules: x\n  store: {kind: OnCpu}\n", 1, "write '- ' in front of the first key of each"),
+    ("save:\n- modules: x\nstore: {kind: OnCpu}\n", 3, "it belongs into an entry of 'save': indent it"),
+    ("watch:\n  rules:\n    kind: ClipNorm\n    max_norm: 1.0\n", 2, "write [{kind: ClipNorm, max_norm: 1.0}]"),
+    ("watch:\n  rules: {ClipNorm: {max_norm: 1.0}}\n", 2, "write [{kind: ClipNorm, max_norm: 1.0}]"),
+    ("watch:\n  stats: {kind: Norm}\n", 2, "write [{kind: Norm}]"),
+    ("save:\n  - modules: x\n    store: [{kind: OnCpu}]\n", 3, "write {kind: OnCpu}"),
+    ("watch:\n  - stats: standard\n", 1, "a mapping is needed: write its keys without '- '"),
+    ("watch:\n  stats: standard\n  groups: ['*.bias']\n", 3, "names with patterns are needed"),
+    ("- modules: x\n  store: {kind: OnCpu}\n", 1, "it begins with a key and a colon in the first column"),
+    ("watch:\n  stats: standard\n  sinks: [{kind: Wandb}]\n", 3, "did you mean 'WandB'?"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "says"), SHAPES, ids=range(len(SHAPES)))
+def test_what_to_write_instead(text: str, line: int, says: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _read(tmp_path, text)
+    assert f".yaml:{line}: " in str(raised.value)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(("kind", "package"), [("WandB", "wandb"), ("MLflow", "mlflow-skinny")])
+def test_a_missing_tracker_has_its_line(
+    kind: str, package: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package.partition("-")[0], None)
+    model = torch.nn.Linear(2, 2)
+    plan = _read(tmp_path, f"watch:\n  stats: standard\n  sinks:\n    - kind: {kind}\n")
+    with pytest.raises(UsageError, match=rf"yaml:4: {kind}.* needs .*: pip install {package}"):
+        plan.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 # Attaching
@@ -415,7 +464,22 @@ def test_objects_attach_as_they_are() -> None:
 
 
 def test_the_schema_is_current() -> None:
-    assert FILE.read_text() == text(), "run: python -m disthooks.config.jsonschema"
+    assert FILE.read_text() == text(), "run: python -m disthooks.config.jsonschema --write"
+
+
+def test_the_schema_is_written_only_when_it_is_asked_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "hooks.schema.json"
+    monkeypatch.setattr(jsonschema_command, "FILE", file)
+    with pytest.raises(SystemExit):
+        jsonschema_command.main(["--help"])
+    assert "--write" in capsys.readouterr().out
+    jsonschema_command.main([])
+    assert capsys.readouterr().out == text()
+    assert not file.exists()
+    jsonschema_command.main(["--write"])
+    assert file.read_text() == text()
 
 
 def test_the_page_about_it_is_right() -> None:

@@ -28,7 +28,7 @@ class Unopened:
 class Opened:
     """What writes to a framework until ``close()``; warnings name it as the sink that it came from."""
 
-    def __init__(self, sink: Unopened) -> None:
+    def __init__(self, sink: object) -> None:
         self._named = repr(sink)
 
     def __repr__(self) -> str:

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _LONGEST = 250  # what MLflow allows
+_LABELS = re.compile(r"(.*/)?(arg(min|max)_rank|outlier_rank|optimizer|run|restart|nonfinite_since)(/.*)?")
+_COUNTS = re.compile(r"(nonfinite|nonfinite_params|skipped)(/.*)?")
+_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight)$).*")
 
 
 class Histogram(NamedTuple):
@@ -40,6 +43,23 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float | int]:
         for name, value in record.items()
         if name != "step" and isinstance(value, numbers.Real)
     }
+
+
+def meaning(name: str) -> str:
+    """What the values of ``name`` in several records are together.
+
+    Returns:
+        ``"label"`` for the number of a rank, an optimizer or a step, which has no mean and no sum; ``"count"`` for what
+        is counted anew in each step, which has a sum; ``"total"`` for a running total, of which the last value counts;
+        ``"time"`` for a moment; ``"number"`` for anything else, which has a median.
+
+    >>> [meaning(name) for name in ("grad_norm", "grad_norm/argmax_rank", "nonfinite", "saved/moved", "saved/held")]
+    ['number', 'label', 'count', 'total', 'number']
+    """
+    if name in ("step", "time"):
+        return "time"
+    kinds = (("label", _LABELS), ("count", _COUNTS), ("total", _TOTALS))
+    return next((kind for kind, names in kinds if names.fullmatch(name)), "number")
 
 
 def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
