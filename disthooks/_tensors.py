@@ -134,6 +134,25 @@ class Layout(NamedTuple):
         return tensor
 
 
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of memory that ``tensor`` keeps alive: all of its storage, however little of it the tensor covers.
+
+    >>> resident(torch.zeros(10, 4)[:, 1])
+    160
+    """
+    return int(tensor.untyped_storage().nbytes())
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy of it where its storage has more bytes than it has: what keeps a tensor counts its bytes.
+
+    >>> x = torch.zeros(10, 4)
+    >>> alone(x) is x, resident(alone(x[:, 1]))
+    (True, 40)
+    """
+    return tensor if resident(tensor) <= tensor.nbytes else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def exotic(tensor: torch.Tensor) -> str | None:
     """Why the bytes of ``tensor`` cannot be taken from a plain storage, or None when they can.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disthooks._device import handed_over
-from disthooks._tensors import Layout
+from disthooks._tensors import Layout, alone
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
@@ -85,6 +85,9 @@ class InStore(Packed):
             self.ledger.count_kept("in place", self.nbytes, self.where)
             return False
         self._wanted = (content.dtype, content.shape)
+        # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
+        # keep all of that storage in memory.
+        parts = tuple(alone(part) for part in parts)
         self._addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts, content.nbytes)
         return True

@@ -82,7 +82,7 @@ def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> No
             store.drop(ticket)
         ends.append(store._mover.arenas[0]._end)
     assert ends[-1] < 4 * 20 * 60_000
-    assert store.account.held == sum(tensor.nbytes for tensor, _ in held)
+    assert store.account.held == sum(store.account.size(tensor.nbytes) for tensor, _ in held)
 
 
 def test_extent_sizes_are_few_and_waste_little() -> None:

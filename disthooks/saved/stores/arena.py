@@ -4,26 +4,51 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
+import functools
 import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from disthooks._locks import Order, shared
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
+from disthooks.saved.stores.base import Account
 from disthooks.saved.stores.buffers import PAGE, Buffers, room_for
 
 CHUNK = 8 << 20  # bytes of one system call
 _PROBE = 32 << 20
 
 
+# [Note: blocks of the file]
+# Small tensors are written together, each to pages of its own. An extent is used again when all tensors in it are
+# gone, but a limit counts the tensors that are there: one of them must not keep the blocks of the others. So where
+# there is a limit, and the file would have more blocks than that, all parts that nobody uses become holes: pages of
+# dropped tensors in extents that are in use, free extents, and what an extent has beyond its tensor. Without a limit,
+# and below it, they keep their blocks, because to write over blocks is faster than to get new ones. What is compared
+# is ``st_blocks``.
+#
+# A hole in what is in use would lose data. So each part is known in one way only: that of an extent in use by its
+# extent, and it is forgotten when the extent is freed; a free extent until it is used again, or is beyond the end.
+# What is wasted and what is freed goes through one queue, because the order of the two matters.
+
+
 class Extent(NamedTuple):
     """A place in the file of an arena: first byte and number of bytes, both multiples of a page."""
 
     offset: int
+    room: int
+
+
+class Waste(NamedTuple):
+    """``room`` bytes at ``start`` of the extent at ``offset``, whole pages: nobody uses them."""
+
+    offset: int
+    start: int
     room: int
 
 
@@ -67,10 +92,20 @@ class Arena:
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets by room
         self._ends: dict[int, tuple[int, int]] = {}  # free extents by where they end: offset and room
-        self._freed: collections.deque[Extent] = collections.deque()
+        self._freed: collections.deque[Extent | Waste] = collections.deque()
         #: Let an extent be used again. A C function: safe in a destructor, and nothing interrupts it.
         self.free: Callable[[Extent], None] = self._freed.append
         self._used = 0  # extents in use
+        #: Part of an extent in use is not needed any more. A C function, as ``free``.
+        self.waste: Callable[[Waste], None] = self._freed.append
+        # See [Note: blocks of the file]. Both may have blocks.
+        self._wasted: collections.defaultdict[int, list[Extent]] = collections.defaultdict(list)  # by their extent
+        self._unused: dict[int, int] = {}  # rooms of free extents, by offset
+        self._has_holes = False
+        #: Those whose limits bound what the file takes on the disk, each on so many files (``parts``).
+        self.accounts: weakref.WeakSet[Account] = weakref.WeakSet()
+        self.parts = 1
+        self._punches = True  # whether the file system can
         self._lock = shared(Order.ARENA)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
@@ -134,10 +169,16 @@ class Arena:
                 room = min(fitting)
                 offset = self._free[room].pop()
                 del self._ends[offset + room]
+                grows = self._unused.pop(offset, None) is None
             else:
                 offset, self._end = self._end, self._end + room
+                grows = self._has_holes or self._end > self._size
                 self._size = max(self._size, self._end)
                 self._peaks[-1] = max(self._peaks[-1], self._end)
+            pages = -(-nbytes // PAGE) * PAGE
+            if pages < room:
+                self._wasted[offset].append(Extent(offset + pages, room - pages))
+            self._give_back(pages if grows else 0)
             return Extent(offset, room)
 
     def shrink(self, keep_peak: bool) -> None:
@@ -149,20 +190,76 @@ class Arena:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, wanted)
                     self._size = wanted
+            self._give_back(at_once=not keep_peak)
+
+    @property
+    def resident(self) -> int:
+        """Bytes that the file takes on the disk."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    @property
+    def may_be_measured(self) -> bool:
+        """Whether a limit leaves room for what that writes."""
+        most = self._most
+        return most is None or self.resident + _PROBE <= most
+
+    @property
+    def _most(self) -> int | None:
+        """Bytes that it may take there; None for any number."""
+        limits = [account.limit for account in tuple(self.accounts)]
+        return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
+
+    def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
+        """Give blocks that nobody uses back to the file system: ``at_once``, or if there would be too many.
+
+        Args:
+            wanted: bytes that will be written to where no blocks are.
+            at_once: whatever the limit is.
+        """
+        if self.process != os.getpid():
+            return
+        most = self._most
+        if not at_once and (most is None or self.resident + wanted <= most):
+            return
+        with contextlib.suppress(OSError):
+            if self._size > self._end:
+                os.ftruncate(self._fd, self._end)
+                self._size = self._end
+        for offset, room in list(self._unused.items()):
+            if self._punch(Extent(offset, room)):
+                del self._unused[offset]
+        for parts in self._wasted.values():
+            parts[:] = [part for part in parts if not self._punch(part)]
+
+    def _punch(self, extent: Extent) -> bool:
+        """Whether ``extent`` is a hole now; not every file system can."""
+        call = _fallocate() if self._punches else None
+        done = call is not None and call(self._fd, _PUNCH_HOLE | _KEEP_SIZE, *extent) == 0
+        self._punches, self._has_holes = done, self._has_holes or done
+        return done
 
     def _settle(self) -> None:
         while self._freed:
-            offset, room = self._freed.popleft()
+            found = self._freed.popleft()
+            if isinstance(found, Waste):
+                self._wasted[found.offset].append(Extent(found.offset + found.start, found.room))
+                continue
+            offset, room = found
             self._used -= 1
+            self._wasted.pop(offset, None)
+            self._unused[offset] = room
             self._free[room].append(offset)
             self._ends[offset + room] = offset, room
         while self._end in self._ends:  # what is free at the end is no part of the file any more
             offset, room = self._ends.pop(self._end)
             self._free[room].remove(offset)
+            self._unused.pop(offset, None)
             self._end = offset
         if not self._used and self._peaks[-1]:  # as after every backward
             self._free.clear()
             self._ends.clear()
+            self._unused.clear()
+            self._wasted.clear()
             self._end = 0
             self._peaks.append(0)
 
@@ -201,6 +298,18 @@ class Arena:
             wanted=wanted,
             free=free,
         )
+
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
+
+
+@functools.cache
+def _fallocate() -> Any:
+    """The C library's, or None where there is none."""
+    found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return found
 
 
 def _open_direct(directory: str) -> tuple[int, str]:

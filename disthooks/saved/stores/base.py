@@ -137,12 +137,18 @@ class Functions(Store):
 class Account:
     """Bytes in use under a limit; releasing needs no lock, so a destructor may do it at any moment.
 
+    Args:
+        limit: most bytes.
+        owner: for the error message.
+        grain: what is counted at once: a file has whole pages.
+
     >>> account = Account("1 KiB", "OnCpu")
     >>> account.reserve(1000); account.release(1000); account.held
     0
     """
 
-    def __init__(self, limit: int | str | None, owner: str) -> None:
+    def __init__(self, limit: int | str | None, owner: str, grain: int = 1) -> None:
+        self._grain = grain
         self._limit = None if limit is None else _share(limit, f"{owner} limit")
         self._owner = owner
         self._used = 0
@@ -152,7 +158,7 @@ class Account:
         self._lock = shared(Order.ACCOUNT)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Account, (self._limit, self._owner)
+        return Account, (self._limit, self._owner, self._grain)
 
     @property
     def limit(self) -> int | None:
@@ -167,19 +173,27 @@ class Account:
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` more bytes would fit now."""
-        return self._limit is None or self.held + count <= self._limit
+        return self._limit is None or self.held + self.size(count) <= self._limit
 
     def could_have_room(self, count: int) -> bool:
         """Whether ``count`` bytes would fit if it were empty."""
-        return self._limit is None or count <= self._limit
+        return self._limit is None or self.size(count) <= self._limit
+
+    def size(self, count: int) -> int:
+        """What ``count`` bytes of one tensor count as.
+
+        >>> Account(None, "OnDisk", grain=4096).size(5000)
+        8192
+        """
+        return -(-count // self._grain) * self._grain
 
     def reserve(self, count: int) -> None:
-        """Take ``count`` bytes.
+        """Take the bytes that ``count`` bytes of one tensor count as: ``release(account.size(count))`` gives them back.
 
         Raises:
             StoreError: when that would go over the limit.
         """
-        taken = 0
+        taken, count = 0, self.size(count)
         try:
             with self._lock:
                 used = self._settle()

@@ -174,7 +174,7 @@ class Transfer:
     def look_after(self, arena: Arena) -> None:
         """Give space in the file back that is not needed; measure the disk, once, when enough went to it."""
         arena.shrink(keep_peak=True)
-        if self.traffic.written > _MEASURE_FROM and arena not in self._measured:
+        if self.traffic.written > _MEASURE_FROM and arena not in self._measured and arena.may_be_measured:
             self._measured.add(arena)
             with contextlib.suppress(StoreError, OSError):  # as good as never asked
                 arena.measure(self.buffers)

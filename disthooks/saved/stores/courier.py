@@ -167,6 +167,13 @@ class Courier:
             while self._bytes + self._coming_bytes > self.most and self._relieve(None):
                 pass
 
+    def wait_for_memory(self) -> bool:
+        """Wait on the host for the oldest copy of what nobody wants any more; False when there is none."""
+        with self._lock:
+            had_dropped = bool(self._dropped)
+            self._settle()
+        return self.owed.wait() or had_dropped
+
     def rest(self) -> None:
         """Let go of what is done, and of host memory that is idle."""
         with self._lock:
@@ -287,6 +294,10 @@ class Courier:
             parcel.came, parcel.coming = parcel.coming.done, None
 
     def _give_up(self, parcel: Parcel) -> None:
+        if not parcel.members:
+            while parcel.owed:
+                release, nbytes = parcel.owed.popleft()
+                self.owed.give_back(parcel, release, nbytes)
         if parcel.coming is not None:
             self.in_vain += parcel.nbytes
             self._is_taken(parcel)  # the link holds its memory until the copy into it is done

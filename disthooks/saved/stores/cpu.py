@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from disthooks._device import on_accelerator
-from disthooks._tensors import format_bytes, parse_bytes
+from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Account, Store
@@ -38,7 +38,10 @@ class _Sent(NamedTuple):
         owed, self.ticket.owed = self.ticket.owed, 0
         parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
-        self.courier.owed.give_back(parcel, self.account.release, owed)
+        if owed and parcel is not None and parcel.joined:
+            parcel.owed.append((self.account.release, owed))  # its host memory goes with the last tensor in it
+        else:
+            self.courier.owed.give_back(parcel, self.account.release, owed)
 
     @uncompiled()
     def __del__(self) -> None:
@@ -99,7 +102,7 @@ class OnCpu(Store):
         """Have ``tensor`` copied to the CPU; hold it as it is if it is there."""
         if on_accelerator(tensor):
             return self._send(tensor)
-        nbytes = tensor.nbytes
+        nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps all of its storage
         self.account.reserve(nbytes)
         if tensor.is_cpu:
             return _Held(tensor, tensor.device, nbytes)
@@ -134,7 +137,7 @@ class OnCpu(Store):
             try:
                 self.account.reserve(nbytes)
             except StoreError:
-                if not any(courier.owed.wait() for courier in list(self._couriers.values())):
+                if not any(courier.wait_for_memory() for courier in list(self._couriers.values())):
                     raise
             else:
                 return

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disthooks._device import handed_over, stream_of
+from disthooks._tensors import resident
 from disthooks.saved.stores.base import Account, Store
 from disthooks.saved.stores.traffic import StoreReport
 
@@ -49,8 +50,9 @@ class OnDevice(Store):
 
     def put(self, tensor: torch.Tensor) -> _There:
         """Hold ``tensor``."""
-        self.account.reserve(tensor.nbytes)
-        return _There(tensor, stream_of(tensor))
+        nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps all of its storage
+        self.account.reserve(nbytes)
+        return _There(tensor, stream_of(tensor), nbytes)
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor itself, for the current stream."""
@@ -62,7 +64,7 @@ class OnDevice(Store):
 
     def drop(self, ticket: _There) -> None:
         """Let go of it."""
-        self.account.release(ticket.tensor.nbytes)
+        self.account.release(ticket.nbytes)
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes held."""
@@ -74,3 +76,4 @@ class _There(NamedTuple):
 
     tensor: torch.Tensor
     stream: torch.Stream | None
+    nbytes: int

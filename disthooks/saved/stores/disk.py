@@ -17,6 +17,7 @@ from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.arena import Arena
 from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.buffers import PAGE
 from disthooks.saved.stores.carrier import Transfer
 from disthooks.saved.stores.gpu_direct import GpuDirect, opened
 from disthooks.saved.stores.mover import Mover
@@ -99,7 +100,9 @@ class OnDisk(Store):
             tensors go to each in turn.
         limit: most bytes at any time in this process, in flight too: an int or text such as ``"1 TiB"``, or
             ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for
-            no limit. A tensor that is let go of while one of the two threads writes it counts no more, and its place in
+            no limit. Whole pages of 4 KiB count. What is compared is what the file takes on the disk: where the file
+            system can make holes (ext4, XFS, Btrfs, tmpfs), pages of dropped tensors go back to it when their place is
+            needed. A tensor that is let go of while one of the two threads writes it counts no more, and its place in
             the file is free when that write ends.
         direct: write past the page cache of the system, which otherwise grows by all that is written: True, False,
             or ``"auto"`` for wherever the file system can; ``report()`` says what it was.
@@ -150,8 +153,9 @@ class OnDisk(Store):
             raise UsageError("OnDisk: give at least one directory")
         object.__setattr__(self, "directory", directories if several else directories[0])
         object.__setattr__(self, "directories", directories)
-        object.__setattr__(self, "account", Account(self.limit, f"OnDisk({self.directory!r})"))
+        object.__setattr__(self, "account", Account(self.limit, f"OnDisk({self.directory!r})", PAGE))
         object.__setattr__(self, "_mover", _mover(self))
+        self._share_limit()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight, self.gpu_direct)
@@ -171,7 +175,7 @@ class OnDisk(Store):
         stored.ticket.at = home
         try:
             self.account.reserve(content.nbytes)
-            stored.ticket.owed = content.nbytes
+            stored.ticket.owed = self.account.size(content.nbytes)
             mover.put(stored.ticket)
         except BaseException as error:
             stored.drop()
@@ -226,7 +230,13 @@ class OnDisk(Store):
     def _own_mover(self) -> Mover:
         if self._mover.process != os.getpid():  # this process is a fork
             object.__setattr__(self, "_mover", _mover(self))
+            self._share_limit()
         return self._mover
+
+    def _share_limit(self) -> None:
+        for arena in self._mover.arenas:
+            arena.accounts.add(self.account)
+            arena.parts = len(self._mover.arenas)
 
 
 class _Stored(NamedTuple):

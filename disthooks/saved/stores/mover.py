@@ -15,12 +15,12 @@ import torch
 from disthooks._device import work_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.ahead import Ahead
-from disthooks.saved.stores.arena import Arena
+from disthooks.saved.stores.arena import Arena, Waste
 from disthooks.saved.stores.carrier import Transfer
 from disthooks.saved.stores.crew import Crew
 from disthooks.saved.stores.prefetch import Own, Stream
 from disthooks.saved.stores.staging import Incoming, let_go
-from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITTEN, Slab, Ticket, taken_together
+from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITTEN, Slab, Ticket, padded, taken_together
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write
@@ -265,6 +265,8 @@ class Mover(Crew[Slab | list[Ticket]]):
                 free, extent = slab.arena.free, slab.extent
                 slab.freed = True
                 free(extent)  # a C function: no interrupt comes between
+            elif slab.live:
+                slab.arena.waste(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
             ticket.slab = None
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:

@@ -91,6 +91,7 @@ class Parcel:
         "members",
         "nbytes",
         "outgoing",
+        "owed",
         "whole",
     )
 
@@ -102,6 +103,8 @@ class Parcel:
         self.whole: torch.Tensor | None = None
         self._stream = current_stream(outgoing.device)  # that fills ``whole``, or the source of several
         self._unread: set[Carried] = set()
+        # Of members that were dropped: who counts their bytes, which are host memory as long as another one is alive.
+        self.owed: collections.deque[tuple[Callable[[int], None], int]] = collections.deque()
 
     @property
     def is_there(self) -> bool:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from disthooks.saved.stores.arena import Arena, Extent
+from disthooks.saved.stores.buffers import PAGE
 from disthooks.saved.stores.staging import Incoming
 from disthooks.saved.stores.transfer import Outgoing
 
 if TYPE_CHECKING:
     from disthooks.saved.stores.prefetch import Stream
 
-_ALIGN = 64  # bytes between the beginnings of joined tensors, as torch aligns them
 QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 
 
@@ -96,5 +96,5 @@ def taken_together(writes: collections.deque[Ticket], small: int, joined: int) -
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes`` up to where the next one of joined tensors begins."""
-    return -(-nbytes // _ALIGN) * _ALIGN
+    """``nbytes`` up to where the next one of joined tensors begins: each has whole pages, which go when it goes."""
+    return -(-nbytes // PAGE) * PAGE
