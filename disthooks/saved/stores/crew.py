@@ -11,11 +11,18 @@ from typing import Any, Generic, TypeVar
 
 from disthooks._forks import care_for
 from disthooks._locks import Order, shared
+from disthooks.errors import StoreError
 
 Job = TypeVar("Job")
 
 _IDLE = 1.0  # seconds after which a thread without work ends
 _LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
+
+_REMEDY = (
+    "The process, its user or its container has as many threads as it may have: raise the limit (ulimit -u, pids.max, "
+    "docker run --pids-limit), or use fewer (OMP_NUM_THREADS, workers of a DataLoader). What was saved so far is still "
+    "in memory, and its backward can run"
+)
 
 
 class Crew(ABC, Generic[Job]):
@@ -84,7 +91,11 @@ class Crew(ABC, Generic[Job]):
     # -- under the lock
 
     def _call_for_work(self) -> None:
-        """There is something to do: see to it that somebody does it."""
+        """There is something to do: see to it that somebody does it.
+
+        Raises:
+            StoreError: when there is no thread, and the system lets none start.
+        """
         for thread, job in list(self._jobs.items()):
             if not thread.is_alive():
                 del self._jobs[thread]
@@ -93,7 +104,12 @@ class Crew(ABC, Generic[Job]):
         if len(self._jobs) < self._most and None not in self._jobs.values() and not self._closed:
             thread = threading.Thread(target=self._serve, name=f"disthooks {type(self).__name__}", daemon=True)
             self._jobs[thread] = None
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                del self._jobs[thread]
+                if not self._jobs:
+                    raise StoreError(f"no thread can be started to move saved tensors: {error}. {_REMEDY}") from error
         self._work.notify()
 
     def _is_over(self, job: Job) -> None:
@@ -144,7 +160,7 @@ _crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()
 
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
-        if thread is not threading.current_thread():
+        if thread.ident is not None and thread is not threading.current_thread():  # Ctrl-C may come before it starts
             thread.join(_IDLE)
 
 

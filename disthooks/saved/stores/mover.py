@@ -271,8 +271,9 @@ class Mover(Crew[Slab | list[Ticket]]):
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
         self._reads.extend(slabs)
-        for _ in slabs:
-            self._call_for_work()
+        with contextlib.suppress(StoreError):  # no thread can be started: whoever wants one of them reads it
+            for _ in slabs:
+                self._call_for_work()
 
     def _next(self) -> Slab | list[Ticket] | None:
         if self._pause() == 0:
