@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +26,7 @@ from disthooks.grads.measures.base import Local, Seen
 from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from disthooks.grads.measures.power import Power
 from disthooks.grads.order import unordered
+from disthooks.grads.sinks import runs
 from disthooks.grads.stats.base import Found
 
 CPU = torch.device("cpu")
@@ -126,12 +131,62 @@ def test_a_gradient_that_is_not_contiguous() -> None:
 
 def test_jsonl_is_strict_and_appends(tmp_path: pathlib.Path) -> None:
     sink = sinks.Jsonl(tmp_path / "deep" / "er" / "log.jsonl")
-    sink.open()
-    sink({"step": 0, "a": math.nan, "b": [{"c": -math.inf}]})
-    sink({"step": 1, "a": 1.5})
+    before = time.time()
+    opened = sink.open()
+    opened({"step": 0, "a": math.nan, "b": [{"c": -math.inf}]})
+    opened({"step": 1, "a": 1.5})
     lines = pathlib.Path(sink.path).read_text().splitlines()
-    assert lines[0] == '{"step": 0, "a": "nan", "b": [{"c": "-inf"}]}'
-    assert json.loads(lines[1]) == {"step": 1, "a": 1.5}
+    assert lines[0].startswith('{"step": 0, "a": "nan", "b": [{"c": "-inf"}], "run": ')
+    record = json.loads(lines[1])
+    assert before - 1e-3 <= record.pop("time") <= time.time()
+    assert record == {"step": 1, "a": 1.5, "run": runs.run(), "restart": 0}
+
+
+def test_lines_tell_runs_apart(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attachments that write at the same time are one run; one that comes when all of them are gone is the next."""
+    sink = sinks.Jsonl(tmp_path / "log.jsonl")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    first, beside = sink.open(), sink.open()
+    first({"step": 0})
+    first.close()
+    beside({"step": 0, "optimizer": 1})
+    beside.close()
+    second = sink.open()
+    second({"step": 0})
+    second.close()
+    monkeypatch.setenv("DISTHOOKS_RUN", "mine")
+    elsewhere = sinks.Jsonl(tmp_path / "other.jsonl").open()
+    elsewhere({"step": 0})
+    elsewhere.close()
+    records = [json.loads(line) for name in ("log", "other") for line in (tmp_path / f"{name}.jsonl").open()]
+    name = records[0]["run"]
+    assert [record["run"] for record in records] == [name, name, f"{name}.1", "mine"]
+    assert {record["restart"] for record in records} == {2}
+
+
+RUNS = """
+import os
+from disthooks.grads.sinks import runs
+print(runs.run(), runs.restart())
+"""
+
+
+def test_a_restart_of_the_launcher_is_the_same_run(tmp_path: pathlib.Path) -> None:
+    """Workers of one launcher, here this process, have one name; another process without a launcher its own."""
+    script = tmp_path / "runs.py"
+    script.write_text(RUNS)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "DISTHOOKS_RUN"))}
+    env = kept | {"PYTHONPATH": str(pathlib.Path(dh.__file__).parents[1])}
+    said = []
+    for more in ({}, {}, {"TORCHELASTIC_RESTART_COUNT": "0"}, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        under = {"TORCHELASTIC_RUN_ID": "none"} if more else {}
+        done = subprocess.run(
+            [sys.executable, script], env=env | more | under, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout.split())
+    assert len({name for name, _ in said}) == 3
+    assert said[2][0] == said[3][0]
+    assert [restart for _, restart in said] == ["0", "0", "0", "1"]
 
 
 def test_jsonl_that_cannot_be_written(tmp_path: pathlib.Path) -> None:

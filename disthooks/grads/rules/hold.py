@@ -106,9 +106,10 @@ class Freeze(Rule):
     """The optimizer does not move these parameters: no update, no momentum, no weight decay, no step counted.
 
     For the step they are taken out of the optimizer's groups, and their gradients are taken away; both are back when
-    it is over. Rules that come later find no gradients, so that a :class:`~disthooks.ClipNorm` behind it measures the others alone. It measures nothing and costs no
-    collective. Unlike ``requires_grad_(False)`` it can be put on and ended at any time, on every engine that lets
-    single parameters rest, and backward computes the gradients all the same.
+    it is over. Rules that come later find no gradients, so that a :class:`~disthooks.ClipNorm` behind it measures the
+    others alone. It measures nothing and costs no collective. Unlike ``requires_grad_(False)`` it can be put on and
+    ended at any time, on every engine that lets single parameters rest, and backward computes the gradients all the
+    same.
 
     Args:
         until: how many steps it lasts, counted by the attachment; None: for as long as it is attached.
