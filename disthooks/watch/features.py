@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from disthooks._handles import Attachment, Hook
 from disthooks._locks import Order, shared
 from disthooks._match import Pattern
+from disthooks._torch import in_backward
 from disthooks.errors import MutationError, NotSeenError, UsageError
 from disthooks.watch._modules import choose, shown, tensors_of, version_of
 
@@ -118,7 +119,7 @@ def features(
     A module called several times shows its last call; ``seen.calls(name)`` has the last ``keep`` of them and
     ``seen.count(name)`` their number. In ``nn.DataParallel`` each replica keeps its own part of the batch:
     ``seen.calls(name)`` has one part for each device, and ``seen[name]`` raises. Under DDP and FSDP it is this
-    rank's part of the batch.
+    rank's part of the batch. What a checkpoint computes again in backward is no further call.
 
     Args:
         model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
@@ -157,6 +158,9 @@ def features(
 
 
 def _see(seen: Seen, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
+    if in_backward():  # a checkpoint that computes again what was seen
+        return
+
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach() if detach else tensor
         return kept.clone() if copy else kept

@@ -249,3 +249,33 @@ def test_a_wrapper_and_what_it_wraps_are_one_name() -> None:
         y = model(torch.randn(5, 3))
     assert seen.count("1") == 1
     assert torch.equal(seen["1"], y)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_no_call(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.randn(8, 4, requires_grad=True)
+    with dh.features(block, "0", "1", keep=None, copy=True) as seen:
+        for step in range(2):
+            y = checkpoint(block, x * (step + 1), use_reentrant=reentrant)
+            returned = y.detach().clone()
+            y.sum().backward()
+            assert [seen.count(name) for name in ("0", "1")] == [step + 1] * 2
+            assert len(seen.calls("1")) == step + 1
+            assert torch.equal(seen.calls("1")[-1], returned)
+
+
+def test_gradient_checkpointing_of_transformers_counts_once() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    tokens = torch.randint(0, 50, (2, 8))
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with dh.features(model, "model.layers.*.mlp", "model.layers.*") as seen:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        assert {seen.count(name) for name in seen} == {1}
