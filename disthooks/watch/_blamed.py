@@ -23,9 +23,11 @@ class Blamed:
         module: canonical name; ``""`` is the model itself.
         kind: its class.
         call: which call of it in that forward, from 0.
-        inputs_finite: whether its inputs were finite. False: it passed on what came into the model.
+        inputs_finite: whether its inputs were finite, but for ``-inf``, which masks have. False: it passed on what came
+            into the model.
         weights_finite: whether its own parameters and buffers were.
         seen: name of the module whose output was the first to be non-finite.
+        masked: whether its inputs had ``-inf`` in them.
 
     >>> print(Blamed(3, 0, "block.fc", "Linear", 0, True, False, "block.fc"))
     rank 3, forward 0: block.fc (Linear), call 0: its inputs were finite, its weights were not
@@ -39,6 +41,7 @@ class Blamed:
     inputs_finite: bool
     weights_finite: bool
     seen: str
+    masked: bool = False
 
     def __str__(self) -> str:
         head = f"rank {self.rank}, forward {self.forward}: {shown(self.module)} ({self.kind}), call {self.call}: "
@@ -47,11 +50,13 @@ class Blamed:
         weights = "and its weights were finite" if self.weights_finite else "its weights were not"
         where = "" if self.seen == self.module else f"; first seen in the output of {shown(self.seen)}, inside it"
         comma = " " if self.weights_finite else ", "
-        return f"{head}its inputs were finite{comma}{weights}{where}"
+        mask = " but for -inf, as in a mask," if self.masked else ""
+        return f"{head}its inputs were finite{mask}{' ' if mask else comma}{weights}{where}"
 
     def numbers(self) -> list[int]:
         """As int64, always as many."""
-        flags = [1, self.rank, self.forward, self.call, int(self.inputs_finite), int(self.weights_finite)]
+        inputs = int(self.inputs_finite) + int(self.masked)
+        flags = [1, self.rank, self.forward, self.call, inputs, int(self.weights_finite)]
         return flags + [number for text in (self.module, self.kind, self.seen) for number in _packed(text)]
 
     @staticmethod
@@ -67,7 +72,7 @@ class Blamed:
             return None
         size = _BYTES // 8
         module, kind, seen = (_unpacked(rest[i : i + size]) for i in (0, size, 2 * size))
-        return Blamed(rank, forward, module, kind, call, bool(inputs), bool(weights), seen)
+        return Blamed(rank, forward, module, kind, call, bool(inputs), bool(weights), seen, inputs == 2)
 
 
 def nobody() -> list[int]:

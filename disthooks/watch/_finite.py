@@ -14,6 +14,13 @@ from disthooks._locks import Order, shared
 from disthooks._tensors import local_part
 from disthooks.watch._modules import version_of
 
+# [Note: masks]
+# A mask of ``-inf`` is an input like others, and was made on purpose. If it counted as an input that is not finite,
+# no module that gets a mask could have made anything, and a module inside it, which only got the result first, would be
+# named. So of inputs NaN and ``+inf`` count. ``+inf`` does, although a mask might have it: an overflow in code between
+# two modules gives it, and the second of them must not be named for it. And a module that was given ``-inf`` and
+# returns it has passed it on.
+
 _FEW = 256  # calls whose flags are put together at a time
 
 
@@ -49,13 +56,14 @@ def _inside(value: object) -> Iterable[object]:
 
 @torch.no_grad()
 def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
-    """Zero if all elements are finite, NaN if not: without dimensions, on the device of ``tensor``; sums of it add up.
+    """Zero if all elements are finite, ``-inf`` if some are ``-inf`` and no others, NaN if any is NaN or ``+inf``.
 
-    The extremes tell: one pass over the memory and no temporary, and neither loses a NaN. Only 8-bit floats have
-    none, and are copied. None when there is nothing to look at. With ``only_nan`` infinities count as finite.
+    Without dimensions, on the device of ``tensor``; sums of it add up. The extremes tell: one pass over the memory and
+    no temporary, and neither loses a NaN. Only 8-bit floats have none, and are copied. None when there is nothing to
+    look at. With ``only_nan`` infinities count as finite.
 
-    >>> zero_or_nan(torch.tensor([1.0, torch.inf])), zero_or_nan(torch.ones(2))
-    (tensor(nan), tensor(0.))
+    >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
+    [nan, -inf, 0.0]
     """
     dense = _dense(tensor.detach())
     if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:  # FSDP frees what it gathered
@@ -65,7 +73,10 @@ def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | 
     if dense.dtype.itemsize == 1:
         dense = dense.to(torch.float32)
     low, high = torch.aminmax(dense)
-    return low.clamp(0, 0) if only_nan else (low - low) + (high - high)
+    if only_nan:
+        return low.clamp(0, 0)
+    least, high = torch.finfo(dense.dtype).min, high.clamp(min=0)
+    return (low.clamp(max=least) - least) + (high - high)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,13 +137,21 @@ class Looked:
 
 
 class Call(NamedTuple):
-    """One call of a module that returned: three times zero or NaN, and numbers that say which call it was."""
+    """One call of a module that returned: three times :func:`zero_or_nan`, and numbers that say which call it was."""
 
     outputs: torch.Tensor
     inputs: torch.Tensor | None
     weights: torch.Tensor | None
     when: int
     where: int
+
+
+def made_or_passed_on(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Whether ``outputs`` are not finite, by :func:`zero_or_nan` of both; see [Note: masks].
+
+    A ``-inf`` that was there before is a mask that is passed on.
+    """
+    return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())
 
 
 class FirstCalls:
@@ -156,7 +175,9 @@ class FirstCalls:
                 self._flush()
 
     def read(self) -> list[list[int]]:
-        """For each of the two ``[when, where, inputs finite, weights finite]``, ``when`` -1 if there was none.
+        """For each of the two ``[when, where, inputs, weights finite]``, ``when`` -1 if there was none.
+
+        ``inputs``: 1 if they were finite, 2 if finite but for ``-inf``, 0 if not.
 
         Waits for the device.
         """
@@ -169,17 +190,20 @@ class FirstCalls:
     def _flush(self) -> None:
         calls, self._pending = self._pending, []
         numbers = torch.tensor([[call.when, call.where] for call in calls], pin_memory=self._device.type == "cuda")
-        outputs, inputs, weights = (self._finite([call[i] for call in calls]) for i in range(3))
-        rows = torch.cat((numbers.to(self._device, non_blocking=True), inputs[:, None], weights[:, None]), 1)
-        now = torch.stack([_first(rows, ~outputs), _first(rows, ~outputs & inputs)])
+        outputs, inputs, weights = (self._there([call[i] for call in calls]) for i in range(3))
+        given = (~inputs.isnan()).to(torch.int64) + inputs.isneginf()
+        facts = torch.stack((given, weights.isfinite().to(torch.int64)), 1)
+        rows = torch.cat((numbers.to(self._device, non_blocking=True), facts), 1)
+        wrong = made_or_passed_on(outputs, inputs)
+        now = torch.stack([_first(rows, wrong), _first(rows, wrong & (given > 0))])
         before = self._found
         self._found = now if before is None else torch.where(before[:, :1] < 0, now, before)
 
-    def _finite(self, flags: list[Any]) -> torch.Tensor:
-        """As a bool vector on the device; what was not there to be looked at counts as finite."""
+    def _there(self, flags: list[Any]) -> torch.Tensor:
+        """As a vector on the device; what was not there to be looked at counts as finite."""
         zero = torch.zeros((), device=self._device)
         there = [zero if flag is None else flag.to(self._device, torch.float32, non_blocking=True) for flag in flags]
-        return torch.stack(there).isnan().logical_not()
+        return torch.stack(there)
 
 
 def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from disthooks.engines.find import find
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.grads import collect, gather
 from disthooks.watch._blamed import Blamed, BlameReport, nobody
-from disthooks.watch._finite import Call, FirstCalls, Looked, floats_of
+from disthooks.watch._finite import Call, FirstCalls, Looked, floats_of, made_or_passed_on
 from disthooks.watch._modules import choose
 
 __all__ = ["Blame", "blame"]
@@ -142,7 +142,8 @@ class Blame(Attachment):
             self._order += 1
             book = self._books.setdefault(outputs.device, FirstCalls(outputs.device))
         book.add(Call(outputs, frame.inputs, frame.weights, when, (index << 32) + frame.call))
-        if self._raise and bool(outputs.isnan()):
+        inputs = torch.zeros_like(outputs) if frame.inputs is None else frame.inputs.to(outputs.device)
+        if self._raise and bool(made_or_passed_on(outputs, inputs)):
             raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {gather.rank()})")
 
     def _pop(self, module: nn.Module) -> _Frame | None:
@@ -194,6 +195,7 @@ class Blame(Attachment):
             inputs_finite=bool(inputs),
             weights_finite=bool(weights),
             seen=self._names[seen[1] >> 32][0],
+            masked=inputs == 2,
         )
 
     def _notes(self) -> tuple[str, ...]:

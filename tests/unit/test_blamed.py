@@ -406,3 +406,69 @@ def test_replicas_in_threads() -> None:
     assert (one.inputs_finite, one.weights_finite, one.forward) == (True, True, 0)
     assert one.kind in ("Linear", "Block")
     assert found.calls == 20
+
+
+class Attention(nn.Module):
+    """A mask of ``-inf`` goes through it; ``by`` divides between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.soft, self.norm = nn.Identity(), nn.Softmax(-1), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, by: float) -> torch.Tensor:
+        scores = self.soft(x @ x.T + self.mask(mask))
+        return self.norm(scores @ x / by)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(3, 3), Attention(), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        return self.last(self.attention(self.first(x), mask, by))
+
+
+def _causal(all_of_it: bool = False) -> torch.Tensor:
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    mask[2] = -math.inf if all_of_it else mask[2]
+    return mask
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_mask_is_no_fault(raises: bool) -> None:
+    """Neither of who is given it, nor of who passes it on."""
+    model = Masked()
+    with dh.blame(model, raise_error=raises) as found:
+        model(torch.randn(4, 3), _causal())
+    assert found.report().found == ()
+    assert "every output was finite" in str(found.report())
+
+
+def test_who_made_it_was_given_a_mask() -> None:
+    """The norm inside got it first, and is right; the model had the mask, too."""
+    model = Masked()
+    with dh.blame(model) as found:
+        model(torch.randn(4, 3), _causal())
+        model(torch.randn(4, 3), _causal(), by=0.0)
+    assert only(found) == Blamed(0, 1, "attention", "Attention", 0, True, True, "attention.norm", True)
+    assert "its inputs were finite but for -inf, as in a mask, and its weights were finite" in str(found.report())
+    assert Blamed.of(only(found).numbers()) == only(found)
+
+
+def test_a_row_that_is_all_masked_is_of_who_computes_it() -> None:
+    model = Masked()
+    with dh.blame(model) as found:
+        model(torch.randn(4, 3), _causal(all_of_it=True))
+    assert (only(found).module, only(found).masked) == ("attention.soft", True)
+
+
+def test_an_overflow_between_two_modules_is_of_the_code_there() -> None:
+    """The second one was given ``+inf``, which no mask has."""
+    model = Net()
+    with torch.no_grad():
+        model.two.first.weight.zero_()
+        model.two.first.bias.fill_(1.0)
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3), by=0.0)
+    assert only(found) == Blamed(0, 0, "two", "Block", 0, True, True, "two.last")
