@@ -139,11 +139,17 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield "", part
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Some ranks in words.
+def named(ranks: Sequence[int], last: str = ", ") -> str:
+    """Some ranks in words; ``last`` stands before the last one.
 
     >>> named([3]), named([0, 5]), named(range(12))
     ('rank 3', 'ranks 0, 5', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
+    >>> named([0, 5], " and "), named([1, 2, 3], " and ")
+    ('ranks 0 and 5', 'ranks 1, 2 and 3')
     """
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        shown += f" and {len(ranks) - 8} more"
+    elif len(ranks) > 1:
+        shown = last.join((", ".join(map(str, ranks[:-1])), str(ranks[-1])))
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

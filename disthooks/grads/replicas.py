@@ -28,12 +28,13 @@ class Difference:
 
     Attributes:
         name: of the parameter or buffer, or ``"layer.weight: exp_avg"`` for what an optimizer keeps of one.
-        ranks: the global ranks whose copy is another than that of most; where no more ranks have one than
-            another, the lowest rank's counts as right.
+        ranks: the global ranks whose copy is another than that of most. Where several copies are on equally many
+            ranks, and no other is on more, nothing says which is right: all ranks that should have the same.
         copies: how many ranks should have the same.
-        agree: how many have what counts as right; of several groups of copies, in the one that agrees least.
+        agree: how many have the copy that most have; of several groups of ranks, in the one that agrees least.
         shape: of the whole tensor.
         dtype: its dtype.
+        tied: of each group of ranks in which nothing says which copy is right, its ranks.
     """
 
     name: str
@@ -42,12 +43,21 @@ class Difference:
     agree: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tied: tuple[Ranks, ...] = ()
 
     def __str__(self) -> str:
         shape = " x ".join(map(str, self.shape)) or "no dimensions"
         kind = str(self.dtype).removeprefix("torch.")
-        tie = "no majority: " if 2 * self.agree <= self.copies else ""
-        return f"{self.name} differs on {named(self.ranks)} ({kind}, {shape}; {tie}{self.agree} of {self.copies} agree)"
+        few = "no majority: " if 2 * self.agree <= self.copies and not self.tied else ""
+        about = f"({kind}, {shape}; {few}{self.agree} of {self.copies} agree)"
+        if not self.tied:
+            return f"{self.name} differs on {named(self.ranks)} {about}"
+        said = [f"{named(group, ' and ')} differ, and nothing says which is right" for group in self.tied]
+        wrong = tuple(rank for rank in self.ranks if not any(rank in group for group in self.tied))
+        said += [f"it differs on {named(wrong)}"] if wrong else []
+        return (
+            f"{self.name}: {'; '.join(said)} {about}" if self.tied else f"{self.name} differs on {named(wrong)} {about}"
+        )
 
 
 @dataclass(frozen=True)
@@ -215,12 +225,21 @@ class _Comparison:
         """What to raise when ranks hold different tensors; says which ranks."""
         rows = gather.gather(self._group, self._numbers([self._copies.signature(), len(self._copies)]))
         signatures = {rank: row[0] for rank, row in zip(self._ranks, rows, strict=True)}
-        odd, _ = _odd(signatures)
         counts = dict(zip(self._ranks, (row[1] for row in rows), strict=True))
-        usual = next(counts[rank] for rank in self._ranks if rank not in odd)
+        odd, _ = _odd(signatures)
+        if len(odd) == len(self._ranks):
+            numbers = ", ".join(str(counts[rank]) for rank in self._ranks[:8]) + (
+                ", ..." if len(self._ranks) > 8 else ""
+            )
+            who = f"{named(odd, ' and ')} hold tensors of different names, shapes or dtypes ({numbers} tensors)"
+        else:
+            usual = next(counts[rank] for rank in self._ranks if rank not in odd)
+            who = (
+                f"{named(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than the others "
+                f"({counts[odd[0]]} tensors, the others {usual})"
+            )
         return UsageError(
-            f"check_replicas: {named(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than "
-            f"the others ({counts[odd[0]]} tensors, the others {usual}): nothing was compared. Give the same model, "
+            f"check_replicas: {who}: nothing was compared. Give the same model, "
             "optimizer and buffers= on every rank, after the same number of steps; an optimizer that shards its state "
             "(ZeroRedundancyOptimizer) has no copies of it: leave it out"
         )
@@ -235,11 +254,14 @@ def _factor(rank: int, ranks: Ranks) -> int:
 
 
 def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
-    """The ranks that have another value than most, and how many most are; of a tie the lowest rank's is right."""
-    counts = collections.Counter(values.values())
-    most = max(counts.values())
-    right = next(values[rank] for rank in sorted(values) if counts[values[rank]] == most)
-    return tuple(rank for rank in sorted(values) if values[rank] != right), most
+    """The ranks that have another value than most, and how many most are; all ranks where several values are on most.
+
+    >>> _odd({0: 7, 1: 7, 2: 8}), _odd({0: 7, 1: 8}), _odd({0: 7, 1: 8, 2: 7, 3: 8, 4: 9}), _odd({0: 7, 1: 7})
+    (((2,), 2), ((0, 1), 1), ((0, 1, 2, 3, 4), 2), ((), 2))
+    """
+    (right, most), *others = collections.Counter(values.values()).most_common()
+    tied = any(count == most for _, count in others)
+    return tuple(rank for rank in sorted(values) if tied or values[rank] != right), most
 
 
 def _difference(copy: Copy, groups: Sequence[dict[int, int]]) -> Difference | None:
@@ -249,4 +271,5 @@ def _difference(copy: Copy, groups: Sequence[dict[int, int]]) -> Difference | No
         return None
     ranks = tuple(sorted(rank for odd, _, _ in wrong for rank in odd))
     _, agree, size = min(wrong, key=lambda each: each[1])
-    return Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype)
+    tied = tuple(odd for odd, _, count in wrong if len(odd) == count)
+    return Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype, tied)

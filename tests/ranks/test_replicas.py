@@ -59,13 +59,27 @@ def _three_steps(rank: int, engine: str) -> list[Any]:
     return [*found, calls]
 
 
+def _said(rank: int) -> str:
+    model = make("ddp")
+    if rank == 0:  # the innocent one was named: the lowest rank's copy counted as right
+        flip(model.module.scale)
+    return str(dh.check_replicas(model))
+
+
+def test_of_two_ranks_nothing_says_which_is_right(ranks: Ranks) -> None:
+    for text in ranks(_said):
+        assert text.splitlines()[1].startswith(
+            "  scale: ranks 0 and 1 differ, and nothing says which is right (float32"
+        )
+
+
 @pytest.mark.parametrize("engine", ["ddp", "hsdp"])
 def test_one_bit_on_one_rank_is_named(ranks: Ranks, engine: str) -> None:
     for equal, weight, moment, step, calls in ranks(_three_steps, engine):
         assert equal == (True, 32, [])  # 8 parameters, with step and two moments each
-        assert weight == (False, 32, [("mid.1.weight", (1,), 2)])
-        assert moment == (False, 32, [("mid.1.weight: exp_avg", (1,), 2)])
-        assert step == (False, 32, [("mid.1.weight: step", (1,), 2)])
+        assert weight == (False, 32, [("mid.1.weight", (0, 1), 2)])
+        assert moment == (False, 32, [("mid.1.weight: exp_avg", (0, 1), 2)])
+        assert step == (False, 32, [("mid.1.weight: step", (0, 1), 2)])
         assert calls == [("SUM", 2 * 513)]  # int64: 8 KiB
 
 
@@ -93,7 +107,7 @@ def _apart(rank: int) -> list[Any]:
 
 
 def test_a_plain_parameter_beside_sharded_ones(ranks: Ranks) -> None:
-    assert ranks(_apart) == [[(True, 1, []), (False, 1, [("scale", (1,), 2)])]] * 2
+    assert ranks(_apart) == [[(True, 1, []), (False, 1, [("scale", (0, 1), 2)])]] * 2
 
 
 def _plain(rank: int) -> list[Any]:
@@ -111,7 +125,7 @@ def test_plain_modules_are_compared_over_the_world(ranks: Ranks) -> None:
     for rank, (before, parameters, buffers, compared, alone) in enumerate(ranks(_plain)):
         assert before == (True, 4, [])
         assert parameters == (True, 4, [])
-        assert buffers == (False, 7, [("1.running_mean", (1,), 2)])
+        assert buffers == (False, 7, [("1.running_mean", (0, 1), 2)])
         assert (compared, alone) == (0, (rank,))
 
 
@@ -136,7 +150,7 @@ def _other_models(rank: int, what: str) -> str:
 def test_ranks_with_other_tensors_get_an_error_and_do_not_hang(ranks: Ranks, what: str) -> None:
     one, other = ranks(_other_models, what)
     assert one == other
-    assert "rank 1 of 2 hold tensors of other names, shapes or dtypes" in one
+    assert "ranks 0 and 1 hold tensors of different names, shapes or dtypes" in one
 
 
 def _order_of_state(rank: int) -> bool:
@@ -212,12 +226,14 @@ def _four(rank: int) -> list[Any]:
 def test_four_ranks_in_a_grid_and_in_a_row(four: Ranks) -> None:
     for equal, spoilt, copied, text in four(_four):
         assert equal == (True, 8, [])
-        assert spoilt == (False, 8, [("embed.weight", (3,), 2)])
-        # The majority counts; of a tie the lowest rank's.
-        assert copied == [("scale", (0, 1), 4), ("embed.bias", (2,), 4), ("head.weight", (2, 3), 4)]
+        assert spoilt == (False, 8, [("embed.weight", (1, 3), 2)])
+        # What most ranks have counts as right; of a tie nothing does.
+        assert copied == [("scale", (0, 1), 4), ("embed.bias", (2,), 4), ("head.weight", (0, 1, 2, 3), 4)]
         assert "DDP, 4 ranks: 3 of 8 tensors differ" in text
         assert "  embed.bias differs on rank 2 (float32, 7; 3 of 4 agree)" in text
-        assert "  head.weight differs on ranks 2, 3 (float32, 3 x 5; no majority: 2 of 4 agree)" in text
+        assert "  scale differs on ranks 0, 1 (float32, 1 x 5; no majority: 2 of 4 agree)" in text
+        tie = "ranks 0, 1, 2 and 3 differ, and nothing says which is right (float32, 3 x 5; 2 of 4 agree)"
+        assert f"  head.weight: {tie}" in text
 
 
 # --- 4,096 ranks, of which one is real
