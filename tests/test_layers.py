@@ -124,6 +124,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "config.schema": (3, "config", 0),
     "config.attached": (3, "config", 0),
     "config.ranks": (3, "config", 0),
+    "config.watchers": (3, "config", 0),
     "config.kinds": (3, "config", 1),
     "config.paths": (3, "config", 1),
     "config.budget": (3, "config", 1),

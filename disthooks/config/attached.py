@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disthooks._handles import Attachment
+from disthooks.config.watchers import Watchers
 from disthooks.errors import MatchError, UsageError
 from disthooks.grads.attached import Gradients, GradientsReport
 from disthooks.saved.inplace import Saving
@@ -19,11 +20,13 @@ class SavingPlan(Attachment):
     Attributes:
         names: the modules, in the order of the entries.
         missed: the numbers of the entries that did not match, and why; empty unless ``partly`` was asked for.
+        counts: how many modules each entry that matches has.
     """
 
     def __init__(self, parts: Sequence[Saving], missed: Mapping[int, MatchError] | None = None) -> None:
         super().__init__()
         self._parts, self.missed = parts, dict(missed or {})
+        self.counts = tuple(len(part.names) for part in parts)
         self.names = tuple(name for part in parts for name in part.names)
         for part in parts:
             self.on_remove(part.remove)
@@ -60,12 +63,15 @@ class Prepared(Attachment):
     Attributes:
         saving: what ``save`` attached; None when the configuration has no ``save``.
         gradients: what ``watch`` attached; None when it has no ``watch``.
+        watchers: what ``blame`` and ``check_replicas`` attached; None without ``watch`` and them.
     """
 
-    def __init__(self, saving: SavingPlan | None, gradients: Gradients | None) -> None:
+    def __init__(
+        self, saving: SavingPlan | None, gradients: Gradients | None, watchers: Watchers | None = None
+    ) -> None:
         super().__init__()
-        self.saving, self.gradients = saving, gradients
-        for part in (saving, gradients):  # gradients last, so removed first: its last record asks the saving
+        self.saving, self.gradients, self.watchers = saving, gradients, watchers
+        for part in (saving, watchers, gradients):  # gradients last, so removed first: its last record asks the others
             if part is not None:
                 self.on_remove(part.remove)
 

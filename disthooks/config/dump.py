@@ -55,6 +55,10 @@ def plan(given: Plan) -> dict[str, Any]:
         found["exact"] = True
     if given.strict:
         found["strict"] = True
+    if given.blame:
+        found["blame"] = True
+    if given.check_replicas is not None:
+        found["check_replicas"] = given.check_replicas
     if given.saves:
         found["save"] = [_saved(patterns, line) for patterns, line in given.saves]
     if given.watches:

@@ -63,7 +63,7 @@ def _name_kinds(found: dict[str, Any]) -> None:
         watch[key]["items"] = _ref(noun)
     standard = {"const": "standard"}
     several = {"type": "array", "items": {"anyOf": [standard, _ref("stat")]}}
-    found["anyOf"] = [{"required": ["save"]}, {"required": ["watch"]}]
+    found["anyOf"] = [{"required": [key]} for key in ("save", "watch", "blame", "check_replicas")]
     found["$defs"]["Watch"]["anyOf"] = [{"required": ["rules"]}, {"required": ["stats"]}]
     watch["stats"] = {**watch["stats"], "anyOf": [standard, several]}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from disthooks._described import described
-from disthooks._match import listed
+from disthooks._match import inside, listed
 from disthooks.config import dump
 from disthooks.config.attached import Prepared, SavingPlan
 from disthooks.config.budget import stores_within
@@ -20,6 +20,7 @@ from disthooks.config.conflicts import check_conflicts
 from disthooks.config.ranks import Team, check_not_alone
 from disthooks.config.recipe import Recipe
 from disthooks.config.source import Path, Source
+from disthooks.config.watchers import Watchers, attach_watchers, say, this_rank
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.attached import Gradients
@@ -48,6 +49,8 @@ class Plan:
         budget: see :doc:`config`; bytes, or text such as "20 GiB".
         exact: whether a lossy codec is an error.
         strict: whether it is an error, under :mod:`disthooks.run`, when nothing can be attached to a model.
+        blame: whether to name the first module whose output is not finite; see :func:`disthooks.blame`.
+        check_replicas: after how many steps to compare copies; see :func:`disthooks.check_replicas`.
 
     Raises:
         ConfigError: when a codec is lossy and ``exact`` is true.
@@ -70,6 +73,8 @@ class Plan:
     budget: int | str | None = None
     exact: bool = False
     strict: bool = False
+    blame: bool = False
+    check_replicas: int | None = None
     _written: Written | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +86,15 @@ class Plan:
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: Written) -> Plan:
         """The plan of a configuration that was read; it knows the lines of what it has."""
-        plan = cls(saves, watches, checked["budget"], checked["exact"], checked["strict"])
+        plan = cls(
+            saves,
+            watches,
+            checked["budget"],
+            checked["exact"],
+            checked["strict"],
+            checked["blame"],
+            checked["check_replicas"],
+        )
         object.__setattr__(plan, "_written", written)
         return plan
 
@@ -184,6 +197,18 @@ class Plan:
         check_not_alone()
         return attach(lambda: self, model, optimizer, sinks, partly)
 
+    def look(self, model: nn.Module, optimizer: Any = None) -> Watchers | None:
+        """Attach ``blame`` and ``check_replicas``; None when there is neither of them nor ``watch``.
+
+        Args:
+            model: what the engine returned.
+            optimizer: the one whose steps count, for ``check_replicas``.
+        """
+        if not (self.blame or self.check_replicas or self.watches):
+            return None
+        with at_line(self.source, ("check_replicas",)):
+            return attach_watchers(model, optimizer, self.blame, self.check_replicas)
+
     def described(self) -> str:
         """What all ranks must have alike."""
         try:
@@ -205,6 +230,7 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
     team = Team.of(model)
     plan: Plan | None = None
     saving: SavingPlan | None = None
+    watchers: Watchers | None = None
     made: dict[str, Any] = {}
     failure: Exception | None = None
     try:
@@ -216,12 +242,37 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
     try:
         team.agree(failure, plan.described() if plan else "", plan.source.name if plan else "")
         known = cast(Plan, plan)
-        watching = known.watch(model, optimizer, [saving] if saving else [], _made=made) if made else None
+        watchers = known.look(model, optimizer)
+        also: list[Any] = [saving] if saving else []
+        also += [watchers.numbers] if watchers else []
+        watching = known.watch(model, optimizer, also, _made=made) if made else None
     except BaseException:
-        if saving is not None:
-            saving.remove()
+        for part in (saving, watchers):
+            if part is not None:
+                part.remove()
         raise
-    return Prepared(saving, watching)
+    if watchers is not None and watching is not None:
+        watchers.tell_nonfinite(watching)
+    tell_attached(known, model, saving, watching)
+    return Prepared(saving, watching, watchers)
+
+
+def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watching: Gradients | None) -> None:
+    """Say on the first rank's stderr what is attached now, and which file says so."""
+    if this_rank() != 0:
+        return
+    parts = []
+    entries = [entry for i, entry in enumerate(plan.saves) if saving is None or i not in saving.missed]
+    for (patterns, line), count in zip(entries, saving.counts if saving else (), strict=False):
+        shown = ", ".join(repr(pattern) for pattern in patterns)
+        parts.append(f"save {shown}: {count} module{'s' if count != 1 else ''} to {type(line.store).__name__}")
+    if watching is not None:
+        report = watching.report()
+        ranks = f" on {report.engine}, {len(report.ranks)} ranks" if len(report.ranks) > 1 else f" on {report.engine}"
+        parts.append(f"watch {report.parameters} parameters{ranks}, logged every {plan.watches.get('every', 50)} steps")
+    parts += ["blame"] if plan.blame else []
+    parts += [f"check_replicas every {plan.check_replicas} steps"] if plan.check_replicas else []
+    say(f"{plan.source.name}: attached to {type(inside(model)).__name__}: {'; '.join(parts)}")
 
 
 @contextlib.contextmanager

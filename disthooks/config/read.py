@@ -23,6 +23,7 @@ _UNIONS: Mapping[Any, str] = {
     "budget": "a number of bytes or a text such as 20 GiB",
     "at_least": "a number of bytes or a text such as 4 KiB",
     "modules": "a pattern or a list of them",
+    "check_replicas": "a whole number of steps",
 }
 
 
@@ -47,7 +48,7 @@ def plan_of(source: Source) -> Plan:
     written = Written(source, expand.run if used else None)
     saves = [_entry(entry, ("save", i), cook, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
     watches = _watches(checked["watch"], cook, source) if checked["watch"] is not None else {}
-    if not saves and not watches:
+    if not (saves or watches or checked["blame"] or checked["check_replicas"]):
         source.fail((), "has neither 'save' nor 'watch': nothing would be attached")
     return Plan.read(saves, watches, checked, written)
 

@@ -56,5 +56,11 @@ class Hooks(_Strict):
     strict: bool = Field(
         False, description="true: under disthooks.run, an optimizer to whose model nothing can be attached is an error."
     )
+    blame: bool = Field(
+        False, description="true: name the first module whose output is infinite or NaN, and the rank, on stderr."
+    )
+    check_replicas: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="After each so many steps, compare what should be the same on several ranks, bit for bit."
+    )
     save: list[Save] = Field([], description="Where saved tensors are; each module in one entry only.")
     watch: Watch | None = Field(None, description="What happens to gradients, and what is logged of them.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,12 +79,14 @@ class LeftBehind:
 
     Attributes:
         steps: how many steps there had been.
+        nonfinite_steps: how many of them are known to have had gradients that were not finite.
         records: of the steps that were logged last, the last of all with what ``also`` says.
         also: what was to be logged with it.
         sinks: those that are open.
     """
 
     steps: int
+    nonfinite_steps: int
     records: Sequence[dict[str, Any]]
     also: Sequence[Numbers]
     sinks: Sequence[Sink]
@@ -104,10 +108,15 @@ class Gradients(Attachment):
         last_nonfinite: what was recorded of the last step whose gradients were not finite, on every rank; None before
             one was, and where neither ``stats.NonFinite`` nor ``SkipNonFinite`` looks for them.
         steps: how many steps of the optimizer there have been.
+        nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
+            where ``stats.NonFinite`` or ``SkipNonFinite`` looks, else those that were logged with a norm.
     """
 
     def __init__(self, engine: Engine, optimizer: Any, wishes: Wishes) -> None:
         super().__init__()
+        self.nonfinite_steps = 0
+        self._in_a_row = False  # whether the step that was read last was one of these
+        self._tell: list[Callable[[dict[str, Any]], object]] = []
         self.latest: dict[str, Any] = {}
         self.last_nonfinite: dict[str, Any] | None = None
         self.steps = 0
@@ -195,11 +204,43 @@ class Gradients(Attachment):
         self._also = add_to(record, self._also)
         self.latest = record
         self._sinks = write(self._sinks, self.latest)
+        self._look_at_norm(record)
+
+    def on_nonfinite(self, tell: Callable[[dict[str, Any]], object]) -> None:
+        """Have ``tell`` called, on every rank, when gradients have become infinite or NaN: once for steps in a row.
+
+        Args:
+            tell: called with what was recorded of the first of these steps: at the latest with the next :meth:`flush`.
+        """
+        self._tell.append(tell)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the one that writes to the sinks."""
+        return self._engine.position == 0
+
+    def _look_at_norm(self, record: dict[str, Any]) -> None:
+        """Where nothing looks at each step, a norm in the log says that gradients were not finite."""
+        if self._nonfinite.looks:
+            return
+        bad = not math.isfinite(record.get("grad_norm", 0.0))
+        self.nonfinite_steps += bad
+        if bad and not self._in_a_row:
+            self._tell_of(record)
+        self._in_a_row = bad
+
+    def _tell_of(self, record: dict[str, Any]) -> None:
+        for tell in self._tell:
+            try:
+                tell(record)
+            except Exception as error:  # raising here, on one rank, would leave the others waiting
+                warnings.warn(f"{tell!r} failed: {error!r}", RuntimeWarning, stacklevel=3)
 
     def _read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         """Records of steps that are not finite and not logged; then that of the step that was logged last."""
         pending, self._pending = self._pending, None
         told = self._nonfinite.read(wait=True)
+        self.nonfinite_steps += len(told)
         step = None if pending is None else pending.step
         others = self._not_finite(each for each in told if each.step != step)
         if pending is None:
@@ -208,13 +249,17 @@ class Gradients(Attachment):
         for each in told:
             if each.step == step:
                 record = {"step": step, **each.fields, **record}
-                self.last_nonfinite = record if each.first else self.last_nonfinite
+                if each.first:
+                    self.last_nonfinite = record
+                    self._tell_of(record)
         return others, record
 
     def _not_finite(self, told: Iterable[Told]) -> list[dict[str, Any]]:
         """A record for each step that is not logged and is the first of several that are not finite."""
         found = [{"step": each.step, **each.fields} for each in told if each.first]
-        self.last_nonfinite = found[-1] if found else self.last_nonfinite
+        for record in found:
+            self.last_nonfinite = record
+            self._tell_of(record)
         return found
 
     def _record_nonfinite(self, told: Iterable[Told]) -> None:
@@ -237,7 +282,11 @@ class Gradients(Attachment):
         record = None
         with contextlib.suppress(Exception):  # while torch traces something there are no numbers
             others, record = self._read()
-        heir(LeftBehind(self.steps, (*others, record) if record else others, self._also, self._sinks))
+        heir(
+            LeftBehind(
+                self.steps, self.nonfinite_steps, (*others, record) if record else others, self._also, self._sinks
+            )
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
@@ -342,7 +391,9 @@ class Gradients(Attachment):
         if self._pending is not None:
             self.flush()
         else:
-            self._record_nonfinite(self._nonfinite.read(wait=False))
+            told = self._nonfinite.read(wait=False)
+            self.nonfinite_steps += len(told)
+            self._record_nonfinite(told)
         self._alarms.check()
         self._open, logged = None, self._logged()
         outcome = self._run([shard.gradient() for shard in self._shards], logged)

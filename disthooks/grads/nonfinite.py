@@ -62,6 +62,11 @@ class NonFiniteSteps:
         self._on_way: deque[_Step] = deque()
         self._row: _Row | None = None
 
+    @property
+    def looks(self) -> bool:
+        """Whether every step is looked at."""
+        return bool(self._indices)
+
     def watch(self, step: int, merged: Sequence[Merged], skip: torch.Tensor | None, logged: bool) -> None:
         """Start copying what tells whether this step is finite."""
         if not self._indices:

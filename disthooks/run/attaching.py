@@ -13,7 +13,8 @@ from torch import nn
 
 from disthooks._match import inside, match_modules
 from disthooks.config import Plan
-from disthooks.config.plan import at_line
+from disthooks.config.plan import at_line, tell_attached
+from disthooks.config.watchers import Watchers
 from disthooks.errors import MatchError
 from disthooks.grads.attached import Gradients, LeftBehind
 
@@ -86,6 +87,7 @@ class Watched:
         self.engine, self.parameters = report.engine, report.parameters
         self._alive = weakref.ref(gradients)
         self._first = self._last = gradients.steps
+        self._nonfinite = 0
         self._left: collections.deque[LeftBehind] = collections.deque(maxlen=1)
         gradients.leave_to(self._left.append)
 
@@ -101,13 +103,26 @@ class Watched:
         self._last = gradients.steps if gradients is not None else self._last
         return self._last - self._first
 
+    @property
+    def nonfinite(self) -> int:
+        """How many of the steps are known to have had gradients that were not finite."""
+        gradients = self._alive()
+        self._nonfinite = gradients.nonfinite_steps if gradients is not None else self._nonfinite
+        return self._nonfinite
+
     def settle(self) -> bool:
         """Write what the attachment left when it was collected; whether it is gone."""
         while self._left:
             left = self._left.popleft()
-            self._last = left.steps
+            self._last, self._nonfinite = left.steps, left.nonfinite_steps
             left.write()
         return self._alive() is None
+
+    def flush(self) -> None:
+        """Write the record of the last step."""
+        gradients = self._alive()
+        if gradients is not None:
+            gradients.flush()
 
     def remove(self) -> None:
         """Take the hooks off, which writes what is still to be logged."""
@@ -116,6 +131,7 @@ class Watched:
         if gradients is not None:
             self._last = gradients.steps
             gradients.remove()
+            self._nonfinite = gradients.nonfinite_steps
 
 
 class Attached:
@@ -124,6 +140,7 @@ class Attached:
     def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None]) -> None:
         self._model, self._name, self._joined = weakref.ref(model), type(inside(model)).__name__, joined
         self.saving: Any = None
+        self._watchers: Callable[[], Watchers | None] = lambda: None
         self.held = 0
         self.watched: list[Watched] = []
 
@@ -141,13 +158,30 @@ class Attached:
         if not before and rest:  # on all ranks or on none
             prepared = plan.prepare(model, rest.pop(0), partly=partly)
             self.saving = prepared.saving
+            self._looks(prepared.watchers)
             if prepared.gradients is not None:
                 self._watches(model, prepared.gradients)
-        elif plan.saves:
-            self.saving = plan.save(model, partly=partly)
+        else:
+            self.saving = plan.save(model, partly=partly) if plan.saves else None
+            self._looks(plan.look(model, rest[0]) if rest else None)
+            if self.saving and not (plan.watches and rest):
+                tell_attached(plan, model, self.saving, None)
         for number, optimizer in enumerate(rest, max(before, 1)) if plan.watches else ():
             also: list[Any] = [functools.partial(dict, optimizer=number), *([self.saving] if self.saving else [])]
-            self._watches(model, plan.watch(model, optimizer, also))
+            gradients = plan.watch(model, optimizer, also)
+            if watchers := self._watchers():
+                watchers.tell_nonfinite(gradients)
+            tell_attached(plan, model, None if self.watched else self.saving, gradients)
+            self._watches(model, gradients)
+
+    @property
+    def looks(self) -> bool:
+        """Whether ``blame`` or ``check_replicas`` is attached."""
+        return self._watchers() is not None
+
+    def _looks(self, watchers: Watchers | None) -> None:
+        if watchers is not None:
+            self._watchers = weakref.ref(watchers)
 
     def _watches(self, model: nn.Module, gradients: Gradients) -> None:
         self._joined(model, gradients)
@@ -159,20 +193,24 @@ class Attached:
         return all(gone) and self._model() is None
 
     def told(self) -> dict[str, Any]:
-        """What became of it so far, on this rank."""
+        """What became of it so far, on this rank; what is still to be logged is written."""
+        for watched in self.watched:
+            watched.flush()
         report = self.saving.report() if self.saving else None
         seen = self.watched
         steps, parameters = max((one.steps for one in seen), default=0), sum(one.parameters for one in seen)
+        bad = max((one.nonfinite for one in seen), default=0)
         return {
             "model": self._name,
             "engine": seen[0].engine if seen else None,
             "saved": {"stored": report.stored, "moved": report.moved, "calls": report.calls} if report else None,
-            "watched": {"steps": steps, "parameters": parameters} if seen else None,
+            "watched": {"steps": steps, "parameters": parameters, "nonfinite": bad} if seen else None,
         }
 
     def remove(self) -> None:
         """Take them off, which writes what is still to be logged."""
         for watched in self.watched:
             watched.remove()
-        if self.saving:
-            self.saving.remove()
+        for part in (self._watchers(), self.saving):
+            if part:
+                part.remove()

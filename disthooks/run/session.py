@@ -181,7 +181,7 @@ class Session:
             watched = [None] if is_a(model, "DeepSpeedEngine") else self._watchable(optimizers)
             self._parts.append(part)
             part.attach(plan, partly, watched, before)
-            if not part.saving and not part.watched:
+            if not part.saving and not part.watched and not part.looks:
                 self._parts.remove(part)
         finally:
             self._busy = False
@@ -312,9 +312,14 @@ def _line(told: Sequence[dict[str, Any]]) -> str:
     if first["saved"]:
         stored, moved = (format_bytes(sum(one["saved"][name] for one in told)) for name in ("stored", "moved"))
         parts.append(f"saved {stored} of tensors for backward, moved {moved} (this rank, in all)")
+    if not first["saved"] and not first["watched"]:
+        parts.append("the outputs of its modules were looked at")
     if first["watched"]:
         steps = sum(one["watched"]["steps"] for one in told)
         parts.append(f"watched {steps} steps of {first['watched']['parameters']} parameters")
+        bad = sum(one["watched"]["nonfinite"] for one in told)
+        if bad:
+            parts[-1] += f", {bad} of them with gradients that were NOT FINITE"
     return "; ".join(parts)
 
 

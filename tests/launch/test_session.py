@@ -199,7 +199,7 @@ def test_an_optimizer_inside_another_is_not_one_of_its_own(start: Starts) -> Non
     model = Net()
     step(model, Ahead(model.parameters()))
     [told] = ended(session)
-    assert told["watched"] == {"steps": 1, "parameters": 4}
+    assert told["watched"] == {"steps": 1, "parameters": 4, "nonfinite": 0}
 
 
 @pytest.mark.parametrize("how", ["prepare", "plan"])
@@ -601,3 +601,35 @@ def test_a_state_that_nobody_kept_is_said(start: Starts, capsys: pytest.CaptureF
     second.load_state_dict(first.state_dict())
     step(model, second)
     assert "AdamW goes on from a state that the script has loaded" in capsys.readouterr().err
+
+
+def test_what_is_attached_and_what_is_not_finite_is_said(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    session = start(
+        HOOKS.replace("every: 1", "every: 4").replace("{kind: Spread}", "{kind: NonFinite}") + "blame: true"
+    )
+    model = Net()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    said = capsys.readouterr().err
+    assert "hooks.yaml: attached to Net: save 'body': 1 module to OnDisk; watch 4 parameters on a plain module" in said
+    model.body[1] = nn.Sequential(nn.Tanh())  # what is attached stays
+    with torch.no_grad():
+        model.body[0].weight[0, 0] = torch.nan
+    for _ in range(5):
+        step(model, optimizer)
+    [told] = ended(session)
+    said = capsys.readouterr().err
+    assert said.count("WARNING: step 1: gradients are not finite, of 4 parameters: body.0.weight (rank 0), ") == 1
+    assert said.count("forward 1: body.0 (Linear), call 0: its inputs were finite, its weights were not") == 1
+    assert told["watched"]["nonfinite"] == 5
+    assert "watched 6 steps of 4 parameters, 5 of them with gradients that were NOT FINITE" in said
+
+
+def test_blame_alone(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
+    session = start("blame: true")
+    model = Net()
+    with torch.no_grad():
+        model.body[2].weight[0, 0] = torch.inf
+    step(model, sgd(model))
+    ended(session)
+    assert "forward 0: body.2 (Linear), call 0: its inputs were finite, its weights were not" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import pathlib
@@ -115,3 +117,37 @@ def test_local_shards_and_agreement_under_fsdp2(ranks: Ranks, tmp_path: pathlib.
     assert first[2][1].startswith("ConfigError")  # its budget
     assert second[2][1].startswith("AttachError: the configuration: another of the ranks [0, 1] failed")
     assert first[2][2] == second[2][2] == "AttachError"
+
+
+def _drifts(rank: int) -> list[Any]:
+    """The configuration alone finds the rank whose weights drift, and the module that makes a NaN there."""
+    said, errors = io.StringIO(), []
+    model = nn.parallel.DistributedDataParallel(_net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {"blame": True, "check_replicas": 2, "watch": {"every": 1, "stats": [{"kind": "NonFinite"}]}}
+    with contextlib.redirect_stderr(said), dh.prepare(model, optimizer, config) as attached:
+        for number in range(8):
+            model(torch.ones(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if number == 3 and rank == 1:
+                    model.module[2].weight[0, 0] += 1
+                if number == 6 and rank == 1:
+                    model.module[2].bias[0] = torch.nan
+            assert attached.watchers is not None
+            report = attached.watchers.replicas
+            errors.append(None if report is None else [(one.name, one.copies) for one in report.differs])
+        assert attached.gradients is not None
+    return [errors, said.getvalue(), attached.gradients.latest.get("replicas/differ")]
+
+
+def test_drift_and_blame_by_the_configuration_alone(ranks: Ranks) -> None:
+    for rank, (errors, said, logged) in enumerate(ranks(_drifts)):
+        assert errors[:5] == [None, [], [], [], []]
+        assert ("2.weight", 2) in errors[5]
+        assert logged == 0  # at last all weights are NaN, on both ranks alike
+        drifted = "WARNING: after 6 steps what should be the same on all ranks is not: DDP, 2 ranks"
+        assert said.count(drifted) == (rank == 0)
+        assert said.count("WARNING: step 7: gradients are not finite") == (rank == 0)
+        assert said.count("rank 1, forward 7: 2 (Linear), call 0") == (rank == 1)
