@@ -117,7 +117,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "grads.rounds": (2, "grads", 6),
     "grads.attached": (2, "grads", 7),
     "grads.attach": (2, "grads", 8),
-    "watch.blame": (3, "watch", 0),
+    "watch.blame": (3, "config", 0),  # it asks other ranks as grads do; a configuration attaches it
     "config.source": (3, "config", 0),
     "config.find": (3, "config", 0),
     "config.values": (3, "config", 0),

@@ -135,9 +135,14 @@ class Watched:
 
 
 class Attached:
-    """The attachments to one model, which none of them keeps alive."""
+    """The attachments to one model, which none of them keeps alive.
 
-    def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None]) -> None:
+    Attributes:
+        number: how many models were attached to before.
+    """
+
+    def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None], number: int = 0) -> None:
+        self.number = number
         self._model, self._name, self._joined = weakref.ref(model), type(inside(model)).__name__, joined
         self.saving: Any = None
         self._watchers: Callable[[], Watchers | None] = lambda: None

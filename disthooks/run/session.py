@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import multiprocessing.util
+import operator
 import os
 import sys
 import weakref
@@ -47,7 +48,8 @@ class Session:
         self._looked: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._why: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._parts: list[Attached] = []
-        self._gone: list[dict[str, Any]] = []  # what became of attachments whose models are gone
+        self._gone: list[tuple[int, dict[str, Any]]] = []  # what became of attachments whose models are gone
+        self._count = 0  # of models attached to
         self._left: list[str] = []  # optimizers that are left alone, and why
         self._steps = 0
         self._busy = self._back = self._over = False
@@ -177,7 +179,7 @@ class Session:
             self._read_again(model)
             plan, partly = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
             before = sum(part.held for part in self._parts)
-            part = Attached(model, self._joined)
+            part, self._count = Attached(model, self._joined, self._count), self._count + 1
             watched = [None] if is_a(model, "DeepSpeedEngine") else self._watchable(optimizers)
             self._parts.append(part)
             part.attach(plan, partly, watched, before)
@@ -231,7 +233,7 @@ class Session:
         gone = [part for part in self._parts if part.settle()]
         self._parts = [part for part in self._parts if part not in gone]
         for part in gone:
-            self._gone.append(part.told())
+            self._gone.append((part.number, part.told()))
             part.remove()
 
     def _settled(self, optimizers: Sequence[Any]) -> None:
@@ -246,13 +248,13 @@ class Session:
     def _detach(self) -> list[dict[str, Any]]:
         """Take everything off; what became of all that was attached."""
         self._settle()
-        told = [*self._gone, *(part.told() for part in self._parts)]
+        told = [*self._gone, *((part.number, part.told()) for part in self._parts)]
         while self._parts:
             try:
                 self._parts.pop(0).remove()
             except Exception as error:
                 _say(f"rank {os.environ.get('RANK', '0')}: while detaching: {type(error).__name__}: {error}")
-        return told
+        return [each for _, each in sorted(told, key=operator.itemgetter(0))]
 
     def _tell(self, told: Sequence[dict[str, Any]], failed: bool) -> None:
         if failed and not told:
