@@ -194,14 +194,19 @@ class Gradients(Attachment):
         self._when.append(when)
         self._looking.begin(self.steps, self._logged())
 
-    def flush(self) -> None:
-        """Read the step that was logged last and give it to the sinks, waiting for the device if need be."""
+    def flush(self, **known: float) -> None:
+        """Read the step that was logged last and give it to the sinks, waiting for the device if need be.
+
+        Args:
+            known: numbers of that step that the caller knows, ``loss=0.3``; they are in its record, too.
+        """
         others, record = self._read()
         for other in others:
             self._sinks = write(self._sinks, other)
         if record is None:
             return
         self._also = add_to(record, self._also)
+        record.update({name: value for name, value in known.items() if name not in record})
         self.latest = record
         self._sinks = write(self._sinks, self.latest)
         self._look_at_norm(record)

@@ -89,12 +89,12 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         gradients = self.prepared and self.prepared.gradients
         if not gradients or not logs or "loss" not in logs:  # of an evaluation, or of the whole training
             return
-        gradients.flush()
+        gradients.flush(loss=float(logs["loss"]))
         step = gradients.latest.get("step", -1)
         if step <= self._logged:
             return
         self._logged = step
-        told = {name: value for name, value in scalars(gradients.latest).items() if _is_short(name)}
+        told = {name: value for name, value in scalars(gradients.latest).items() if _is_short(name) and name != "loss"}
         more = {portable(self.prefix + name): value for name, value in told.items()}
         logs.update(more)
         if state.log_history:

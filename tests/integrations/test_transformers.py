@@ -157,6 +157,8 @@ def test_logs_tensorboard_and_sinks(tmp_path: pathlib.Path, monkeypatch: pytest.
     assert [event.value / 2 for event in ours] == pytest.approx([event.value for event in theirs])
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 4, 5]
+    losses = {entry["step"] - 1: entry["loss"] for entry in made.state.log_history if "loss" in entry}
+    assert {line["step"]: line["loss"] for line in lines if "loss" in line} == pytest.approx(losses)
 
 
 def test_trained_twice_and_after_a_training_that_raised(tmp_path: pathlib.Path) -> None:

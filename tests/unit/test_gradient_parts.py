@@ -189,6 +189,20 @@ def test_a_restart_of_the_launcher_is_the_same_run(tmp_path: pathlib.Path) -> No
     assert [restart for _, restart in said] == ["0", "0", "0", "1"]
 
 
+def test_a_loss_that_is_known_is_in_the_record() -> None:
+    model, records = make("plain"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append], every=1) as watch:
+        for step in range(2):
+            loss_of(model, step, "plain").backward()
+            optimizer.step()
+            watch.flush(loss=0.5 + step, grad_norm=-1.0)
+        watch.flush(loss=7.0)  # nothing is left to be read
+    assert [record["loss"] for record in records] == [0.5, 1.5]
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert watch.latest == records[-1]
+
+
 def test_jsonl_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
     model = make("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
