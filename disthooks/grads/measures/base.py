@@ -22,6 +22,8 @@ Fact = Literal[
     "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "kept", "final"
 ]
 
+_SMALL_ROW = 1e-14  # squares of float32 below 1e-19 lose digits or vanish: of 1024 elements they could be 1e-35 in all
+
 
 class Seen(NamedTuple):
     """What hooks saw on this rank of one parameter's gradients before any reduction, since the last step.
@@ -162,3 +164,23 @@ def real(grad: torch.Tensor) -> torch.Tensor:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums over gradients of ``dtype`` are taken in."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def row_norms(rows: torch.Tensor) -> torch.Tensor:
+    """The 2-norm along the last dimension, right for any float32."""
+    if not rows.is_cpu:
+        wide_norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+        return wide_norm
+    found: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide(rows.dtype)).double()
+    doubt = ~torch.isfinite(found) | (found < _SMALL_ROW)
+    if bool(doubt.any()) and rows.shape[-1]:
+        doubt &= (rows.amax(-1) != 0) | (rows.amin(-1) != 0)  # rows of zeros are many, and right
+        again = rows[doubt].double()
+        largest = peaks(again.abs().amax(-1))
+        found[doubt] = largest * torch.linalg.vector_norm(again / largest[:, None], dim=-1)
+    return found
+
+
+def peaks(largest: torch.Tensor) -> torch.Tensor:
+    """What to divide by: 1 where the largest is 0, infinite or NaN."""
+    return torch.where(torch.isfinite(largest) & (largest > 0), largest, 1.0)

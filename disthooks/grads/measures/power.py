@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Fact, Local, Measure, Merge, real, stack, wide
+from disthooks.grads.measures.base import Fact, Local, Measure, Merge, peaks, real, stack, wide
 from disthooks.grads.measures.scan import known
 from disthooks.grads.order import ordered, unordered
 
@@ -19,6 +20,13 @@ _ROW = 1024
 _PIECE = {torch.float16: 2**12, torch.bfloat16: 2**12}
 _LONGEST = 2**15
 _LARGE = 2**17
+_BLOCK = 2**22  # elements that are made float64 at a time
+# Where elements are larger in the mean, float32 loses nothing that counts: squares below 1e-38, where it has fewer
+# digits, or none if the processor flushes them to zero, are 1e-8 of the sum at most.
+_SMALL = 1e-15
+_WINDOW = 900  # exponents of two
+_BINADES = 330  # exponents that a norm of float32 elements may have, from -149 to 128 and the root of their number
+_ONE_WINDOW = 6.0  # the highest power of them that one float64 holds
 _FACTS: dict[float, frozenset[Fact]] = {
     1.0: frozenset({"abs"}),
     2.0: frozenset({"squares"}),
@@ -43,7 +51,8 @@ class Power(Measure):
         number = isinstance(self.p, (int, float)) and not isinstance(self.p, bool)
         if not number or not (0 < self.p <= 16 or math.isinf(self.p)) or self.p < 0:
             raise UsageError(
-                f"norm_type={self.p!r}: a number above 0 and up to 16 (higher powers overflow), or math.inf, is needed"
+                f"norm_type={self.p!r}: a number above 0 and up to 16, or math.inf, is needed; above 16 a norm is "
+                "hardly another one than that of infinity"
             )
 
     @property
@@ -56,6 +65,14 @@ class Power(Measure):
         """For the usual norms what others may need too."""
         return _FACTS.get(float(self.p), frozenset())
 
+    def width(self, shard: Shard | None) -> int:
+        """One number, or several where one float64 is too narrow; see [Note: high powers]."""
+        return self._windows
+
+    @property
+    def _windows(self) -> int:
+        return 1 if self.p <= _ONE_WINDOW or math.isinf(self.p) else math.ceil(self.p * _BINADES / _WINDOW)
+
     def local(self, local: Local) -> torch.Tensor:
         """The sum of powers, or the largest, for each parameter."""
         if math.isinf(self.p):
@@ -65,13 +82,48 @@ class Power(Measure):
             return local.known[fact]
         if self.p == 2:
             return squares(local.grads, local.device)
-        return stack(local.grads, lambda grads: norms(grads, self.p), local.device).pow(self.p)
+        each = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
+        return each.pow(self.p) if self._windows == 1 else self._split(each)
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """The norm of all the gradients along ``dim``, as if they were one vector."""
+        """The norm of all the gradients along ``dim``, as if they were one vector.
+
+        Args:
+            values: the numbers of several parameters in one row, or a row for each scope.
+            dim: 0 for the row of all; 1 for a norm of each row.
+        """
         if math.isinf(self.p):
             return unordered(values.amax(dim))
-        return values.sum(dim).pow(1 / self.p)
+        if self._windows == 1:
+            return values.sum(dim).pow(1 / self.p)
+        return self._joined(values.view(-1, self._windows).sum(0) if values.ndim == 1 else values)
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        """The norm of each parameter, whose numbers are in one row."""
+        return self.norm(values.view(-1, self._windows), dim=1)
+
+    # [Note: high powers] The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64
+    # ends at 1023. So the sum has several numbers, each for a window of 900 exponents: the power of a rank's norm is
+    # put into the window of its exponent, in units of the window's middle, and windows are added over ranks and
+    # parameters. What is smaller than the highest window by more than one is nothing beside it.
+
+    def _split(self, each: torch.Tensor) -> torch.Tensor:
+        exponents = self.p * each.log2()
+        windows = torch.arange(self._windows, device=each.device)
+        at = (exponents / _WINDOW + self._windows / 2).floor()
+        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity in the highest
+        scaled = torch.exp2(exponents[:, None] - self._middle(windows))
+        return torch.where(at[:, None] == windows, scaled, 0.0).flatten()
+
+    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
+        windows = torch.arange(self._windows, device=rows.device)
+        top = torch.where(rows != 0, windows, 0).amax(-1, keepdim=True)
+        below = torch.where(top > 0, rows.gather(-1, (top - 1).clamp(min=0)), 0.0)
+        total = rows.gather(-1, top) + below * 2.0**-_WINDOW
+        return torch.exp2((total.log2() + self._middle(top)) / self.p).squeeze(-1)
+
+    def _middle(self, windows: torch.Tensor) -> torch.Tensor:
+        return (windows - self._windows / 2 + 0.5).double() * _WINDOW
 
 
 def squares(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
@@ -109,14 +161,37 @@ def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         counts = torch.tensor([len(rows) for _, rows in long])
         owner = torch.repeat_interleave(torch.tensor([i for i, _ in long]), counts)
         total.index_add_(0, owner, torch.cat([rows.double() for _, rows in long]).square())
+    for i, norm in _doubted(total.sqrt(), tensors, 2.0):
+        total[i] = norm.square()
     return total
 
 
 def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
-    """The norm of each, accumulated so that neither fp16 overflows nor a long sum loses digits."""
+    """The norm of each, so that no power overflows or vanishes, and a long sum loses no digits.
+
+    Of order 1 and 2: on an accelerator summed in float64; on the CPU in float32, which is twenty times as fast there,
+    and again in float64 where the result says that float32 was too narrow.
+    """
+    if p not in (1, 2):
+        return [scaled_norm(grad, p) for grad in grads]
     short = _PIECE.get(grads[0].dtype, _LONGEST) if p == 2 and grads else 4 * _ROW
-    if len(grads) == 1 and 0 < grads[0].numel() <= short:  # in a hook, for each parameter: no lists
-        return [torch.linalg.vector_norm(real(grads[0]), p, dtype=wide(grads[0].dtype))]
+    if len(grads) == 1 and grads[0].is_cpu and 0 < grads[0].numel() <= short:  # in a hook, for each parameter: no lists
+        norm = torch.linalg.vector_norm(real(grads[0]), p, dtype=wide(grads[0].dtype))
+        size = float(norm)
+        if _SMALL * math.sqrt(grads[0].numel()) <= size < math.inf or (size == 0 and _is_zero(grads[0])):
+            return [norm]
+        found = [norm]
+    else:
+        found = _together(grads, p)
+    if any(grad.is_cpu for grad in grads):
+        here = [grad if grad.is_cpu else None for grad in grads]
+        sizes = torch.stack([norm.double() if norm.is_cpu else torch.ones((), dtype=torch.float64) for norm in found])
+        for i, norm in _doubted(sizes, here, p):
+            found[i] = norm
+    return found
+
+
+def _together(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
     result: list[torch.Tensor | None] = [None] * len(grads)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, grad in enumerate(grads):
@@ -124,9 +199,10 @@ def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
             result[i] = _long_norm(grad, p)
         else:
             together.setdefault((grad.device, grad.dtype), []).append(i)
-    for (_, dtype), indices in together.items():
+    for (device, dtype), indices in together.items():
         group = [real(grads[i]) for i in indices]
-        for i, norm in zip(indices, torch._foreach_norm(group, p, dtype=wide(dtype)), strict=True):
+        summed = wide(dtype) if device.type == "cpu" else torch.float64
+        for i, norm in zip(indices, torch._foreach_norm(group, p, dtype=summed), strict=True):
             result[i] = norm
     return [norm for norm in result if norm is not None]
 
@@ -144,6 +220,42 @@ def _long_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
         parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)[None])
     norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts).double(), p)
     return norm
+
+
+def _doubted(found: torch.Tensor, grads: Sequence[torch.Tensor | None], p: float) -> Iterator[tuple[int, torch.Tensor]]:
+    """Norms on the CPU that float32 may have been too narrow for, again: only there the host may look which."""
+    doubt = ~torch.isfinite(found)
+    if p == 2:
+        doubt |= found < _SMALL * math.sqrt(max((grad.numel() for grad in grads if grad is not None), default=0))
+    for i in doubt.nonzero().flatten().tolist():
+        grad = grads[i]
+        if grad is None or not grad.numel() or _SMALL * math.sqrt(grad.numel()) <= float(found[i]) < math.inf:
+            continue
+        if found[i] != 0 or not _is_zero(grad):
+            yield i, scaled_norm(grad, p)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    """Whether all elements are, on the CPU; gradients of zeros are frequent, and their norms are right."""
+    if grad.numel() <= _LONGEST or grad.is_complex():
+        return not int(torch.count_nonzero(grad))
+    return bool(grad.amax() == 0) and bool(grad.amin() == 0)
+
+
+def scaled_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
+    """The norm of order ``p`` in float64, of elements divided by the largest one: no power can overflow or vanish."""
+    parts = [_scaled(part) for part in torch.split(real(grad).reshape(-1), _BLOCK)] if grad.numel() else []
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=grad.device)
+    found = torch.stack([peak * torch.linalg.vector_norm(rest, p) for peak, rest in parts])
+    peak, rest = _scaled(found)
+    return peak * torch.linalg.vector_norm(rest, p) if len(parts) > 1 else found[0]
+
+
+def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = values.double().abs()
+    peak = peaks(sizes.amax())
+    return peak, sizes / peak
 
 
 def norm_label(p: float) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from disthooks.grads.measures.base import Fact, Local, Seen, moved, onto, real, take, wide
+from disthooks.grads.measures.base import Fact, Local, Seen, moved, onto, real, row_norms, take, wide
 
 Facts = frozenset[Fact]
 
@@ -110,8 +110,8 @@ class _Reader:
     def __init__(self, names: list[Fact]) -> None:
         self.names, wanted = names, set(names)
         kernels: list[tuple[set[Fact], Fact, Callable[[torch.Tensor], torch.Tensor]]] = [
-            ({"sum", "m2", "nonfinite"}, "sum", lambda rows: rows.sum(-1)),
-            ({"squares", "m2"}, "squares", lambda rows: torch.linalg.vector_norm(rows, dim=-1)),
+            ({"sum", "m2", "nonfinite"}, "sum", _row_sums),
+            ({"squares", "m2"}, "squares", row_norms),
             ({"high"}, "high", lambda rows: rows.amax(-1)),
             ({"low"}, "low", lambda rows: rows.amin(-1)),
         ]
@@ -162,7 +162,7 @@ class _Reader:
             cpu = rows.device.type == "cpu"
             sizes = torch.abs(rows, out=self._room("abs", rows.shape, rows.dtype)) if cpu else rows.abs()
             if "abs" in self.names:
-                found["abs"] = sizes.sum(-1)
+                found["abs"] = _row_sums(sizes) if cpu else sizes.sum(-1, dtype=torch.float64)
             if "zeros" in self.names:
                 found["zeros"] = _not_zero(sizes)
         return found
@@ -187,6 +187,16 @@ class _Reader:
 
 def _block(device: torch.device) -> int:
     return _BLOCK.get(device.type, _BLOCK["cuda"])
+
+
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Sums along the last dimension; on the CPU, where the host may look, no sum of finite elements overflows."""
+    found = rows.sum(-1)
+    if not found.is_cpu or bool(torch.isfinite(found.sum())):
+        return found
+    found, bad = found.double(), ~torch.isfinite(found)
+    found[bad] = rows[bad].double().sum(-1)
+    return found
 
 
 def _not_zero(sizes: torch.Tensor) -> torch.Tensor:

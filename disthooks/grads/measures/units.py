@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from disthooks.engines.shard import Part, Shard
-from disthooks.grads.measures.base import Local, Measure, Merge, onto, real, wide
+from disthooks.grads.measures.base import Local, Measure, Merge, onto, real, row_norms
 from disthooks.grads.measures.power import norms
 
 
@@ -79,9 +79,7 @@ def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> l
 def _norms(piece: torch.Tensor) -> torch.Tensor:
     if len(piece) == 1:  # a long vector on the CPU, which torch would sum less exactly
         return norms([piece], 2.0)[0][None]
-    dims = tuple(range(1, piece.ndim))
-    found: torch.Tensor = torch.linalg.vector_norm(real(piece), dim=dims, dtype=wide(piece.dtype))
-    return found
+    return row_norms(real(piece).flatten(1))
 
 
 def _part(shard: Shard) -> Part:

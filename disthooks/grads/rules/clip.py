@@ -11,7 +11,7 @@ import torch
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.measures.base import Measure, onto, wide
-from disthooks.grads.measures.power import Power, norm_label, norms
+from disthooks.grads.measures.power import Power, norm_label, norms, scaled_norm
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
 
 
@@ -87,7 +87,7 @@ class ClipNorm(Rule):
 
     Args:
         max_norm: positive and finite.
-        norm_type: any number above 0, or ``math.inf``.
+        norm_type: any number above 0 and up to 16, or ``math.inf``.
         by: "all": one norm of all gradients together; "parameter": each parameter has its own.
 
     Raises:
@@ -130,10 +130,10 @@ class ClipNorm(Rule):
         if self.by == "all":
             clip_to(work, self.norm_type, whole, self.max_norm)
             return
-        each = power.norm(values[:, None], dim=1)
+        each = power.each(values)
         factors = factor_to(self.max_norm, each)
         scale_each(work, factors)
-        after = torch.linalg.vector_norm(each * factors, self.norm_type)
+        after = scaled_norm(each * factors, float(self.norm_type))
         _log(work, self.norm_type, whole, after, factors.amin())
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

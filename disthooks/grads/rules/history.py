@@ -32,7 +32,7 @@ class ClipPercentile(Rule):
     Args:
         percentile: from 0 (the smallest norm so far) to 100; the paper uses 10.
         window: how many norms are kept, 8 bytes each.
-        norm_type: any number above 0, or ``math.inf``.
+        norm_type: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is none of what it may be.
@@ -125,7 +125,7 @@ class ClipZScore(Rule):
         eps: added to the standard deviation.
         to: what an outlier is clipped to.
         max_norm: the largest norm in any case; None for no such limit. It does not enter mean and variance.
-        norm_type: any number above 0, or ``math.inf``.
+        norm_type: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is none of what it may be.

@@ -26,8 +26,8 @@ class SkipNonFinite(Rule):
 
     Parameters and the optimizer's state, its count of steps too, stay bit for bit as they were; there is no weight
     decay and no momentum. The gradients themselves are left as they are. All ranks decide alike, by the norm that
-    :class:`~disthooks.ClipNorm` needs too, so both together cost one SUM. A float32 norm that overflows (elements
-    above 1e19) counts as not finite.
+    :class:`~disthooks.ClipNorm` needs too, so both together cost one SUM. A float64 norm that overflows (elements
+    above 1e154) counts as not finite.
 
     The step of the optimizer is not made at all, whatever optimizer it is. Torch's fused optimizers take the decision
     on the device, once they have their state; for any other one the host reads one bool in every step, and waits for

@@ -20,12 +20,12 @@ class Norm(Stat):
     """The norm of all gradients as if they were one vector: ``grad_norm`` in the log.
 
     Args:
-        norm_type: which norm; any number above 0, or ``math.inf``. Others than 2 are logged as
+        norm_type: which norm; any number above 0 and up to 16, or ``math.inf``. Others than 2 are logged as
             ``grad_norm_l1``, ``grad_norm_linf`` and so on.
         per_parameter: also log that of each parameter, as ``grad_norm/param/<name>``.
 
     Raises:
-        UsageError: when ``norm_type`` is not above 0.
+        UsageError: when ``norm_type`` is none of these.
 
     >>> Norm(1.0).numbers([torch.tensor([[7.0], [3.0]])])
     {'grad_norm_l1': tensor([7., 3.])}
