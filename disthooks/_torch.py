@@ -37,6 +37,11 @@ def is_python_node(node: Any) -> bool:
     return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call ``call`` when the backward that runs in this thread is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def node_name(node: Any) -> str:
     """What torch calls the kind of ``node``; "" for a user's own, whose attributes are the user's: ``ctx.name``."""
     return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -174,30 +174,38 @@ class InStore(Packed):
         return tensors[0]
 
 
-def to_widen(
-    pending: Iterable[weakref.ref[Packed]],
-    part: torch.Tensor,
-    owner: torch.Tensor,
-    region: Region,
-    typed: bool,
-    volatile: bool,
-) -> InStore | None:
-    """The first of ``pending`` that may as well hold all of the storage of ``part``, whose ``region`` is saved now.
+class Parts:
+    """The parts of storages that are saved one after the other, added up: half of a storage or more is packed whole.
 
-    That is when those of the same contents and ``region`` together are half of it or more. ``typed`` contents have to
-    be of one dtype, for codecs; ``volatile`` ones are for themselves.
+    A sum for each storage, and no look at what was saved before: an operator may save thousands of views of one tensor.
     """
-    storage, found, covered = part.untyped_storage(), None, region.nbytes
-    for reference in pending:
-        packed = reference()
-        if type(packed) is not InStore or packed.region is None or packed.taken or packed.owner() is not owner:
-            continue
-        if (packed.source.address, packed.version, packed.volatile) != (storage._cdata, part._version, volatile):
-            continue
-        if not typed or packed.first.dtype is part.dtype:
-            found = found or packed
-            covered += packed.region.nbytes
-    return found if covered * 2 >= storage.nbytes() else None
+
+    def __init__(self) -> None:
+        self._sums: dict[Hashable, tuple[weakref.ref[InStore], int]] = {}
+
+    def add(self, key: Hashable, packed: Packed) -> None:
+        """``packed`` is a region of the storage that ``key`` stands for."""
+        if type(packed) is not InStore or packed.region is None:
+            return
+        first, covered = self._sums.get(key, (weakref.ref(packed), 0))
+        if first() is None:
+            first, covered = weakref.ref(packed), 0
+        self._sums[key] = first, covered + packed.region.nbytes
+
+    def to_widen(self, key: Hashable, owner: torch.Tensor, region: Region, nbytes: int) -> InStore | None:
+        """What may as well hold all ``nbytes`` of the storage of ``owner``, of which ``region`` is saved now.
+
+        That is the first part, if all parts and ``region`` together are half of it or more.
+        """
+        reference, covered = self._sums.get(key, (None, 0))
+        packed = None if reference is None else reference()
+        if packed is None or packed.region is None or packed.taken or packed.owner() is not owner:
+            return None
+        return packed if (covered + region.nbytes) * 2 >= nbytes else None
+
+    def clear(self) -> None:
+        """What was saved is put elsewhere now."""
+        self._sums.clear()
 
 
 class SmallCopy(Packed):

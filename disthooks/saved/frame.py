@@ -18,7 +18,7 @@ from disthooks._tensors import Layout, exotic, local_part
 from disthooks._torch import in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.called import Called
-from disthooks.saved.contents import InStore, SmallCopy, to_widen
+from disthooks.saved.contents import InStore, Parts, SmallCopy
 from disthooks.saved.entry import BREAK, refuse_capture
 from disthooks.saved.index import Key, is_written_uncounted
 from disthooks.saved.kept import Kept
@@ -59,6 +59,7 @@ class Frame:
         self._thread = threading.get_ident()
         self._sequence = -1
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()
+        self._parts = Parts()  # among those that are pending
         pack = self._call if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -176,8 +177,8 @@ class Frame:
         # Who reads a packed value holds its lock and counts in the ledger: no handle is asked for under the ledger's.
         with self._ledger.lock:
             packed = self._ledger.index.find(key)
+            whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
             if packed is None and region is not None and not (small or alone):
-                whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
                 packed = self._whole(part, owner, region, whole)
             known = packed is not None and packed.owner() is owner and not alone
             if packed is None or not known:
@@ -190,6 +191,7 @@ class Frame:
                 if region is None and part is tensor and isinstance(packed, InStore) and not (call or alone):
                     self._ledger.index.see(owner, packed)
                 self._pending.append(weakref.ref(packed))
+                self._parts.add(whole, packed)
             self._note(tensor, part, owner, packed, layout)
         if known:
             return self._shared(tensor, part, packed, layout)
@@ -209,7 +211,7 @@ class Frame:
         """
         packed = self._ledger.index.find(key)
         if packed is None and threading.get_ident() == self._thread:
-            packed = to_widen(tuple(self._pending), part, owner, region, bool(self._codecs), volatile=key[3] > 0)
+            packed = self._parts.to_widen(key, owner, region, part.untyped_storage().nbytes())
             if packed is not None:
                 packed.region = None
                 self._ledger.index.add(key, packed)
@@ -279,6 +281,7 @@ class Frame:
         return packed
 
     def _flush(self) -> None:
+        self._parts.clear()
         while self._pending:
             packed = self._pending.popleft()()
             if packed is None:

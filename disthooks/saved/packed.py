@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from disthooks._device import current_stream, handed_over, on, on_accelerator, used_on
 from disthooks._locks import Order, own
 from disthooks._tensors import Layout
-from disthooks._torch import StorageRef, current_node, is_python_node
+from disthooks._torch import StorageRef, at_end_of_backward, current_node, is_python_node
 from disthooks.errors import MutationError
 from disthooks.saved.kept import changed_message
 from disthooks.saved.ledger import Ledger
@@ -61,6 +62,26 @@ class _Left(NamedTuple):
         return Brought(tensor, self.stream)
 
 
+class _Asked(threading.local):
+    """What the user's own node that runs in this thread has asked for; it holds no packed value."""
+
+    def __init__(self) -> None:
+        self._node = 0
+        self.once: weakref.WeakSet[Packed] = weakref.WeakSet()
+        self.kept: weakref.WeakKeyDictionary[Packed, torch.Tensor] = weakref.WeakKeyDictionary()  # asked for twice
+
+    def by(self, node: Any) -> _Asked:
+        """For ``node``: what another one has asked for is forgotten."""
+        if self._node != id(node):
+            self._node = id(node)
+            self.once.clear()
+            self.kept.clear()
+        return self
+
+
+_asked = _Asked()
+
+
 class Packed(ABC):
     """The contents of one storage at one version: in memory first, then elsewhere, until nobody needs them.
 
@@ -72,6 +93,7 @@ class Packed(ABC):
 
     __slots__ = (
         "__weakref__",
+        "_brings",
         "_brought",
         "_left",
         "_lock",
@@ -126,6 +148,7 @@ class Packed(ABC):
         self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
         self._most = 64
         self.in_order = False  # whether the contents are laid out as what was saved first
+        self._brings = 0  # how often the contents were brought
         self._brought: weakref.ref[Brought] | None = None
         self._left: _Left | None = None
 
@@ -256,18 +279,43 @@ class Packed(ABC):
         brought, handle.brought = handle.brought or self._asked_again(handle), None
         tensor = brought.tensor
         if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
-            tensor = brought.tensor = self._bring()
+            tensor = brought.tensor = self._bring_for(current_node())
             brought.version = tensor._version
             brought.stream = None if self._stream is None else current_stream(tensor.device)
             self._part(handle, brought)
         return tensor, brought.stream
 
+    def _bring_for(self, node: Any) -> torch.Tensor:
+        """The contents for ``node``, in fresh memory.
+
+        A user's own backward may say ``ctx.saved_tensors`` many times, and each time all that it saved is asked for. It
+        may do with each of them what it likes. So a copy is held from the second time on, until that node is done.
+        """
+        if node is None or not is_python_node(node):
+            return self._bring()
+        asked = _asked.by(node)
+        kept = asked.kept.get(self)
+        if kept is not None:
+            return kept.clone()
+        content = self._bring()
+        if self in asked.once:
+            asked.kept[self] = content.clone()
+            at_end_of_backward(asked.kept.clear)
+        asked.once.add(self)
+        return content
+
     def _part(self, handle: Handle, brought: Brought) -> None:
-        """Have those that will not read before more than this has gone by bring it again, rather than hold it."""
-        far = Brought()
+        """Have those that will not read for a while bring it again, rather than hold it.
+
+        "A while" is until as many bytes have gone by as it has itself; twice as many after each time that it was
+        brought. So contents that thousands of steps share, a mask or a weight that is no Parameter, are brought a few
+        times (the logarithm of the number of steps), and a tensor that two far places share is not held between them.
+        """
+        far, reach = Brought(), self.nbytes << min(self._brings, 64)
+        self._brings += 1
         for other in self.handles:
             waiting = other()
-            if waiting is not None and waiting.brought is brought and handle.place - waiting.place > self.nbytes:
+            if waiting is not None and waiting.brought is brought and handle.place - waiting.place > reach:
                 waiting.brought = far
 
     def _asked_again(self, handle: Handle) -> Brought:

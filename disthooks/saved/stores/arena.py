@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import tempfile
@@ -225,11 +226,13 @@ class Arena:
             if self._size > self._end:
                 os.ftruncate(self._fd, self._end)
                 self._size = self._end
-        for offset, room in list(self._unused.items()):
+        for offset, room in list(self._unused.items()) if self._punches else []:
             if self._punch(Extent(offset, room)):
                 del self._unused[offset]
-        for parts in self._wasted.values():
-            parts[:] = [part for part in parts if not self._punch(part)]
+        if self._punches:
+            for part in itertools.chain.from_iterable(self._wasted.values()):
+                self._punch(part)
+            self._wasted.clear()  # each is a hole now; where there are no holes it is asked no more
 
     def _punch(self, extent: Extent) -> bool:
         """Whether ``extent`` is a hole now; not every file system can."""

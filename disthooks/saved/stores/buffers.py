@@ -59,6 +59,7 @@ class Buffers:
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
         self._blocks: list[weakref.ref[Any]] = []  # all that there are
+        self._many = 64  # those that are gone are sorted out at so many
         self.returned: collections.deque[Any] = collections.deque()
         self._lock = shared(Order.POOL)
 
@@ -117,7 +118,10 @@ class Buffers:
 
     def _shrink(self, most: int) -> None:
         """Let go of idle blocks, the oldest first, until all together have at most ``most`` bytes."""
+        if not self._idle and len(self._blocks) < self._many:
+            return  # to count all blocks for each lease would take the square of their number
         total = self._total()
+        self._many = 2 * len(self._blocks) + 64
         while self._idle and total > most:
             total -= len(self._idle.popitem(last=False)[1])
 
