@@ -91,6 +91,7 @@ PARTS: dict[str, tuple[int, str, int]] = {
     "engines.shard": (1, "engines", 0),
     "engines.skip": (1, "engines", 0),
     "engines.steps": (1, "engines", 1),
+    "engines.clipping": (1, "engines", 0),
     "engines.base": (1, "engines", 1),
     "watch": (1, "watch", 0),
     "grads.order": (2, "grads", 0),

@@ -25,6 +25,18 @@ class Removable(Protocol):
         """Take the hook off."""
 
 
+class Both:
+    """Several handles as one."""
+
+    def __init__(self, *handles: Removable) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Take all of them off."""
+        for handle in self._handles:
+            handle.remove()
+
+
 def is_a(module: nn.Module, *names: str) -> bool:
     """Whether ``module`` is of a class with one of ``names``; so no engine has to be imported to be known.
 
@@ -43,11 +55,13 @@ class Engine:
         position: this rank's place among them.
         shards: every parameter of the model, in the same order on every rank.
         keeps_named_state: whether the optimizer's state is kept by parameter, not by partition.
+        steps_alone: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
         can_withhold: whether single parameters can be left out of a step (:func:`~disthooks.engines.skip.withhold`).
     """
 
     label: ClassVar[str] = "a plain module"
     can_withhold: bool = True
+    steps_alone: ClassVar[bool] = False
     keeps_named_state: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
@@ -81,6 +95,14 @@ class Engine:
                     f"to() replaced it, and hooks on the old one never fire ({self.label}); attach after the "
                     "engine has taken the model, and make the optimizer after it too"
                 )
+
+    def unreduced(self) -> str:
+        """Why the gradients in memory are not what all ranks would step with; empty when they are.
+
+        Asked at every step and answered alike on all ranks, from what the program did and not from which elements a
+        rank has: a rank that raises alone leaves the others waiting.
+        """
+        return ""
 
     def stepping(self, optimizer: Any) -> Any:
         """The optimizer whose ``step`` makes the update.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from disthooks._handles import Hook
 from disthooks._match import canonical, inside
-from disthooks.engines.base import Engine, is_a
+from disthooks.engines.base import Both, Engine, Removable, is_a
 from disthooks.engines.shard import Part, Shard
+from disthooks.engines.steps import Again, BeforeStep
 from disthooks.errors import AttachError
 
 
@@ -17,6 +20,7 @@ class Ddp(Engine):
     """The ranks take turns at owning parameters, so each measures its part and none measures all."""
 
     label = "DDP"
+    steps_alone = True
 
     def __init__(self, model: nn.Module) -> None:
         wrapper: Any = model
@@ -25,6 +29,7 @@ class Ddp(Engine):
         self._wrapper = wrapper
         # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
+        self._reduces = True  # the backward of the last forward
         super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
         self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
         self._must_be_reduced()
@@ -48,6 +53,28 @@ class Ddp(Engine):
             )
         mine = index % len(self.ranks) == self.position
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
+
+    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+        """Also notice which forward DDP takes for one whose backward it reduces."""
+        seen = self._wrapper.register_forward_pre_hook(Hook(self._see))
+        return Both(super().before_step(optimizer, run, again), seen)
+
+    def unreduced(self) -> str:
+        """After a forward and backward inside ``no_sync()``, as local SGD steps: each rank has its own gradients."""
+        if self._reduces:
+            return ""
+        return (
+            f"the last forward ran inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has gradients of "
+            "its own, which nobody reduced, and there is none that rules could act on alike. Run the last micro-batch "
+            "of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, or remove() "
+            "the attachment"
+        )
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        # DDP asks the same in its forward, and prepares its reducer or does not; what runs without gradients does not
+        # count.
+        if torch.is_grad_enabled():
+            self._reduces = bool(self._wrapper.require_backward_grad_sync)
 
     def check(self) -> None:
         """Also raise AttachError where DDP does not reduce a gradient, and under ``join()``.

@@ -80,6 +80,7 @@ class Unit:
         self.flat: Any = self._handle.flat_param
         self.original: bool = self._handle._use_orig_params
         self.sharded: bool = self._handle.uses_sharded_strategy
+        self._synced = True
         self.pieces = tuple(self._pieces())
         held: list[nn.Parameter] = self.flat._params if self.original else [self.flat] * len(self.pieces)
         self._held = tuple(held)
@@ -104,8 +105,23 @@ class Unit:
         return cast(torch.Tensor, getattr(self.flat, "_local_shard", self.flat)).detach()
 
     def reduced(self) -> bool:
-        """Whether the gradient has the size that it has once FSDP has reduced it; NO_SHARD's size never changes."""
+        """Whether the gradient has the size that it has once FSDP has reduced it.
+
+        NO_SHARD's size never changes: there what :meth:`watch_reduction` has seen tells.
+        """
+        if not self._synced:
+            return False
         return self.flat.grad is None or self.flat.grad.size() == self.flat._sharded_size
+
+    def watch_reduction(self) -> Any:
+        """Under NO_SHARD, a handle of a hook that notices in each backward whether FSDP reduces it; else None."""
+        if self.sharded or not self.flat.requires_grad:
+            return None
+
+        def see(grad: torch.Tensor) -> None:
+            self._synced = bool(self._module.__dict__.get("_sync_gradients", True))
+
+        return self.flat.register_hook(see)
 
     def begins(self) -> bool:
         """Whether there is no gradient yet, neither a whole one of ``no_sync()`` nor a reduced one put aside."""

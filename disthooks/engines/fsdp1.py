@@ -13,9 +13,10 @@ from torch import nn
 
 from disthooks._match import canonical
 from disthooks._torch import backward_id
-from disthooks.engines.base import Engine, LocalHook, Removable
+from disthooks.engines.base import Both, Engine, LocalHook, Removable
 from disthooks.engines.flat import Piece, Unit, is_fsdp1, units_of
 from disthooks.engines.shard import Part, Shard
+from disthooks.engines.steps import Again, BeforeStep
 from disthooks.errors import AttachError, UsageError
 
 
@@ -112,6 +113,21 @@ class Fsdp1(Engine):
                         "it; attach after that, and make the optimizer after it too"
                     )
         super().check()
+
+    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+        """Also notice which backward FSDP reduces where the size of a gradient does not tell."""
+        hooks = [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
+        return Both(super().before_step(optimizer, run, again), *hooks)
+
+    def unreduced(self) -> str:
+        """After a backward inside ``no_sync()``: whole gradients, on every rank, whatever elements it holds."""
+        late = next((unit for unit in self._units if not unit.reduced()), None)
+        if late is None:
+            return ""
+        return (
+            f"the gradient of {late.pieces[0].name!r} is not reduced yet (FSDP1): the last backward ran inside "
+            "no_sync(); run the last one before optimizer.step() outside of it"
+        )
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
         """Hooks on the user's parameters never fire: one goes on each flat one, whose gradient is cut into theirs.

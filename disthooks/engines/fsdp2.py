@@ -31,9 +31,8 @@ class Fsdp2(Engine):
         if rank not in ranks:
             raise AttachError(f"rank {rank} is not in the device mesh of this model, which has ranks {list(ranks)}")
         super().__init__(model, ranks, ranks.index(rank))
-        self._params = {
-            id(each.sharded_param): each for m in model.modules() for g in groups_of(m) for each in g.fsdp_params
-        }
+        self._groups = [group for module in model.modules() for group in groups_of(module)]
+        self._params = {id(each.sharded_param): each for group in self._groups for each in group.fsdp_params}
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -52,6 +51,23 @@ class Fsdp2(Engine):
         """Whether there is no gradient, neither a reduced one nor one that ``no_sync`` accumulates out of sight."""
         parameter = self.shards[index].parameter
         return parameter.grad is None and not _accumulates(self._params.get(id(parameter)))
+
+    def unreduced(self) -> str:
+        """After a backward without reduction: those gradients are out of sight, whole on every rank."""
+        late = next((s for s in self.shards if _accumulates(self._params.get(id(s.parameter)))), None)
+        if late is not None:
+            return (
+                f"the gradient of {late.name!r} is not reduced yet (FSDP2): the last backward ran after "
+                "set_requires_gradient_sync(False), so the optimizer has none of it; call "
+                "model.set_requires_gradient_sync(True) before the last backward of each step"
+            )
+        if any(getattr(group, "_partial_reduce_output", None) is not None for group in self._groups):
+            return (
+                "the gradients are reduced inside each replica and not over the replicas (FSDP2): the last backward "
+                "ran after set_requires_all_reduce(False), so the optimizer has none of it; call "
+                "model.set_requires_all_reduce(True) before the last backward of each step"
+            )
+        return ""
 
     def own_data(self) -> bool:
         """Not under tensor parallelism, where FSDP shards over a part of the ranks, or is not there at all."""

@@ -18,6 +18,7 @@ from disthooks._handles import Attachment
 from disthooks._match import Pattern
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine
+from disthooks.engines.clipping import before_clipping
 from disthooks.engines.skip import withhold
 from disthooks.engines.steps import Again
 from disthooks.errors import AttachError, UsageError
@@ -120,6 +121,7 @@ class Gradients(Attachment):
         self.latest: dict[str, Any] = {}
         self.last_nonfinite: dict[str, Any] | None = None
         self.steps = 0
+        self._warned = False
         self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
         self._also = wishes.also
         self._when: list[Callable[[int], bool]] = []
@@ -168,10 +170,11 @@ class Gradients(Attachment):
     def begin_step(self, scaler: Any = None) -> None:
         """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
 
-        For loops that clip gradients themselves and are to be measured before: call it on every rank where the loop is
-        about to clip, when all of the step's backwards are done. A second call before the step does nothing. Whatever
-        is attached to the optimizer runs. In a step with a closure, call it in the closure, after backward. DeepSpeed
-        clips inside its step, after disthooks: nothing happens there.
+        For loops that clip gradients by code of their own and are to be measured before: call it on every rank where
+        the loop is about to clip, when all of the step's backwards are done. torch's clip_grad_norm_,
+        clip_grad_value_ and clip_grads_with_norm_ call it by themselves. A second call before the step does nothing.
+        Whatever is attached to the optimizer runs. In a step with a closure, call it in the closure, after backward.
+        DeepSpeed clips inside its step, after disthooks: nothing happens there.
 
         Args:
             scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` comes first.
@@ -338,6 +341,7 @@ class Gradients(Attachment):
             self.on_remove(handle.remove)
         again: Again = "refuse" if self._plan.rules else "first"
         self.on_remove(self._engine.before_step(optimizer, self._before_step, again).remove)
+        self.on_remove(before_clipping(self._about_to_clip).remove)
         if self._plan.after.uses:
             self.on_remove(self._engine.after_step(optimizer, self._after_step).remove)
         self.on_remove(self.flush)
@@ -393,6 +397,8 @@ class Gradients(Attachment):
         check_step(optimizer)
         self._check_same()
         self._counts.check(self.steps)
+        if self._left_to_ranks():
+            return None
         if self._pending is not None:
             self.flush()
         else:
@@ -414,6 +420,34 @@ class Gradients(Attachment):
         self.steps += 1
         self._looking.begin(self.steps, self._logged())
         return skip
+
+    def _left_to_ranks(self) -> bool:
+        """Whether nothing is measured in this step, because each rank steps with gradients of its own.
+
+        Raises:
+            UsageError: when rules would act on them.
+        """
+        why = self._engine.unreduced()
+        if not why:
+            return False
+        if self._plan.rules or not self._engine.steps_alone:
+            raise UsageError(why)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"this step is not measured, and none of its kind: {why}", stacklevel=2)
+        self._looking.take()
+        self.steps += 1
+        self._looking.begin(self.steps, self._logged())
+        return True
+
+    def _about_to_clip(self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]) -> None:
+        """Begin the step, if it is this one's gradients that the loop clips, and if they are final."""
+        held = {id(parameter) for parameter in self._held}
+        if not any(id(parameter) in held for parameter in parameters) or self._engine.unreduced():
+            return
+        scaler, final = scaler_of(self._optimizer)
+        if final:
+            self.begin_step(scaler)
 
     def _logged(self) -> bool:
         """Whether the step that is made next is to be logged."""

@@ -1,0 +1,151 @@
+"""Steps on gradients that were not reduced: every rank says so, at once, whatever elements it holds."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import disthooks as dh
+from disthooks.errors import UsageError
+
+pytestmark = pytest.mark.dist
+
+
+class Small(nn.Module):
+    """Rank 1 has no element of it where one row is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.row = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.row(x).square().sum()
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    torch.manual_seed(10 * step + rank)
+    return torch.randn(3, 4)
+
+
+def _wrapped(engine: str) -> tuple[nn.Module, Any]:
+    """The model, and a context in which backward does not reduce."""
+    import contextlib
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+    from torch.distributed.fsdp import ShardingStrategy, fully_shard
+
+    if engine == "ddp":
+        model: Any = nn.parallel.DistributedDataParallel(Small())
+        return model, model.no_sync
+    if engine.startswith("fsdp1"):
+        strategy = ShardingStrategy.NO_SHARD if "no_shard" in engine else ShardingStrategy.FULL_SHARD
+        model = Fsdp(
+            Small(), sharding_strategy=strategy, use_orig_params="flat" not in engine, device_id=torch.device("cpu")
+        )
+        return model, model.no_sync
+    model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2,)))
+
+    @contextlib.contextmanager
+    def apart() -> Any:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return model, apart
+
+
+def _refused(rank: int, engine: str) -> list[Any]:
+    model, apart = _wrapped(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    said: list[Any] = []
+    with dh.gradients(model, optimizer, rules=[dh.ClipPercentile(window=5)], stats=[dh.stats.Norm()], every=1) as watch:
+        for step in range(4):
+            model.zero_grad()
+            for micro in range(2):
+                alone = step == 2 or micro == 0
+                if alone:
+                    with apart():
+                        model(_batch(rank, 2 * step + micro)).backward()
+                else:
+                    model(_batch(rank, 2 * step + micro)).backward()
+                if engine != "fsdp1":  # FSDP1 clips by a method of its own
+                    clip_grad_norm_(model.parameters(), 1e9) if micro == 0 and engine == "ddp" else None
+            try:
+                optimizer.step()
+                said.append("stepped")
+            except UsageError as error:
+                said.append("no_sync" in str(error) or "set_requires_gradient_sync(True)" in str(error))
+        return [said, watch.steps]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1 flat", "fsdp1 no_shard", "fsdp2"])
+def test_every_rank_raises(ranks: Ranks, engine: str) -> None:
+    truth = [["stepped", "stepped", True, "stepped"], 3]
+    assert ranks(_refused, engine, timeout=120) == [truth] * 2
+
+
+def _local_sgd(rank: int) -> list[Any]:
+    """accelerate's LocalSGD: ranks step by themselves, and average their weights now and then."""
+    model, apart = _wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    true = []
+    with (
+        warnings.catch_warnings(record=True) as told,
+        dh.gradients(model, optimizer, stats=[dh.stats.Norm()], every=1) as watch,
+    ):
+        warnings.simplefilter("always")
+        seen = []
+        for step in range(4):
+            model.zero_grad()
+            if step % 2:
+                model(_batch(rank, step)).backward()
+                with torch.no_grad():  # an evaluation in between says nothing about reduction
+                    model(_batch(rank, step))
+                true.append(float(model.module.row.weight.grad.norm()))
+                optimizer.step()
+            else:
+                with apart():
+                    model(_batch(rank, step)).backward()
+                    optimizer.step()
+            watch.flush()
+            seen.append(watch.latest.get("step"))
+            if step % 2:
+                true.append(watch.latest["grad_norm"])
+        count = sum("no_sync" in str(each.message) for each in told)
+    return [seen, count, watch.steps, true[0] == pytest.approx(true[1]), true[2] == pytest.approx(true[3])]
+
+
+def test_statistics_leave_local_steps_out(ranks: Ranks) -> None:
+    assert ranks(_local_sgd, timeout=120) == [[[None, 1, 1, 3], 1, 4, True, True]] * 2
+
+
+def _clipped(rank: int, engine: str) -> list[Any]:
+    model, _ = _wrapped(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], every=1) as watch:
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            model(_batch(rank, step)).backward()
+            if engine.startswith("fsdp1"):
+                seen = model.clip_grad_norm_(1e-3)
+            else:
+                seen = clip_grad_norm_(model.parameters(), 1e-3)
+            seen = seen.full_tensor() if hasattr(seen, "full_tensor") else seen
+            optimizer.step()
+            watch.flush()
+            found.append(watch.latest["grad_norm"] == pytest.approx(float(seen), rel=1e-5) and float(seen) > 1e-2)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1 flat", "fsdp2"])
+def test_a_loop_that_clips_is_measured_before(ranks: Ranks, engine: str) -> None:
+    assert ranks(_clipped, engine, timeout=120) == [[True] * 3] * 2
