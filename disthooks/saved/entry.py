@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import torch
 from torch import nn
@@ -39,10 +40,35 @@ def refuse_capture(where: str) -> None:
         _device.refuse_capture(place, _UNCAPTURED)
 
 
+_BROKEN = (
+    "torch.compile breaks its graph at each module that disthooks is attached to, because hooks act between compiled "
+    "graphs. The compiler fuses other operators then, so gradients are not bit for bit those of the model compiled "
+    "whole: they are those of the model whose attached modules are compiled each by itself, module.compile(fullgraph=True), "
+    "which is the same with hooks and without, and has no breaks. This is said once"
+)
+_said: set[str] = set()
+
+
+@uncompiled()
+def _say_broken() -> None:
+    """Tell the user that graphs break. The compiler calls this while it traces: to it the answer is a constant."""
+    if _BROKEN not in _said:
+        _said.add(_BROKEN)
+        warnings.warn(_BROKEN, stacklevel=2)
+
+
+_say_broken.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result, without its imports
+
+
 @uncompiled()
 def nothing_to_hook() -> bool:
     """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
-    return torch.compiler.is_dynamo_compiling() and (exporting() or not torch.is_grad_enabled())
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    if exporting() or not torch.is_grad_enabled():
+        return True
+    _say_broken()
+    return False
 
 
 @uncompiled(BREAK)

@@ -58,6 +58,8 @@ class Frame:
         self._number = next(_numbers)
         self._thread = threading.get_ident()
         self._sequence = -1
+        self._is_outer = False  # whether another attachment took what was saved in a part of the call
+        self._in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()
         self._parts = Parts()  # among those that are pending
         pack = self._call if isinstance(pipeline.store, Functions) else self._pack
@@ -66,11 +68,12 @@ class Frame:
     @uncompiled(BREAK)
     def __enter__(self) -> Frame:
         refuse_capture(self._where)
-        self._ledger.count_call()
+        self._ledger.count_call(self._where)
         outer = top_hooks(True)
         outer_frame = getattr(outer[0], "__self__", None) if outer is not None else None
         if isinstance(outer_frame, Frame) and outer_frame._ledger is not self._ledger:
             outer_frame._ledger.count_inner()  # the inner one wins
+            outer_frame._is_outer = True
         self._hooks.__enter__()
         return self
 
@@ -82,6 +85,8 @@ class Frame:
         try:
             if kind is None:
                 self._flush()
+                if self._in_place:
+                    self._ledger.say_in_place(self._where, self._store)
         finally:
             # After an error the graph is as good as gone: what it holds stays in memory, for itself alone.
             for reference in self._pending:
@@ -97,6 +102,11 @@ class Frame:
                 f"{self._where or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, and torch "
                 "allows no saved-tensor hooks there: attach to other modules, or to the parts outside of that call"
             ) from error
+
+    @property
+    def has_seen_nothing(self) -> bool:
+        """Whether nothing was saved in this thread during the call, by any attachment."""
+        return self._sequence == -1 and not self._is_outer
 
     # -- pack
 
@@ -150,7 +160,10 @@ class Frame:
             return "CUDA graph"
         if self._codecs or self._store.moves(part):
             return None
-        return None if self._again is not None and owner.grad_fn is not None else "in place"
+        if self._again is not None:
+            return None if owner.grad_fn is not None else "in place"
+        self._in_place = self._in_place or part.is_cpu
+        return "in place"
 
     def _pins_much(self, part: torch.Tensor) -> bool:
         """Whether keeping a small ``part`` would keep in memory what would otherwise go to the store."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -24,6 +25,12 @@ from disthooks.saved.stores.base import Store
 _attaching = shared(Order.ATTACH)
 
 
+_UNUSED = (
+    "it is never called, because MultiheadAttention uses the weights of its out_proj itself; attach to the "
+    "MultiheadAttention"
+)
+
+
 class Saving(Attachment):
     """What :func:`save_activations` attached."""
 
@@ -35,7 +42,7 @@ class Saving(Attachment):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
-        return self._ledger.report(self._store)
+        return self._ledger.report(self._store, self.names)
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
@@ -84,7 +91,7 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
     ['']
     """
-    return _outermost(_running(match_modules(model, listed(patterns))))
+    return _outermost(_running(model, match_modules(model, listed(patterns))))
 
 
 def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
@@ -97,13 +104,20 @@ def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipelin
     return saving
 
 
-def _running(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Without the containers, which are never called themselves, and would stand for what is inside."""
-    reasons = {name: never_runs(module) for name, module in matched}
+def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Without containers, which are never called themselves, and would stand for what is inside, and without others
+    that are never called, which is said."""
+    unused = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
+    reasons = {name: _UNUSED if id(module) in unused else never_runs(module) for name, module in matched}
     if all(reasons.values()):
         name, why = next(iter(reasons.items()))
-        raise AttachError(f"{name or 'the model'!r}: {why}: {f'{name}.*'.lstrip('.')!r}")
-    return [(name, module) for name, module in matched if not reasons[name]]
+        inside = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""
+        raise AttachError(f"{name or 'the model'!r}: {why}{inside}")
+    found = [(name, module) for name, module in matched if not reasons[name]]
+    inner = {id(part) for _, module in found for part in module.modules()}
+    if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in inner]:
+        warnings.warn(f"no hooks on {', '.join(map(repr, lost))}: {_UNUSED}", stacklevel=4)
+    return found
 
 
 def _outermost(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,16 @@ _RECORDED = (
     "goes to the store. Train the Python module, compiled by torch.compile where you want speed, or wrap what is "
     "recorded: SaveWith(recorded, ...). report().passed counts it; this is said once"
 )
+_TRANSFORMED = (
+    "{where} is called inside a transform of torch.func (vmap, grad, ...), whose tensors belong to the transform: it "
+    "goes without hooks. Around a vmap hooks work: attach to the module whose forward calls vmap, or put the call into "
+    "saving(...). report().passed counts these calls; this is said once"
+)
 #: Reasons to go without hooks that the user can do something about, and what.
 _MENDABLE = {
     "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
     "torch.jit.script": _RECORDED.replace("{what}", "torch.jit.script"),
+    "hooks disabled": _TRANSFORMED,
     "checkpoint": _STEPPED_BACK.replace("{what}", "an activation checkpoint"),
     "backward": _STEPPED_BACK.replace("{what}", "a backward (a reentrant checkpoint, most likely)"),
 }
@@ -39,6 +45,18 @@ _GRAPHS = (
     "there, as without disthooks, because the graph of its backward reads it there. To have it stored, compile this "
     "module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has the bytes; "
     "this is said once"
+)
+
+
+_IN_PLACE = (
+    "{store} stores nothing of {where}: what it saves is in CPU memory, where this store would put it. To take it out "
+    "of memory give OnDisk(directory); to make it smaller put a codec in front of the store, Compact() or "
+    "Cast(torch.bfloat16). With the model on a GPU this store does its work"
+)
+_ELSEWHERE = (
+    "{where} saved nothing in the thread that called it, though gradients flow to its weights. If its forward runs its "
+    "layers in threads of its own, they run without hooks, because hooks are those of one thread: attach to the "
+    "layers themselves, by a pattern or a class, and their hooks open in the thread that calls them"
 )
 
 
@@ -78,7 +96,8 @@ class Ledger:
         self._changes: collections.deque[int] = collections.deque()
         #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
         self.change_held: Callable[[int], None] = self._changes.append
-        self._told: set[str] = set()  # reasons, and what else is said once
+        self._told: dict[str, str] = {}  # what is said once, and how
+        self._called: set[str] = set()  # modules
 
     def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
         return Ledger, ()  # a copy of a module has saved nothing yet
@@ -142,10 +161,11 @@ class Ledger:
         with self.lock:
             self._unread.append((codec, error))
 
-    def count_call(self) -> None:
+    def count_call(self, where: str = "") -> None:
         """One more call with the hooks on."""
         with self.lock:
             self._calls += 1
+            self._called.add(where)
 
     def count_inner(self) -> None:
         """One more call inside that another attachment takes."""
@@ -162,6 +182,7 @@ class Ledger:
         """One more call of ``where`` that went through without hooks; the user is told once if that can be mended."""
         with self.lock:
             self._passed[reason] += 1
+            self._called.add(where)
         if reason in _MENDABLE:
             self.say_once(reason, _MENDABLE[reason].format(where=repr(where or "this block")))
 
@@ -169,16 +190,31 @@ class Ledger:
         """Tell the user once that tensors in memory of CUDA graphs stay there."""
         self.say_once("CUDA graph", _GRAPHS.format(where=repr(where) if where else "a saving(...) block"))
 
+    def say_in_place(self, where: str, store: Store) -> None:
+        """Tell the user once that the store is where the tensors are, when nothing at all has been stored."""
+        with self.lock:
+            has_stored = "in place" in self._told or any(site.stored for site in self._sites.values())
+        if not has_stored:
+            self.say_once("in place", _IN_PLACE.format(store=store, where=repr(where) if where else "this block"))
+
+    def say_elsewhere(self, where: str) -> None:
+        """Tell the user once that a module's forward seems to run in other threads."""
+        self.say_once("threads", _ELSEWHERE.format(where=repr(where)))
+
+    def has_said(self, what: str) -> bool:
+        """Whether this attachment has said it."""
+        return what in self._told
+
     def say_once(self, what: str, text: str) -> None:
         """Warn of ``text``, unless this attachment has said ``what`` before."""
         with self.lock:
             tell = what not in self._told
-            self._told.add(what)
+            self._told.setdefault(what, text)
         if tell:
             warnings.warn(text, stacklevel=5)
 
-    def report(self, store: Store | None = None) -> SavedReport:
-        """The figures as they stand, with those of the ``store`` if it is given."""
+    def report(self, store: Store | None = None, names: Sequence[str] = ()) -> SavedReport:
+        """The figures as they stand, with those of the ``store`` and of the attached ``names`` if they are given."""
         # See [Note: the order of locks]. The store and the device may take a while to answer, and no thread that trains
         # is to wait for the ledger meanwhile.
         tiers = () if store is None else store.report()
@@ -214,7 +250,13 @@ class Ledger:
                 tiers=tiers,
                 errors=dict(self._errors),
                 sites=shared_out(sites, tiers),
+                told=tuple(self._told.values()),
+                uncalled=self._uncalled(names),
             )
+
+    def _uncalled(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the attached ``names`` that nobody has called; none before the first call, which may be to come."""
+        return tuple(name for name in names if name and name not in self._called) if self._called else ()
 
     def _read_errors(self) -> None:
         with self.lock:

@@ -110,6 +110,8 @@ class SavedReport:
         unreturned: bytes that this process has freed and its C library keeps: they stay resident.
         tiers: a report of each place of the store, which other attachments may use too.
         sites: the same for each module that saved something, by its name ("" for a block of code).
+        told: the warnings that this attachment gave, each once.
+        uncalled: attached modules that nobody has called while others were.
     """
 
     calls: int = 0
@@ -134,6 +136,8 @@ class SavedReport:
     unreturned: int = field(default=0, compare=False)  # of the process, in this moment
     tiers: tuple[StoreReport, ...] = ()
     sites: dict[str, SiteReport] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+    uncalled: tuple[str, ...] = ()
 
     def __add__(self, other: SavedReport) -> SavedReport:
         """The figures of both, summed; of ``errors`` and ``unreturned`` the larger."""
@@ -203,7 +207,13 @@ class SavedReport:
 
     def advice(self) -> list[str]:
         """What to change, in plain words; empty when there is nothing to say."""
-        found = []
+        found = list(self.told)
+        if self.uncalled:
+            found.append(
+                f"attached and never called so far: {', '.join(self.uncalled[:_FEW])}"
+                + (f" and {len(self.uncalled) - _FEW} more" if len(self.uncalled) > _FEW else "")
+                + ". Something else uses their weights, or they had no turn: attach to the module that does the work"
+            )
         if self.calls and not self.stored and self.kept_by.get("small") and not self.kept_by.get("in place"):
             found.append(
                 f"nothing was stored: {format_bytes(self.kept_by['small'])} are in tensors too small to be worth it; "

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Generator, Hashable
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 
 from disthooks._torch import uncompiled
@@ -40,8 +41,26 @@ class Site(NamedTuple):
         if reason is not None:
             self.ledger.count_pass(reason, self.name)
             return run(function, *args, **kwargs)
-        with Frame(self.pipeline, self.ledger, self.name, module):
-            return run(function, *args, **kwargs)
+        frame = Frame(self.pipeline, self.ledger, self.name, module)
+        with frame:
+            result = run(function, *args, **kwargs)
+        if frame.has_seen_nothing and module is not None and function is not _until_it_ends:
+            self._look_elsewhere(module, result, args)
+        return result
+
+    @uncompiled(BREAK)
+    def _look_elsewhere(self, module: nn.Module, result: Any, args: tuple[Any, ...]) -> None:
+        """Say so if the layers of ``module``, in whose call nothing was saved, seem to have run in other threads.
+
+        The graph tells: what came out has a history that what went in has not, and weights that train.
+        """
+        if self.ledger.has_said("threads") or next(module.children(), None) is None:
+            return
+        if not any(p.requires_grad for p in module.parameters()):
+            return
+        before = {id(tensor.grad_fn) for tensor in _tensors(args)}
+        if any(tensor.grad_fn is not None and id(tensor.grad_fn) not in before for tensor in _tensors(result)):
+            self.ledger.say_elsewhere(self.name)
 
     @uncompiled(BREAK, callees=False)
     def _resumed(self, module: nn.Module | None, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
@@ -81,3 +100,11 @@ def _until_it_ends(go_on: Callable[[], Any]) -> tuple[bool, Any]:
         return False, go_on()
     except StopIteration as stop:
         return True, stop.value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value`` and in the tuples, lists and dicts in it."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

@@ -303,3 +303,32 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
 def test_the_compiler_is_not_imported() -> None:
     code = "import sys, disthooks; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_bits_are_those_of_the_blocks_compiled_each_by_itself(to: Any, monkeypatch: Any) -> None:
+    """A GPT's loop: inductor fuses over its blocks when it has all of it, and cannot where the graph breaks."""
+    monkeypatch.setattr("disthooks.saved.entry._said", set())
+    alone = steps(blocks(Loop(), "inductor"))
+    saving = dh.save_activations(model := Loop(), ["first", "second"], to)
+    with pytest.warns(UserWarning, match="not bit for bit those of the model compiled whole") as told:
+        found = steps(model, torch.compile(model))
+    assert identical(found, alone)
+    assert len([it for it in told if "bit for bit" in str(it.message)]) == 1
+    assert saving.report().moved > 2**18
+    saving.remove()
+    assert identical(steps(blocks(model, "inductor")), alone)  # with hooks and without
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_a_block_of_hooks_around_the_compiled_model_has_its_bits(to: Any) -> None:
+    whole = steps(model := Loop(), compiled := torch.compile(model))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with saved:
+            return compiled(x)
+
+    saved = dh.saving(to)
+    assert identical(steps(model, forward), whole)
+    assert saved.report().moved > 2**18
+    assert breaks() == 0

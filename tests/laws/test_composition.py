@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import pathlib
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -280,3 +282,123 @@ def test_gradients_of_a_lazy_model_name_the_remedy() -> None:
     ):
         with pytest.raises(dh.errors.AttachError, match=r"'1\.weight' has no shape yet.*run the model once"):
             attach()
+
+
+class Streams(nn.Module):
+    """Runs its branches in threads of its own, as an inference server's model or a pipeline does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(lambda layer: layer(x).tanh(), (self.left, self.right))
+        return left + right
+
+
+def test_a_forward_in_threads_of_the_user_is_told(tmp_path: pathlib.Path) -> None:
+    model, line = nn.Sequential(Streams(), nn.Linear(64, 64)), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    x = torch.randn(32, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "?", line) as saving:
+        with pytest.warns(UserWarning, match="'0' saved nothing in the thread that called it.*attach to the layers"):
+            assert identical(step(model, x), truth)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            step(model, x)
+    assert any("saved nothing in the thread" in advice for advice in saving.report().advice())
+    with warnings.catch_warnings(), dh.save_activations(model, nn.Linear, line) as saving:  # the remedy
+        warnings.simplefilter("error")
+        assert identical(step(model, x), truth)
+    assert {"0.left", "0.right", "1"} == set(saving.report().sites)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Flatten(), nn.Identity()),
+        nn.Sequential(nn.Sequential(nn.Linear(64, 64)).requires_grad_(False), nn.Identity()),
+        nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Tanh()),
+    ],
+)
+def test_a_forward_in_its_own_thread_is_not(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    with warnings.catch_warnings(), dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
+        warnings.simplefilter("error")
+        model(torch.randn(4, 64).requires_grad_()).sum().backward()
+
+
+def test_an_inner_attachment_takes_all_and_nobody_warns(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Sequential(dh.SaveToDisk(nn.Linear(64, 64), tmp_path)))
+    with warnings.catch_warnings(), dh.save_activations(model, "0", dh.OnDisk(tmp_path)):
+        warnings.simplefilter("error")
+        model(torch.randn(4, 64)).sum().backward()
+
+
+def test_what_is_never_called_is_told(tmp_path: pathlib.Path) -> None:
+    """MultiheadAttention reads the weights of its out_proj and does not call it."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4, batch_first=True), "linear": nn.Linear(64, 64)})
+    with pytest.warns(UserWarning, match=r"no hooks on 'attention\.out_proj': .*attach to the MultiheadAttention"):
+        saving = dh.save_activations(model, nn.Linear, dh.OnDisk(tmp_path))
+    assert saving.names == ("linear",)
+    with pytest.raises(dh.errors.AttachError, match="attach to the MultiheadAttention"):
+        dh.save_activations(model, "attention.out_proj", dh.OnDisk(tmp_path))
+    with warnings.catch_warnings(), dh.save_activations(model, ["attention", "*out_proj"], dh.OnDisk(tmp_path)) as both:
+        warnings.simplefilter("error")  # the attention is attached, and all that is in it
+    assert both.names == ("attention",)
+
+
+def test_an_attached_module_that_had_no_call_is_in_the_report(tmp_path: pathlib.Path) -> None:
+    model = nn.ModuleDict({"one": nn.Linear(64, 64), "two": nn.Linear(64, 64), "three": nn.Linear(64, 64)})
+    with dh.save_activations(model, "*", dh.OnDisk(tmp_path)) as saving:
+        assert saving.report().uncalled == ()  # the first call may be to come
+        model["one"](torch.randn(64, 64)).sum().backward()
+        with torch.no_grad():
+            model["three"](torch.randn(64, 64))
+    assert saving.report().uncalled == ("two",)
+    assert any("never called so far: two." in advice for advice in saving.report().advice())
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda row: self.row(row).tanh())(x)
+
+
+def test_an_attached_module_inside_vmap_is_told_and_the_one_around_it_stores(tmp_path: pathlib.Path) -> None:
+    model, line = nn.Sequential(nn.Linear(64, 64), Mapped()), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    x = torch.randn(32, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "*row", line) as saving:
+        with pytest.warns(UserWarning, match=r"'1\.row' is called inside a transform of torch\.func") as told:
+            assert identical(step(model, x), truth)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, x)
+    assert len(told) == 1
+    assert saving.report().passed == {"hooks disabled": 2}
+    assert any("torch.func (vmap" in advice for advice in saving.report().advice())
+    with warnings.catch_warnings(), dh.save_activations(model, "1", line) as saving:  # the remedy
+        warnings.simplefilter("error")
+        assert identical(step(model, x), truth)
+    assert saving.report().moved == 2 * x.nbytes
+
+
+@pytest.mark.parametrize("to", [dh.OnCpu(), dh.Tiered(dh.OnDevice("1 GiB"), dh.OnCpu())])
+def test_a_store_where_the_tensors_are_says_so(to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+    with dh.save_activations(model, "?", to) as saving:
+        with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
+            step(model, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            step(model, x)
+    assert saving.report().stored == 0
+    assert any("stores nothing" in advice for advice in saving.report().advice())
+    for stages in ((dh.Compact(), to), (dh.Recompute(), to), (dh.Tiered(dh.OnCpu("1 KiB"), dh.OnDisk(tmp_path)),)):
+        with warnings.catch_warnings(), dh.save_activations(model, "?", dh.pipeline(*stages)):
+            warnings.simplefilter("error")
+            step(model, x)
