@@ -43,8 +43,8 @@ def refuse_capture(where: str) -> None:
 _BROKEN = (
     "torch.compile breaks its graph at each module that disthooks is attached to, because hooks act between compiled "
     "graphs. The compiler fuses other operators then, so gradients are not bit for bit those of the model compiled "
-    "whole: they are those of the model whose attached modules are compiled each by itself, module.compile(fullgraph=True), "
-    "which is the same with hooks and without, and has no breaks. This is said once"
+    "whole: they are those of the model whose attached modules are compiled each by itself, "
+    "module.compile(fullgraph=True), which is the same with hooks and without, and has no breaks. This is said once"
 )
 _said: set[str] = set()
 
