@@ -51,7 +51,7 @@ class _Tickets:
 class InStore(Packed):
     """Contents that go through codecs into a store."""
 
-    __slots__ = ("_addresses", "_codecs", "_encoded", "_spec", "_store", "_tickets", "_wanted")
+    __slots__ = ("_addresses", "_codecs", "_encoded", "_own", "_spec", "_store", "_tickets", "_wanted")
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class InStore(Packed):
         self._codecs, self._store = codecs, store
         self.any_dtype = not codecs
         self.in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
+        self._own = False
 
     @property
     def lossless(self) -> bool:
@@ -76,8 +77,9 @@ class InStore(Packed):
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
         content = self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED)
-        if self.volatile:
-            content = content.clone()  # a store may take its time
+        # A store may take its time, and others may be computed from what it has: whatever is written meanwhile.
+        if self.volatile or (self.ledger.recomputes and content.is_cpu and self._store.moves(content)):
+            content = content.clone()
         parts = self._encode(content) if self._codecs else (content,)
         self._encoded = not (len(parts) == 1 and parts[0] is content)
         stays = self._codecs and not self._encoded and not self._store.moves(content)
@@ -90,7 +92,13 @@ class InStore(Packed):
         parts = tuple(alone(part) for part in parts)
         self._addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts, content.nbytes)
+        self._own = not any(_lies_in(part, storage) for part in parts)
         return True
+
+    @property
+    def is_own(self) -> bool:
+        """Whether what was put is not the memory of the saved tensor."""
+        return self._own
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         begin = time.perf_counter()
@@ -217,9 +225,20 @@ class SmallCopy(Packed):
         self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
+    @property
+    def is_own(self) -> bool:
+        """It is a copy."""
+        return True
+
     def _bring(self) -> torch.Tensor:
         made_on = self._stream
         return _spread(self._copy if made_on is None else handed_over(self._copy, made_on), self.region)
+
+
+def _lies_in(part: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``part`` begins in the memory of ``storage``."""
+    begin = storage.data_ptr()
+    return part.device == storage.device and begin <= part.data_ptr() < begin + storage.nbytes()
 
 
 def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:

@@ -112,6 +112,7 @@ class Packed(ABC):
         "nbytes",
         "owner",
         "region",
+        "sound",
         "source",
         "taken",
         "undecided",
@@ -139,6 +140,7 @@ class Packed(ABC):
         # The stream that fills it; another one may be current by the time it is copied.
         self._stream = current_stream(alias.device) if on_accelerator(alias) else None
         self.taken = self.changed = self.undecided = False
+        self.sound = False  # whether the contents are as they were saved, whoever writes to the tensor from now on
         self.forgotten = False  # whether nothing is to share it any more
         self.any_dtype = True  # whether the contents are bits, whatever they mean
         self.volatile = False  # whether it may be changed uncounted while it is in memory
@@ -171,8 +173,13 @@ class Packed(ABC):
 
     @property
     def intact(self) -> bool:
-        """Whether the contents that were saved can still be had."""
-        return not self._is_changed()
+        """Whether the contents that were saved can still be had, which a change of the tensor need not prevent."""
+        return self.sound or not self._is_changed()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the contents, which were taken, lie in memory or a file that nobody else writes to."""
+        return False
 
     @property
     def lossless(self) -> bool:
@@ -223,7 +230,8 @@ class Packed(ABC):
                 with on(self._stream):
                     self.taken = self._take(storage)
             if self.taken:
-                self._is_changed()  # another thread may have written while it was copied
+                # Another thread may have written while it was copied.
+                self.sound = not self._is_changed() and self.is_own
                 if self._stream is not None:
                     # A graph would hold it until its backward. Now it goes sooner, and memory that belongs to another
                     # stream must not be used again before this one is done with what it was given: by us, or by others.

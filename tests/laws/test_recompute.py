@@ -7,7 +7,7 @@ import gc
 import pathlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -314,10 +314,32 @@ def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathli
             y.mul_(1)
         z = y.relu() if z is None else z
         loss = (z * z).sum()
-    assert saved.report().recomputed == 0
+    # What was used before the change is a function of what is stored.
+    assert saved.report().recomputed == (x.nbytes if when == "after" else 0)
     (grad,) = torch.autograd.grad(loss, x)
     assert torch.equal(grad, 2 * x.clamp(min=0))
     del other
+
+
+def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted(tmp_path: pathlib.Path) -> None:
+    """The store has what it was, and the graph does not tell that it is not any more."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss(factor: float) -> torch.Tensor:
+        y = x * 1.0
+        other = y.detach().requires_grad_().sin()  # takes the contents of all before it
+        z = y.sin()
+        other = other + z.exp()
+        with torch.no_grad():
+            y.mul_(factor)
+        return y.relu().square().sum() + 0 * other.detach().sum()
+
+    factors = [1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 3.0]
+    truth = [torch.autograd.grad(loss(factor), x)[0] for factor in factors]
+    for factor, right in zip(factors, truth, strict=True):
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))):
+            found = loss(factor)
+        assert torch.equal(torch.autograd.grad(found, x)[0], right), factor
 
 
 def test_a_source_changed_later_raises(tmp_path: pathlib.Path) -> None:
@@ -582,3 +604,92 @@ def test_a_source_changed_before_the_contents_are_taken_is_no_source() -> None:
             found = loss()
         assert torch.equal(torch.autograd.grad(found, x)[0], truth)
     assert saving.report().recomputed == 0
+
+
+# -- a source that is changed, legally: nothing but Recompute needs it
+
+
+def _named(x: torch.Tensor) -> torch.Tensor:
+    h = SavesItsOutput.apply(x)
+    a = -h
+    z = torch.tanh(a.sin())
+    h += x
+    return z.sum() + h.sum()
+
+
+def _temporary(x: torch.Tensor) -> torch.Tensor:
+    """What ``sin`` saved is in the store alone when ``tanh`` is proven from it, in forward."""
+    h = SavesItsOutput.apply(x)
+    z = torch.tanh((-h).sin())
+    h += x
+    return (z * z).sum() + h.sum()
+
+
+def _before_it_is_proven(x: torch.Tensor) -> torch.Tensor:
+    h = SavesItsOutput.apply(x)
+    y = (-h).sin()
+    h += x
+    return y.tanh().exp().sum() + h.sum()
+
+
+def _a_branch_that_nobody_wants(x: torch.Tensor) -> torch.Tensor:
+    h = (x * 2).view(64, 64)
+    log = h.sin()
+    z = torch.tanh((-h).cos())
+    h += x
+    return z.sum() + h.sum() + 0 * log.detach().sum()
+
+
+CHANGED = [_named, _temporary, _before_it_is_proven, _a_branch_that_nobody_wants]
+OWN: dict[str, Callable[[object], list[object]]] = {
+    "disk": lambda folder: [dh.OnDisk(folder)],
+    "disk, compact": lambda folder: [dh.Compact(), dh.OnDisk(folder)],
+    "tiers": lambda folder: [dh.Tiered(dh.OnDevice("1 KiB"), dh.OnDisk(folder))],
+    "compressed": lambda folder: [dh.Compress("zstd"), dh.OnCpu()],
+}
+
+
+def _gradients(function: Callable[[torch.Tensor], torch.Tensor], *stages: object) -> Iterator[torch.Tensor]:
+    """Of six steps, of which some are compared and some are not."""
+    for seed in range(6):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with dh.saving(ALL, *stages) if stages else contextlib.nullcontext():
+            loss = function(x)
+        yield torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize("store", OWN)
+@pytest.mark.parametrize("function", CHANGED, ids=lambda each: each.__name__.strip("_"))
+def test_a_source_may_be_changed_that_the_store_has(
+    function: Callable[[torch.Tensor], torch.Tensor], store: str, tmp_path: pathlib.Path
+) -> None:
+    if store == "compressed":
+        pytest.importorskip("zstandard")
+    truth = list(_gradients(function))
+    assert identical(list(_gradients(function, dh.Recompute(), *OWN[store](tmp_path))), truth)
+
+
+@pytest.mark.parametrize("function", CHANGED, ids=lambda each: each.__name__.strip("_"))
+@pytest.mark.parametrize("store", [dh.OnCpu(), dh.OnDevice("1 GiB")], ids=["cpu", "device"])
+def test_a_source_that_was_changed_where_it_is_raises(
+    store: object, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Such a store may hold the tensor itself: then the bytes are gone, and the error says what to do."""
+    try:
+        found: object = next(_gradients(function, dh.Recompute(), store))
+    except dh.errors.MutationError as error:
+        found = str(error)
+    right = next(_gradients(function))
+    said = isinstance(found, str) and "Recompute computes another tensor from it" in found
+    assert said or (isinstance(found, torch.Tensor) and torch.equal(found, right))
+
+
+def test_what_was_saved_and_changed_raises_as_ever(tmp_path: pathlib.Path) -> None:
+    """Law 5: the tensor itself does not come back, although the store has it."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(ALL, dh.Recompute(), dh.OnDisk(tmp_path)):
+        h = x * 2
+        z = (h.sin() * (-h).cos()).sum()
+        h += 1
+    with pytest.raises(dh.errors.MutationError):
+        z.backward()

@@ -171,6 +171,8 @@ class Planner:
         packed = held.packed
         if packed.ledger is not self._ledger or not packed.is_source or not packed.intact:
             raise Unknown
+        if packed.changed or packed.alias._version != packed.version:
+            raise Unknown  # under no_grad, perhaps: the graph does not tell whether before or after it was used
         self._pay(packed.cost)
         source = packed.handle(held.layout)  # not autograd's own, which remembers what it has read
         source.place -= _NEAR * packed.nbytes

@@ -10,8 +10,8 @@ import torch
 
 from disthooks._device import handed_over, stream_of
 from disthooks._tensors import Layout
-from disthooks.errors import StoreError
-from disthooks.saved.kept import Kept
+from disthooks.errors import MutationError, StoreError
+from disthooks.saved.kept import Kept, changed_message
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.recompute.places import Place
 
@@ -177,6 +177,14 @@ def _is_there(each: Input) -> bool:
 def _brought(each: Input) -> torch.Tensor:
     if isinstance(each, Vector):
         return each.get()
+    if not _is_there(each):
+        now, then = (each.packed.alias, each.packed) if isinstance(each, Handle) else (each.tensor, each)
+        raise MutationError(
+            f"{changed_message(each.where, now._version, then.version)}. Recompute computes another tensor from it, "
+            "and its store has no copy of it: leave that module out of Recompute, or store it elsewhere (OnDisk)"
+        )
+    if isinstance(each, Handle):
+        return each.packed.tensor(each)  # as it was saved, although the tensor may have been changed since
     if isinstance(each, Kept) and Layout.of(each.tensor).end() * each.tensor.itemsize > _storage_bytes(each.tensor):
         raise StoreError(
             f"Recompute: a tensor of {each.where!r} that others are computed from was freed before backward"
@@ -199,9 +207,10 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
 
     None when only an approximation of it is left, by a lossy codec.
     """
-    if packed.changed or packed.alias._version != packed.version:
+    if not packed.intact:
         return None
-    storage = packed.source.get()
+    unchanged = packed.alias._version == packed.version and not packed.changed
+    storage = packed.source.get() if unchanged else None
     if storage is not None and storage.nbytes() == packed.nbytes and not packed.volatile:
         return layout.over(storage)
     if not packed.lossless:

@@ -29,6 +29,13 @@ class Recomputed(InStore):
         self._narrow: Narrow | None = None
         self.in_order = self.in_order and self.first == origin.layout
 
+    @property
+    def intact(self) -> bool:
+        """As its base; what is computed again is the same as long as its sources are."""
+        if self.taken and self._program is not None:
+            return self._program.has_its_inputs()
+        return super().intact
+
     def plan(self) -> None:
         """Let go of the node that holds this; see [Note: an origin is no cycle]."""
         if self._origin is not None:
