@@ -128,7 +128,7 @@ def _argument(value: Any, key: str, name: str) -> Any:
 
 
 def _check_hidden(value: Any, key: str, default: bool) -> None:
-    if key == "engine" or default:
+    if key in ("engine", "accelerator") or default:
         return
     raise ConfigError(f"{value!r} cannot be written to a file: no file can hold its {key!r}; leave it out there")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from disthooks.config.values import hints
+from disthooks.errors import UsageError
 from disthooks.grads import rules, sinks, stats
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.rules.only import Only
@@ -64,6 +67,33 @@ def _tiered(stores: Sequence[Store]) -> tiers.Tiered:
     return tiers.Tiered(*stores)
 
 
+def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> sinks.AccelerateTracker:
+    """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
+
+    Args:
+        accelerator: the model that is attached to, or the ``Accelerator``.
+        prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
+    """
+    return sinks.AccelerateTracker(_accelerator_of(accelerator), prefix)
+
+
+def _accelerator_of(model: Any) -> Any:
+    """The ``Accelerator`` that prepared ``model``; an ``Accelerator`` itself.
+
+    Nothing leads from a model to its accelerator, so all objects are looked at, once for each time it is attached.
+    """
+    kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if kind is None or isinstance(model, kind):
+        return model
+    there = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = next((each for each in there if any(one is model for one in each._models)), None)
+    if found is None:
+        raise UsageError(
+            "AccelerateTracker: no Accelerator of this process has prepared the model: nothing can be logged"
+        )
+    return found
+
+
 # What the values of each noun are instances of; a sink is any function of a dict, and so can a rule be.
 NOUNS: dict[str, type | None] = {"store": Store, "recompute": Recompute, "codec": Codec}
 NOUNS |= {"rule": Rule, "stat": Stat, "sink": None}
@@ -72,6 +102,7 @@ _OTHERS = (
     Kind("only", "rule", rules.only, Only),
     Kind("Console", "sink", sinks.Console, hidden=("print",)),
     Kind("WandB", "sink", sinks.WandB, hidden=("run",)),
+    Kind("AccelerateTracker", "sink", _accelerate_tracker, sinks.AccelerateTracker, given="accelerator"),
     Kind("DeepSpeedMonitor", "sink", sinks.DeepSpeedMonitor, given="engine"),
 )
 _CLASSES: dict[str, tuple[Callable[..., Any], ...]] = {
@@ -112,8 +143,6 @@ KINDS: dict[str, dict[str, Kind]] = {
 for _kind in _OTHERS:
     KINDS[_kind.noun][_kind.name] = _kind
 _ELSEWHERE = {
-    "AccelerateTracker": "it needs the Accelerator, which no file can hold: plan.watch(..., "
-    "sinks=[dh.sinks.AccelerateTracker(accelerator)]), or the integration for accelerate",
     "Functions": "no file can hold its two functions: write a class of your own, kind: package.module:Class",
     "AtLeast": "write at_least: 4 KiB beside modules",
 }

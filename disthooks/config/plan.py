@@ -24,6 +24,7 @@ from disthooks.config.watchers import Watchers, attach_watchers, say, this_rank
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.attached import Gradients
+from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.inplace import save_activations
 from disthooks.saved.pipeline import pipeline
 
@@ -222,7 +223,12 @@ class Plan:
             raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
         make_run(self._written)
         made = {key: _all_made(value, model) for key, value in self.watches.items()}
-        return made | {"sinks": [*made.get("sinks", []), *sinks]}
+        own = list(made.get("sinks", []))
+        named = [
+            sink.accelerator for sink in own if isinstance(sink, AccelerateTracker)
+        ]  # an integration's is one more
+        more = [sink for sink in sinks if not any(getattr(sink, "accelerator", None) is one for one in named)]
+        return made | {"sinks": [*own, *more]}
 
 
 def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (), partly: bool = False) -> Prepared:

@@ -214,6 +214,16 @@ class Gradients(Attachment):
         self._sinks = write(self._sinks, self.latest)
         self._look_at_norm(record)
 
+    def log_to(self, sink: Sink) -> None:
+        """Give the records to ``sink`` too, on the first rank; its ``close()`` is not called."""
+        if self.is_first_rank:
+            self._sinks = [*self._sinks, sink]
+
+    @property
+    def sinks(self) -> Sequence[Sink]:
+        """What the records are given to; none on other ranks than the first."""
+        return tuple(self._sinks)
+
     def on_nonfinite(self, tell: Callable[[dict[str, Any]], object]) -> None:
         """Have ``tell`` called, on every rank, when gradients have become infinite or NaN: once for steps in a row.
 

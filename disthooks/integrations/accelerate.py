@@ -109,6 +109,12 @@ def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
     return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
 
 
+def log_to_trackers(accelerator: Any, gradients: Gradients) -> None:
+    """Give records to the trackers that ``accelerator`` has, or will have, unless a sink does so already."""
+    if not any(getattr(sink, "accelerator", None) is accelerator for sink in gradients.sinks):
+        gradients.log_to(_ToTrackers(accelerator))
+
+
 class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accelerate ships no types
     """A tracker that writes what ``accelerator.log`` is given as lines of JSON, and needs nothing installed.
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from disthooks.config.front import read_found
 from disthooks.config.plan import Plan, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attached import Gradients
-from disthooks.grads.sinks.records import portable, scalars
+from disthooks.grads.sinks.records import foremost, portable, scalars
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -52,6 +52,8 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         optimizer: the number of the optimizer to watch, where ``configure_optimizers`` gives several. To watch each,
             give one callback for each, and ``save`` to one of them.
         prefix: put in front of every name in Lightning's loggers and in ``trainer.callback_metrics``.
+        monitor: names of numbers that are in ``trainer.callback_metrics`` too, for a ``ModelCheckpoint``, beside the
+            three foremost of each record (``grad_norm``, ``clip_ratio``, what was moved in a step). Loggers get all.
 
     Attributes:
         prepared: what is attached, while it is: ``.saving`` and ``.gradients``.
@@ -74,9 +76,11 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         optimizer: int | None = None,
         prefix: str = "gradients/",
+        monitor: Iterable[str] = (),
     ) -> None:
         super().__init__()
         self._config, self._number, self._prefix = config, optimizer, prefix
+        self._monitor = tuple(monitor)
         self.prepared: Prepared | None = None
         self.latest: dict[str, Any] = {}
         self.saved: SavedReport | None = None
@@ -166,9 +170,15 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
             return
         self.latest = watch.latest
         numbers = {portable(self._prefix + name): value for name, value in scalars(self.latest).items()}
-        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in numbers.items()})
+        shown = {portable(self._prefix + name): value for name, value in self._shown(self.latest).items()}
+        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in shown.items()})
         for logger in trainer.loggers:  # which log on the first rank; log_dict() would drop what is between its steps
             logger.log_metrics(numbers, step=self.latest["step"])
+
+    def _shown(self, record: Mapping[str, Any]) -> dict[str, float | int]:
+        """What progress bars and monitors are given: three numbers, and those that were asked for."""
+        found = scalars(record)
+        return foremost(record) | {name: found[name] for name in self._monitor if name in found}
 
     def _detach(self, trainer: Any) -> None:
         prepared, watch = self.prepared, self._watch()

@@ -14,12 +14,14 @@ import torch
 from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients
-from disthooks.grads.sinks.records import portable, scalars
+from disthooks.grads.sinks.records import foremost, portable, scalars
 from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 from disthooks.integrations.accelerate import connect
 from disthooks.saved.report import SavedReport
 
 _transformers: Any = framework("transformers", __name__, "transformers accelerate")
+_CONSOLES = (_transformers.PrinterCallback, _transformers.ProgressCallback)
+_SAVED = ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds")
 
 
 class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
@@ -29,8 +31,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     engine has it, and detaches when it ends. Rules and statistics come before the Trainer's own clipping: without
     rules, ``gradients/grad_norm`` is the Trainer's ``grad_norm``. With rules, the Trainer's is what they left.
 
-    The numbers of each step that the Trainer logs are in its log: ``trainer.state.log_history``, TensorBoard
-    (``train/gradients/grad_norm``) and whatever else it reports to; of saved tensors what moved and how long was
+    The console shows three of the numbers beside the loss. All numbers of each step that the Trainer logs are in its
+    log: ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and whatever else it reports to;
+    of saved tensors what moved and how long was
     waited. Sinks of the configuration have all there is of those steps, and of each ``every``-th. What rules and
     statistics have learned is in each checkpoint, as ``disthooks.pt``.
 
@@ -63,6 +66,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self.prepared: Prepared | None = None
         self.saved: SavedReport | None = None
         self._logged = -1
+        self._shown: set[str] = set()  # what the console shows of ours
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go before the callbacks that report what is logged."""
@@ -97,8 +101,13 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         told = {name: value for name, value in scalars(gradients.latest).items() if _is_short(name) and name != "loss"}
         more = {portable(self.prefix + name): value for name, value in told.items()}
         logs.update(more)
+        self._shown = {portable(self.prefix + name) for name in foremost(gradients.latest)}
         if state.log_history:
             state.log_history[-1].update(more)
+
+    def shows(self, name: str) -> bool:
+        """Whether the console shows a name of the Trainer's log: three numbers of ours, and all that are not."""
+        return not name.startswith(self.prefix) or name in self._shown
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the state into the checkpoint that the Trainer has just made."""
@@ -146,6 +155,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         if others and others[0] < callbacks.index(self):
             callbacks.remove(self)
             callbacks.insert(others[0], self)  # several of ours keep their order
+        for each in callbacks:
+            if isinstance(each, _CONSOLES) and "on_log" not in vars(each):
+                each.on_log = _Brief(each, trainer)
 
     def _file(self, trainer: Any, folder: str | os.PathLike[str]) -> pathlib.Path:
         """Where a checkpoint has our state: each of several callbacks has a file of its own."""
@@ -201,9 +213,23 @@ class WaitingCallback(DisthooksCallback):
         self.prepared = self._training = None
 
 
+class _Brief:
+    """``on_log`` of a callback that prints: of each of ours three numbers, so that the loss is not drowned."""
+
+    def __init__(self, callback: Any, trainer: Any) -> None:
+        self._true = callback.on_log
+        self._handler = trainer.callback_handler
+
+    def __call__(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
+        for each in self._handler.callbacks:
+            if isinstance(each, DisthooksCallback) and logs:
+                logs = {name: value for name, value in logs.items() if each.shows(name)}
+        return self._true(args, state, control, logs=logs, **kwargs)
+
+
 def _is_short(name: str) -> bool:
     """Whether the Trainer's log shall have it: all of the gradients; of saved tensors what moved, and the waiting."""
-    return not name.startswith("saved/") or name in ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds")
+    return not name.startswith("saved/") or name.removesuffix("_per_step") in _SAVED
 
 
 def _calling(callback: Any) -> tuple[Any, Mapping[str, Any]]:

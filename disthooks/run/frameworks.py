@@ -75,9 +75,10 @@ class Frameworks:
         return resumed or gradients.optimizer not in self._loaded
 
     def _join_accelerator(self, accelerator: Any, gradients: Gradients) -> bool:
-        from disthooks.integrations.accelerate import connect, load_from
+        from disthooks.integrations.accelerate import connect, load_from, log_to_trackers
 
         connect(accelerator, gradients)
+        log_to_trackers(accelerator, gradients)
         for owner, folder, optimizers in reversed(self._loads):
             if owner() is accelerator and any(one() is gradients.optimizer for one in optimizers):
                 load_from(accelerator, gradients, folder)

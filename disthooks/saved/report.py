@@ -166,7 +166,7 @@ class SavedReport:
         if not self.calls:
             return "no call ran with the hooks on" + (f"; calls without: {calls}" if calls else "")
         lines = [
-            f"stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
+            f"in all, since it was attached: stored {format_bytes(self.stored)} (moved {format_bytes(self.moved)}), "
             f"shared {format_bytes(self.shared)}, kept {format_bytes(self.kept)}" + (f" ({why})" if why else ""),
             f"held now {format_bytes(self.held)}, brought back {format_bytes(self.loaded)}",
             f"forward waited {self.pack_seconds:.3f} s, backward {self.unpack_seconds:.3f} s",
@@ -191,8 +191,8 @@ class SavedReport:
         return "\n".join(lines)
 
     def _largest(self) -> str:
-        """The modules that saved most, in a line."""
-        order = sorted(self.sites.items(), key=lambda item: (-item[1].saved - item[1].kept, item[0]))
+        """The modules from which most was moved, or which saved most, in a line."""
+        order = sorted(self.sites.items(), key=lambda item: (-item[1].moved, -item[1].saved - item[1].kept, item[0]))
         most = ", ".join(
             f"{name or 'outside of modules'} {format_bytes(site.saved + site.kept)}" for name, site in order[:_FEW]
         )
@@ -250,7 +250,10 @@ class SavedReport:
         return found
 
     def record(self, prefix: str = "saved/") -> dict[str, float]:
-        """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``."""
+        """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``.
+
+        They are totals of all steps so far; ``gradients(also=[saving])`` adds ``saved/moved_per_step`` and its like.
+        """
         flat: dict[str, float] = {}
         for name in ("stored", "moved", "shared", "kept", "recast", "recomputed", "loaded", "held"):
             flat[prefix + name] = getattr(self, name)

@@ -557,7 +557,9 @@ def test_a_resumed_script_goes_on_with_its_rules_and_in_its_log(start: Starts, t
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(start: Starts, tmp_path: pathlib.Path) -> None:
+def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(
+    start: Starts, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import Trainer, TrainingArguments
 
     class Regression(nn.Module):
@@ -633,3 +635,35 @@ def test_blame_alone(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
     step(model, sgd(model))
     ended(session)
     assert "forward 0: body.2 (Linear), call 0: its inputs were finite, its weights were not" in capsys.readouterr().err
+
+
+def test_the_trackers_that_a_script_has_get_the_numbers(start: Starts) -> None:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    class Kept(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory = "kept", False
+        rows: list[tuple[int, dict[str, float]]] = []  # noqa: RUF012
+
+        @property
+        def tracker(self) -> Any:
+            return self.rows
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
+        def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
+            self.rows.append((step or 0, values))
+
+    tracker = {"kind": "AccelerateTracker", "prefix": "mine/"}
+    for sinks, prefix in (([], "gradients/"), ([tracker], "mine/")):
+        Kept.rows.clear()
+        session = start(json.dumps({"watch": {"every": 1, "stats": [{"kind": "Norm"}], "sinks": sinks}}))
+        accelerator = Accelerator(cpu=True, log_with=Kept())
+        accelerator.init_trackers("run")
+        model = Net()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        for _ in range(3):
+            step(model, optimizer)
+        session.finish(os.getpid())
+        assert [(number, list(row)) for number, row in Kept.rows] == [(i, [f"{prefix}grad_norm"]) for i in range(3)]

@@ -102,7 +102,7 @@ WRONG: dict[str, Wrong] = {
     "own module that raises": Wrong(_rule("kind: wrong_module:Rule"), 4, "cannot be imported: RuntimeError: not today"),
     "own class that raises": Wrong(_rule("kind: wrong_classes:Raises"), 4, "raised RuntimeError: not today"),
     "own class of another noun": Wrong(_STORE + "wrong_classes:Raises\n", 3, "is no store: a subclass of .*Store"),
-    "an object that no file holds": Wrong(_sink("kind: AccelerateTracker"), 4, "it needs the Accelerator.*sinks="),
+    "the name of a tracker": Wrong(_sink("kind: AccelerateTrackr"), 4, "did you mean .AccelerateTracker."),
     # Paths.
     "a variable that is not set": Wrong(_STORE + "OnDisk\n    directory: $SCRATHC/x\n", 5, "did you mean .SCRATCH?"),
     "a variable that is empty": Wrong(_STORE + "OnDisk\n    directory: $EMPTY\n", 5, "'EMPTY' is empty"),

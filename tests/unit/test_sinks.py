@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 
@@ -44,6 +45,11 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["saved/stored"] == stored > 0
     assert lines[0]["saved/stored"] < stored
+    assert "saved/moved_per_step" not in lines[0]
+    for before, line in itertools.pairwise(lines):
+        grown = line["saved/moved"] - before["saved/moved"]
+        assert line["saved/moved_per_step"] == grown
+    assert lines[1]["saved/moved_per_step"] > 0
     assert f"saved/OnDisk({str(tmp_path)!r})/written" in lines[-1]
     assert watch.latest["saved/stored"] == stored
 

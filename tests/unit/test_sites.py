@@ -99,4 +99,6 @@ def test_sums_and_text() -> None:
     assert both.sites["a"] == SiteReport(tensors=3, saved=2049)
     assert set(both.sites) == {"a", "b", "", "c"}
     assert "most in a 2.0 KiB, outside of modules 9 B, b 1 B, and 1 more" in str(both)
+    moved = SavedReport(calls=1, sites={"a": SiteReport(saved=9), "b": SiteReport(saved=2, moved=2)})
+    assert "most in b 2 B, a 9 B" in str(moved)
     assert "most in" not in str(SavedReport(calls=1, sites={"a": SiteReport(saved=1)}))

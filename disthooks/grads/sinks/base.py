@@ -12,6 +12,9 @@ from disthooks.errors import UsageError
 Sink = Callable[[dict[str, Any]], object]
 Numbers = Callable[[], Mapping[str, Any]]
 
+#: Running totals whose growth from step to step is what a chart should show.
+PER_STEP = tuple(f"saved/{name}" for name in ("stored", "moved", "loaded", "pack_seconds", "unpack_seconds"))
+
 
 class Unopened:
     """A sink that is a description alone, frozen and picklable: what its ``open()`` returns is called in its place."""
@@ -79,6 +82,40 @@ def write(sinks: Sequence[Sink], record: Mapping[str, Any]) -> list[Sink]:
     return left
 
 
+class Totals:
+    """What the reports of ``what`` have in all; and, from the second record on, what that was per step since the last.
+
+    >>> class Two:
+    ...     def report(self):
+    ...         return self
+    ...     def record(self):
+    ...         return {"saved/moved": 40, "saved/held": 0}
+    >>> numbers = Totals(Two())
+    >>> numbers.at(0), numbers.at(10)["saved/moved_per_step"]
+    ({'saved/moved': 40, 'saved/held': 0}, 0.0)
+    """
+
+    def __init__(self, what: Any) -> None:
+        self._what = what
+        self._last: tuple[int, Mapping[str, Any]] | None = None
+
+    def __repr__(self) -> str:
+        return repr(self._what)
+
+    def __call__(self) -> Mapping[str, Any]:
+        """The totals."""
+        return cast("Mapping[str, Any]", self._what.report().record())
+
+    def at(self, step: int) -> dict[str, Any]:
+        """The totals, and each of :data:`PER_STEP` as it was per step since the record before."""
+        now = dict(self())
+        last, self._last = self._last, (step, now)
+        if last is None or step <= last[0]:
+            return now
+        steps = step - last[0]
+        return now | {f"{name}_per_step": (now[name] - last[1][name]) / steps for name in PER_STEP if name in last[1]}
+
+
 def as_numbers(what: Any) -> Numbers:
     """The function that gives what is to be logged of ``what``: itself, or an object with reports.
 
@@ -86,7 +123,7 @@ def as_numbers(what: Any) -> Numbers:
     {'lr': 0.1}
     """
     if hasattr(what, "report") and hasattr(what.report(), "record"):
-        return lambda: cast("Mapping[str, Any]", what.report().record())
+        return Totals(what)
     if not callable(what):
         raise UsageError(
             f"also={what!r}: give an object whose report() has a record(), or a function that returns a dict"
@@ -99,7 +136,7 @@ def add_to(record: dict[str, Any], also: Sequence[Numbers]) -> list[Numbers]:
     left = []
     for numbers in also:
         try:
-            more = numbers()
+            more = numbers.at(record["step"]) if isinstance(numbers, Totals) else numbers()
             if taken := sorted(record.keys() & more.keys()):
                 raise UsageError(f"{taken} are logged already")
             record.update(more)

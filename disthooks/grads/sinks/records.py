@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 _LONGEST = 250  # what MLflow allows
 _LABELS = re.compile(r"(.*/)?(arg(min|max)_rank|outlier_rank|optimizer|run|restart|nonfinite_since)(/.*)?")
 _COUNTS = re.compile(r"(nonfinite|nonfinite_params|skipped)(/.*)?")
-_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight)$).*")
+_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*")
+
+_FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "saved/moved", "grad_max_abs")
 
 
 class Histogram(NamedTuple):
@@ -60,6 +62,16 @@ def meaning(name: str) -> str:
         return "time"
     kinds = (("label", _LABELS), ("count", _COUNTS), ("total", _TOTALS))
     return next((kind for kind, names in kinds if names.fullmatch(name)), "number")
+
+
+def foremost(record: Mapping[str, Any]) -> dict[str, float | int]:
+    """The three numbers that a console has room for, of those that there are.
+
+    >>> foremost({"step": 3, "grad_norm": 0.5, "grad_max_abs": 1.0, "saved/moved": 9, "clip_ratio": 0.1})
+    {'grad_norm': 0.5, 'clip_ratio': 0.1, 'saved/moved': 9}
+    """
+    found = scalars(record)
+    return {name: found[name] for name in [name for name in _FOREMOST if name in found][:3]}
 
 
 def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
