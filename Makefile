@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-full test-gpu bench bench-overhead bench-threshold bench-gradients bench-gpu lint type fmt clean
+.PHONY: demo test test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -50,6 +50,10 @@ bench-overhead: $(READY)
 # Some 6 minutes on 2 cores; peers that are not installed are named.
 bench-gradients: $(READY)
 	$(RUN) benchmarks/gradients.py $(ARGS)
+
+# Whether thousands of saved tensors that share something take time in proportion to their number.
+bench-growth: $(READY)
+	$(RUN) benchmarks/growth.py $(ARGS)
 
 bench-threshold: $(READY)
 	$(RUN) benchmarks/threshold.py $(ARGS)

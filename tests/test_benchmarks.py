@@ -219,3 +219,17 @@ def test_what_the_link_allows() -> None:
     assert met["at 5 GB with 4 bits at most 1.5 times nothing"] is True
     assert met["at 10 GB the fastest of all"] is True
     assert met["at 10 GB the fastest of all that lose nothing"] is True
+
+
+def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--count", "10", "--rounds", "1"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    to = ["--directory", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run([*script, *to], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["results"].keys() == {"views", "weight", "mask", "asked"}
+    for row in found["results"].values():
+        assert row["moved_bytes"] > 0
+        assert min(row["growth"], row["growth_with_nothing"], row["ratio_to_nothing"]) > 0
