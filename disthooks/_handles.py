@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -82,3 +82,13 @@ class Hook:
 
 def _nothing(*args: Any) -> None:
     """The hook of a copy."""
+
+
+def shown(names: Sequence[str], most: int = 3) -> str:
+    """The first of ``names``, for a ``repr``.
+
+    >>> shown(["a", "b"]), shown(list("abcde"))
+    ('a, b', 'a, b, c and 2 more')
+    """
+    first = ", ".join(name or "the model" for name in names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"

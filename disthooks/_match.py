@@ -28,7 +28,7 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _FOREIGN)
 
 
-_SHELLS = ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine")
+_SHELLS = ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "_FabricModule")
 
 
 def inside(model: nn.Module) -> nn.Module:

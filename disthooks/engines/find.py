@@ -28,8 +28,9 @@ def find(model: nn.Module) -> Engine:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while is_a(model, "OptimizedModule"):  # what torch.compile returns
-        model = cast(nn.Module, model._orig_mod)
+    while is_a(model, "OptimizedModule", "_FabricModule"):  # what torch.compile and Fabric.setup return
+        inner = "_orig_mod" if is_a(model, "OptimizedModule") else "_forward_module"
+        model = cast(nn.Module, getattr(model, inner))
     refuse_lazy(model)
     found = next(kind for kind in _kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)

@@ -148,6 +148,11 @@ class Gradients(Attachment):
             self.remove()
             raise
 
+    def __repr__(self) -> str:
+        rules, stats = (", ".join(map(str, part)) or "none" for part in (self._wishes.rules, self._wishes.stats))
+        where = f"{self._engine.label}, {len(self._shards)} parameters"
+        return f"<Gradients on {where}, {self.steps} steps, rules: {rules}; stats: {stats}>"
+
     def report(self) -> GradientsReport:
         """The engine found, and what a step costs."""
         always = [part.always for part in self._plan.rounds]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment, Hook
+from disthooks._handles import Attachment, Hook, shown
 from disthooks._match import Pattern, listed, match
 from disthooks.engines.base import Engine
 from disthooks.engines.find import find
@@ -36,6 +36,9 @@ class OnGradient(Attachment):
         self._shards = {i: engine.shards[i] for i in indices}
         self._calls: collections.Counter[str] = collections.Counter()
         self.names = tuple(shard.name for shard in self._shards.values())
+
+    def __repr__(self) -> str:
+        return f"<OnGradient of {len(self.names)} parameters ({shown(self.names)}), at={self._at!r}>"
 
     def report(self) -> dict[str, int]:
         """How many times the function was called for each parameter, on this rank."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, shown
 from disthooks._locks import Order, shared
 from disthooks._match import Pattern, inside, listed, match_modules
 from disthooks.errors import AttachError
@@ -39,6 +39,9 @@ class Saving(Attachment):
         self._ledger, self._store = ledger, store
         self.on_remove(store.rest)
         self.names = names
+
+    def __repr__(self) -> str:
+        return f"<Saving of {len(self.names)} modules ({shown(self.names)}) to {self._store}>"
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
