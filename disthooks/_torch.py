@@ -270,3 +270,12 @@ def name_of_next_group(name: str) -> Iterator[None]:
         yield
     finally:
         module._process_group_name = before
+
+
+def ddp_under_way() -> Any:
+    """The ``DistributedDataParallel`` whose forward is under way; None if there is none.
+
+    >>> ddp_under_way() is None
+    True
+    """
+    return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)

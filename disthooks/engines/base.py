@@ -64,6 +64,9 @@ class Engine:
     steps_alone: ClassVar[bool] = False
     keeps_named_state: bool = True
 
+    #: Whether each process trains a model of its own, as far as the engine knows, though there may be several.
+    alone: ClassVar[bool] = False
+
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position
         self.shards = tuple(self._shards())

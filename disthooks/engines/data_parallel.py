@@ -6,15 +6,17 @@ from torch import nn
 
 from disthooks._match import inside
 from disthooks.engines.base import Engine, is_a
+from disthooks.engines.refused import this_rank
 
 
 class DataParallel(Engine):
     """The module inside: backward of the broadcast sums the replicas' gradients before any hook sees them."""
 
     label = "DataParallel"
+    alone = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(inside(model))
+        super().__init__(inside(model), (this_rank(),))
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:

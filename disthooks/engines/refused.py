@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from disthooks._torch import ddp_under_way
 from disthooks.engines.base import Engine, is_a
 from disthooks.errors import AttachError
 
@@ -48,3 +50,54 @@ def refuse_mixed(engine: Engine) -> None:
                     f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
                     "gradient there cannot be told; use one of them for the whole model"
                 )
+
+
+def this_rank() -> int:
+    """This process's global rank; 0 where there is no process group.
+
+    >>> this_rank()
+    0
+    """
+    return torch.distributed.get_rank() if several_ranks() else 0
+
+
+def several_ranks() -> bool:
+    """Whether there is a process group of several ranks.
+
+    >>> several_ranks()
+    False
+    """
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return ready and torch.distributed.get_world_size() > 1
+
+
+def refuse_replicate(engine: Engine) -> None:
+    """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
+    if not engine.alone or not several_ranks():
+        return
+    for name, module in engine.model.named_modules():
+        if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
+            raise AttachError(
+                f"{name or 'the model'!r} is in torch.distributed._composable.replicate, which reduces its gradients "
+                "and does not say with whom: NaN would be blamed on the wrong rank, and every rank would write to the "
+                "sinks; use nn.parallel.DistributedDataParallel, or fully_shard, and attach to what that returns"
+            )
+
+
+def refuse_reduced(engine: Engine) -> None:
+    """From a forward of ``engine``'s model: raise AttachError when DDP runs it, and so reduces its gradients."""
+    ddp = ddp_under_way()
+    if ddp is None:
+        return
+    left_out = set(ddp.parameters_to_ignore)
+    reduced = {id(parameter) for name, parameter in ddp.module.named_parameters() if name not in left_out}
+    for shard in engine.shards:
+        if id(shard.parameter) in reduced and shard.parameter.requires_grad:
+            raise AttachError(
+                f"DDP reduces the gradient of {shard.name!r} over ranks, and gradients() was attached to the module "
+                "inside it: each rank would measure by itself, call itself the first and write to the sinks; attach "
+                "after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
+            )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"

@@ -10,6 +10,7 @@ from torch import nn
 
 from disthooks._match import Pattern
 from disthooks.engines.find import find
+from disthooks.engines.refused import refuse_replicate
 from disthooks.errors import UsageError
 from disthooks.grads.attached import Gradients, Wishes
 from disthooks.grads.plan import check_stat
@@ -87,6 +88,7 @@ def gradients(
     if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     engine = find(model)
+    refuse_replicate(engine)
     numbers = [as_numbers(it) for it in _listed("also", also)]
     wishes = Wishes(chosen, watched, targets, every, named, numbers, scaler)
     return Gradients(engine, engine.stepping(optimizer), wishes)

@@ -14,11 +14,12 @@ import torch
 
 from disthooks._described import described
 from disthooks._device import refuse_capture
-from disthooks._handles import Attachment
+from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine
 from disthooks.engines.clipping import before_clipping
+from disthooks.engines.refused import refuse_reduced, refuse_replicate, several_ranks
 from disthooks.engines.skip import withhold
 from disthooks.engines.steps import Again
 from disthooks.errors import AttachError, UsageError
@@ -124,6 +125,7 @@ class Gradients(Attachment):
         self._warned = False
         self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
         self._also = wishes.also
+        self._is_alone = False
         self._when: list[Callable[[int], bool]] = []
         self._held = engine.held(optimizer)
         wanted = wanted_of(engine, self._held)
@@ -355,6 +357,8 @@ class Gradients(Attachment):
         for handle in self._looking.attach():
             self.on_remove(handle.remove)
         again: Again = "refuse" if self._plan.rules else "first"
+        if self._engine.alone and several_ranks():
+            self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._must_be_alone)).remove)
         self.on_remove(self._engine.before_step(optimizer, self._before_step, again).remove)
         self.on_remove(before_clipping(self._about_to_clip).remove)
         if self._plan.after.uses:
@@ -362,6 +366,15 @@ class Gradients(Attachment):
         self.on_remove(self.flush)
         self.on_remove(functools.partial(setattr, self, "_heir", None))
         self.at_exit(self.remove)  # which flushes, then closes the sinks
+
+    def _must_be_alone(self, module: torch.nn.Module, args: Any) -> None:
+        """Among several ranks a model that no engine holds must be one that this rank trains by itself."""
+        if getattr(module, "_is_replica", False):
+            return
+        if not self._is_alone:
+            refuse_replicate(self._engine)  # it may have come since
+            self._is_alone = True
+        refuse_reduced(self._engine)
 
     def _look_at(self, wanted: Sequence[int]) -> Looking:
         measures = [measure for stat in self._wishes.stats for measure in stat.measures()]
