@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,21 +22,30 @@ def _host(store: dh.OnCpu, device: torch.device) -> int:
 
 def test_one_survivor_counts_as_the_memory_that_it_keeps(device: torch.device) -> None:
     store = dh.OnCpu("2 MiB", in_flight="1 MiB", pin_memory=False)
-    before, survivors = _host(store, device), []
-    with pytest.raises(StoreError, match="full"):
+    before = _host(store, device)
+    survivors: list[tuple[int, Any]] = []
+
+    def group(number: int) -> None:
+        """Four tensors of 32 KiB go together, and one of them stays."""
+        tickets = [store.put(torch.full((8 * KIB,), float(number), device=device)) for _ in range(4)]
+        store.wait()
+        survivors.append((number, tickets[0]))
+        for ticket in tickets[1:]:
+            store.drop(ticket)
+
+    def groups() -> None:
         for number in range(300):
-            tickets = [store.put(torch.full((8 * KIB,), float(number), device=device)) for _ in range(4)]  # 32 KiB each
-            store.wait()
-            survivors.append((number, tickets[0]))
-            for ticket in tickets[1:]:
-                store.drop(ticket)
-            del tickets, ticket
+            group(number)
+
+    with pytest.raises(StoreError, match="full"):
+        groups()
     assert 4 <= len(survivors) < 64
     assert _host(store, device) - before <= 2 * KIB * KIB + 256 * KIB
     for number, ticket in survivors:
         assert torch.equal(store.get(ticket).cpu(), torch.full((8 * KIB,), float(number)))
         store.drop(ticket)
-    del survivors, ticket
+    survivors.clear()
+    del ticket
     torch.accelerator.synchronize()
     store.wait()
     assert store.report()[0].held == 0

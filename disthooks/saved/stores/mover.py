@@ -141,7 +141,8 @@ class Mover(Crew[Slab | list[Ticket]]):
         """
         if not ticket.dropped:
             ticket.dropped = True
-            let_go(ticket.outgoing)
+            if ticket.outgoing is not None:  # as Python ends, the names of this module may be gone before
+                let_go(ticket.outgoing)
             ticket.tensor = ticket.ahead = ticket.outgoing = None
             self._dropped.append(ticket)
 
