@@ -106,7 +106,7 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
 
     >>> nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": 1}], "skipped": 1.0})
     'WARNING: step 7: gradients are not finite, of 1 parameter: w (rank 1); the step was skipped'
-    >>> nonfinite_line({"step": 50, "grad_norm": math.nan})
+    >>> nonfinite_line({"step": 50, "grad_norm": float("nan")})
     'WARNING: step 50: gradients are not finite: grad_norm is nan; add {kind: NonFinite} to stats for their names'
     """
     head = f"WARNING: step {record['step']}: gradients are not finite"
