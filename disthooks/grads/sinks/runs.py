@@ -12,13 +12,14 @@ import hashlib
 import os
 import pathlib
 import socket
-import threading
 import time
+
+from disthooks._locks import Order, shared
 
 VARIABLE = "DISTHOOKS_RUN"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
-_lock = threading.Lock()
+_lock = shared(Order.WATCH)
 #: Of each file: how many attachments write to it now, and how many runs of this process have ended there.
 _writers: dict[str, list[int]] = {}
 
