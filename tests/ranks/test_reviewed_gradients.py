@@ -91,8 +91,8 @@ def test_a_small_factor_does_not_vanish_in_float16() -> None:
     assert float(weight.grad.double().norm()) == pytest.approx(0.1, rel=1e-2)
 
 
-def test_a_large_norm_type_would_overflow_and_is_refused() -> None:
-    with pytest.raises(UsageError, match="higher powers overflow"):
+def test_a_large_norm_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="up to 16"):
         dh.ClipNorm(1.0, 100.0)
 
 
