@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -45,6 +46,35 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def node_name(node: Any) -> str:
     """What torch calls the kind of ``node``; "" for a user's own, whose attributes are the user's: ``ctx.name``."""
     return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
+
+
+class _Counts:
+    """What ``sys.getrefcount`` says in a pack hook of a tensor that only the operator knows."""
+
+    def __init__(self) -> None:
+        self.least = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.least = sys.getrefcount(tensor)
+        return tensor.detach()
+
+
+@functools.cache
+def fresh_count() -> int:
+    """What ``sys.getrefcount`` says, in a method that is a pack hook, of a tensor that no Python code has seen yet.
+
+    It depends on how Python counts arguments, so it is asked of an output of an operator that is not there yet.
+    """
+    counts, leaf = _Counts(), torch.ones(1, device="cpu", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(counts.pack, lambda tensor: tensor), torch.enable_grad():
+        leaf.exp()
+    return counts.least
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie over ``storage``; it counts ``storage`` itself, the object of Python, as another one."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 def in_backward() -> bool:

@@ -1,7 +1,27 @@
 """Where contents go: a store, or a compact copy beside them."""
 
+# [Note: contents are of one moment]
+# Much code writes to a tensor without counting the change: `y.data.fill_(0)`, a numpy array over the same memory,
+# `dist.all_reduce(y)`, kernels of an extension. So the contents of a saved tensor are those that it has when the
+# operator that saves it is done, whenever a thread of a store comes to move them: they are copied, and the store gets
+# the copy. It is made in `pack`, where the inputs of an operator are what they were given as and its outputs are
+# computed. Only what an operator allocates by itself may be filled after it was saved (the noise of `rrelu`,
+# pytorch#193671). No code of the user's can have such a tensor before the operator returns: it is told by its
+# reference counts, and copied when the next operator begins.
+#
+# The same tensor, saved again by a later operator, may have been written meanwhile. Its version does not say so, and
+# its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32. Where they differ, what is
+# saved now is another content. The checksum is computed only of contents whose tensor still lives when the next
+# operator but one saves something: of most it does not.
+#
+# An accelerator's bytes cannot be compared without waiting for it. There the copy is made on the device when the next
+# operator begins; leaves and constants are shared by what one operator saves and no further, and tensors with a
+# history by their version.
+
 from __future__ import annotations
 
+import binascii
+import ctypes
 import time
 import weakref
 from collections.abc import Hashable, Sequence
@@ -17,8 +37,9 @@ from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.entry import refuse_capture
 from disthooks.saved.ledger import Ledger
 from disthooks.saved.packed import Packed
-from disthooks.saved.region import Region
+from disthooks.saved.region import Region, is_most_of, region_of
 from disthooks.saved.stores.base import Store
+from disthooks.saved.stores.buffers import memory_of
 
 
 def _named(error: StoreError, doing: str, where: str) -> StoreError:
@@ -51,7 +72,19 @@ class _Tickets:
 class InStore(Packed):
     """Contents that go through codecs into a store."""
 
-    __slots__ = ("_addresses", "_codecs", "_encoded", "_own", "_spec", "_store", "_tickets", "_wanted")
+    __slots__ = (
+        "_addresses",
+        "_checksum",
+        "_codecs",
+        "_copy",
+        "_encoded",
+        "_own",
+        "_spec",
+        "_store",
+        "_tickets",
+        "_wanted",
+        "_weak_copy",
+    )
 
     def __init__(
         self,
@@ -69,22 +102,77 @@ class InStore(Packed):
         self.any_dtype = not codecs
         self.in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
         self._own = False
+        self._addresses: list[int] = []
+        # The contents, see [Note: contents are of one moment]: held until the store has them and a while longer.
+        self._copy: torch.Tensor | None = None
+        self._weak_copy: weakref.ref[torch.Tensor] | None = None
+        self._checksum: int | None = None
 
     @property
     def lossless(self) -> bool:
         """Whether no codec loses anything."""
         return not any(codec.lossy for codec in self._codecs)
 
+    def secure(self) -> None:
+        """Copy the contents, which are there."""
+        with self._lock:
+            self._copy = self._copied(self.alias.untyped_storage())
+            self._weak_copy = weakref.ref(self._copy)
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
+
+    def secure_again(self) -> None:
+        """The region is another one since the contents were copied, if they were."""
+        with self._lock:
+            if self._copy is not None:
+                self.secure()
+
+    def settle(self) -> None:
+        """Let go of the copy; what may be saved again is told by a checksum from now on."""
+        with self._lock:
+            copy, self._copy = self._copy, None
+            if copy is not None and self._weak_copy is not None and self.owner() is not None:
+                self._checksum = _checksum(copy)
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether the copy is in memory, or a checksum of it is known."""
+        return self._checksum is not None or (self._weak_copy is not None and self._weak_copy() is not None)
+
+    def is_as(self, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether what ``part`` has now, at ``layout``, are the bytes that were saved."""
+        with self._lock:
+            copy = None if self._weak_copy is None else self._weak_copy()
+            storage = part.untyped_storage()
+            if copy is None and self._checksum is None:
+                return self.is_kept  # where the user has it
+            if storage.nbytes() != self.nbytes:
+                return False
+            region = self.region
+            if region is None and not is_most_of(layout, part.nbytes, self.nbytes):
+                region = region_of(layout, self.nbytes)  # a small part of much is looked at alone
+                if region is not None:
+                    region = region.raw()
+                    return copy is not None and torch.equal(_at(region, storage), _at(region, copy.untyped_storage()))
+            now = _all_of(storage) if region is None else _at(region, storage).contiguous()
+            return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
+
     def _take(self, storage: torch.UntypedStorage) -> bool:
-        content = self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED)
-        # A store may take its time, and others may be computed from what it has: whatever is written meanwhile.
-        if self.volatile or (self.ledger.recomputes and content.is_cpu and self._store.moves(content)):
-            content = content.clone()
+        if self._copy is None:
+            self._copy = self._copied(storage)
+            if self._copy.is_cpu and self._checksum is None:
+                self._weak_copy = weakref.ref(self._copy)
+        content = self._copy
+        if not content.is_cpu:
+            self._copy = None
         parts = self._encode(content) if self._codecs else (content,)
         self._encoded = not (len(parts) == 1 and parts[0] is content)
         stays = self._codecs and not self._encoded and not self._store.moves(content)
         if stays and not self.ledger.recomputes:  # others are computed from what a store holds
             self.ledger.count_kept("in place", self.nbytes, self.where)
+            self._copy = self._weak_copy = None
+            self.is_kept = True
             return False
         self._wanted = (content.dtype, content.shape)
         # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
@@ -92,13 +180,24 @@ class InStore(Packed):
         parts = tuple(alone(part) for part in parts)
         self._addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts, content.nbytes)
-        self._own = not any(_lies_in(part, storage) for part in parts)
+        self._own = True  # the content is a copy
         return True
 
     @property
     def is_own(self) -> bool:
         """Whether what was put is not the memory of the saved tensor."""
         return self._own
+
+    def let_go(self) -> None:
+        """It stays in memory."""
+        self._copy = self._weak_copy = None
+
+    def _untaken(self, layout: Layout, alone: bool) -> torch.Tensor:
+        copy = self._copy
+        if copy is None:
+            return super()._untaken(layout, alone)
+        whole = _spread(copy.clone() if alone else copy, self.region)
+        return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         begin = time.perf_counter()
@@ -167,11 +266,11 @@ class InStore(Packed):
                 f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
                 "must return what was put, and decode() what was encoded"
             )
-        # A store gives back what was put while it is in memory. What a backward returns may become a gradient, and be
-        # added to where it lies: a constant may be anybody's, and what a codec made belongs to the store.
-        if (self.constant or self._encoded) and content.data_ptr() in self._addresses:
-            content = content.clone()
         return _spread(content, self.region)
+
+    def is_stores(self, tensor: torch.Tensor) -> bool:
+        """Whether it is what was put, which a store gives back while it is in memory."""
+        return tensor.data_ptr() in self._addresses
 
     def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         begin = time.perf_counter()
@@ -221,8 +320,20 @@ class SmallCopy(Packed):
 
     __slots__ = ("_copy",)
 
+    def secure(self) -> None:
+        """Copy the contents, which are there."""
+        with self._lock:
+            self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
+
+    def is_as(self, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether what ``part`` has now are the bytes that were saved."""
+        with self._lock:
+            now = self.content(part.untyped_storage()).contiguous()
+            return now.is_cpu and hasattr(self, "_copy") and _are_equal(now, self._copy)
+
     def _take(self, storage: torch.UntypedStorage) -> bool:
-        self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
+        if not hasattr(self, "_copy"):
+            self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
     @property
@@ -233,12 +344,6 @@ class SmallCopy(Packed):
     def _bring(self) -> torch.Tensor:
         made_on = self._stream
         return _spread(self._copy if made_on is None else handed_over(self._copy, made_on), self.region)
-
-
-def _lies_in(part: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether ``part`` begins in the memory of ``storage``."""
-    begin = storage.data_ptr()
-    return part.device == storage.device and begin <= part.data_ptr() < begin + storage.nbytes()
 
 
 def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:
@@ -268,3 +373,29 @@ def _spread(content: torch.Tensor, region: Region | None) -> torch.Tensor:
     base = torch.empty(region.extent, dtype=content.dtype, device=content.device)
     base.as_strided(region.size, region.stride).copy_(content)
     return base
+
+
+def _at(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The elements of ``region`` in ``storage``."""
+    tensor = torch.empty(0, dtype=region.dtype, device=storage.device)
+    return tensor.set_(storage, region.offset, region.size, region.stride)
+
+
+def _all_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _checksum(content: torch.Tensor) -> int:
+    return binascii.crc32(memory_of(content))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors in CPU memory have the same bytes."""
+    if one.nbytes != other.nbytes:
+        return False
+    differs: int = _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
+    return differs == 0
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

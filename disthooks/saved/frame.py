@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
+import sys
 import threading
 import time
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from disthooks import _events
 from disthooks._tensors import Layout, exotic, local_part
-from disthooks._torch import in_graph_memory, sequence_number, top_hooks, uncompiled
+from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.called import Called
 from disthooks.saved.contents import InStore, Parts, SmallCopy
@@ -36,6 +38,7 @@ from disthooks.saved.weights import Weights, is_constant
 
 _numbers = itertools.count(1)  # of calls
 _NO_WEIGHTS = Weights(None)
+_WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no function returns as a gradient
 
 
 class Frame:
@@ -112,6 +115,7 @@ class Frame:
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
+        late = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()  # see [Note: contents ...]
         if tensor.is_cuda:
             refuse_capture(self._where)  # it began inside
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
@@ -123,13 +127,23 @@ class Frame:
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
         seen = self._ledger.index.seen(tensor, owner, self._at_least)
-        if seen is None:
-            return self._packed(tensor, owner)
+        if seen is None or not self._is_same(seen[0], tensor, seen[1]):
+            return self._packed(tensor, owner, late)
         if self._again is not None:
             note(tensor, *seen)
         return self._shared(tensor, tensor, *seen)
 
-    def _packed(self, tensor: torch.Tensor, owner: torch.Tensor) -> Kept | Handle | Sharded:
+    def _is_same(self, packed: Packed, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether ``part`` still is what it was ``packed`` as; see [Note: contents are of one moment]."""
+        moment = threading.get_ident(), sequence_number()
+        if packed.moment == moment:
+            return True
+        same = packed.is_as(part, layout) if part.is_cpu else not (packed.volatile or packed.constant)
+        if same:
+            packed.moment = moment
+        return same
+
+    def _packed(self, tensor: torch.Tensor, owner: torch.Tensor, late: bool) -> Kept | Handle | Sharded:
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             # Itself: ZeRO-3 gathers and frees it, an alias would hold it.
             return self._kept(tensor, tensor, "parameter")
@@ -142,7 +156,7 @@ class Frame:
         weight = self._weights.copied(tensor) if reason is None else None
         if weight is not None and (weight.itself is None or part is not tensor):
             return self._kept(tensor, None, "autocast weight")
-        handle = self._share(tensor, part, owner, weight and weight.itself, small=reason is not None)
+        handle = self._share(tensor, part, owner, weight and weight.itself, reason is not None, late)
         return handle if part is tensor else Sharded(handle, tensor)
 
     def _reason(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
@@ -173,7 +187,13 @@ class Frame:
         return region_of(Layout.of(part), nbytes) is not None and self._weights.owned(part) is None
 
     def _share(
-        self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor, weight: nn.Parameter | None, small: bool
+        self,
+        tensor: torch.Tensor,
+        part: torch.Tensor,
+        owner: torch.Tensor,
+        weight: nn.Parameter | None,
+        small: bool,
+        late: bool,
     ) -> Handle:
         """A handle on the one packed value of what ``part``, all of ``tensor`` or its local part, lies over."""
         storage = part.untyped_storage()
@@ -183,32 +203,27 @@ class Frame:
         if region is not None and not typed:
             region = region.raw()
         dtype = layout.dtype if typed and region is None else None
-        call = self._number if is_written_uncounted(tensor, owner) else 0  # shared in one call alone
-        key = storage._cdata, tensor._version, region or dtype, call, id(owner)
+        key = storage._cdata, tensor._version, region or dtype, id(owner)
         # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
         alone = owner.dim() < 2 and is_constant(owner)
-        # Who reads a packed value holds its lock and counts in the ledger: no handle is asked for under the ledger's.
-        with self._ledger.lock:
-            packed = self._ledger.index.find(key)
-            whole = (key[0], key[1], layout.dtype if typed else None, call, id(owner))
-            if packed is None and region is not None and not (small or alone):
-                packed = self._whole(part, owner, region, whole)
-            known = packed is not None and packed.owner() is owner and not alone
-            if packed is None or not known:
-                whole_of = owner if part is tensor and not small and region is None and weight is None else None
-                packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
-                packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
-                packed.volatile = alone or call > 0
-                self._ledger.index.add(key, packed)
-                self._ledger.place += part.nbytes
-                if region is None and part is tensor and isinstance(packed, InStore) and not (call or alone):
-                    self._ledger.index.see(owner, packed)
-                self._pending.append(weakref.ref(packed))
-                self._parts.add(whole, packed)
-            self._note(tensor, part, owner, packed, layout)
+        looks_whole = region is not None and not (small or alone)
+        packed = self._found(key, part, owner, region if looks_whole else None, layout.dtype if typed else None)
+        known = packed is not None and packed.owner() is owner and not alone
+        known = known and self._is_same(cast(Packed, packed), part, layout)
+        if packed is None or not known:
+            whole_of = owner if part is tensor and not small and region is None and weight is None else None
+            packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
+            packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
+            packed.volatile = alone or is_written_uncounted(tensor, owner)
+            packed.moment, packed.alone = (threading.get_ident(), sequence_number()), alone
+            self._add(packed, key, part, None if alone or part is not tensor else owner)
+            self._parts.add((*key[:2], layout.dtype if typed else None, key[3]), packed)
+        self._note(tensor, part, owner, packed, layout)
         if known:
             return self._shared(tensor, part, packed, layout)
         packed.plan()
+        if part.is_cpu and not (late or packed.alone):
+            packed.secure()
         handle = packed.handle(layout)
         if small:
             self._ledger.count_kept("small", _nbytes(part), self._where)
@@ -216,18 +231,40 @@ class Frame:
             _events.tell("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
         return handle
 
-    def _whole(self, part: torch.Tensor, owner: torch.Tensor, region: Region, key: Key) -> Packed | None:
-        """What all of the storage of ``part`` is packed as, or will be because its parts are saved together.
+    def _add(self, packed: Packed, key: Key, part: torch.Tensor, owner: torch.Tensor | None) -> None:
+        """Have ``packed`` found for ``part``, and quickly for ``owner`` and its views."""
+        with self._ledger.lock:
+            self._ledger.index.add(key, packed)
+            self._ledger.place += part.nbytes
+            if owner is not None and packed.region is None and isinstance(packed, InStore):
+                self._ledger.index.see(owner, packed)
+        self._pending.append(weakref.ref(packed))
+
+    def _found(
+        self, key: Key, part: torch.Tensor, owner: torch.Tensor, region: Region | None, dtype: torch.dtype | None
+    ) -> Packed | None:
+        """What is packed under ``key``; for a ``region`` also what all of the storage of ``part`` is packed as.
 
         Queries, keys and values are thirds of one storage, mostly: each alone would be copied out of it, and spread
-        again to its strides, which reach over nearly all of it.
+        again to its strides, which reach over nearly all of it. Those of them that one operator saves are packed
+        together, as all of their storage, of which the first one's packed value is the beginning.
         """
-        packed = self._ledger.index.find(key)
-        if packed is None and threading.get_ident() == self._thread:
-            packed = self._parts.to_widen(key, owner, region, part.untyped_storage().nbytes())
+        # A reader of a packed value holds its lock and counts in the ledger: see [Note: the order of locks]. So no
+        # packed value is asked for anything under the lock of the ledger.
+        whole = (*key[:2], dtype, key[3])
+        with self._ledger.lock:
+            packed = self._ledger.index.find(key)
+            if packed is not None or region is None:
+                return packed
+            packed = self._ledger.index.find(whole)
+            if packed is not None or threading.get_ident() != self._thread:
+                return packed
+            packed = self._parts.to_widen(whole, owner, region, part.untyped_storage().nbytes())
             if packed is not None:
                 packed.region = None
-                self._ledger.index.add(key, packed)
+                self._ledger.index.add(whole, packed)
+        if packed is not None:
+            packed.secure_again()
         return packed
 
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
@@ -271,7 +308,8 @@ class Frame:
         self._told(tensor, reason)
         if alias is None:
             alias = tensor if is_constant(tensor) else tensor.detach()
-        kept = Kept(alias, self._where, reason)
+        shares = alias is not tensor and reason not in _WEIGHTS and exotic(alias) is None
+        kept = Kept(alias, self._where, reason, shares)
         if self._again is not None and exotic(alias) is None:
             note(tensor, kept, Layout.of(alias))
         return kept
@@ -295,6 +333,11 @@ class Frame:
 
     def _flush(self) -> None:
         self._parts.clear()
+        for _ in range(len(self._ledger.recent)):
+            with contextlib.suppress(IndexError):  # another thread was faster
+                packed = self._ledger.recent.popleft()()
+                if packed is not None:
+                    packed.settle()
         while self._pending:
             packed = self._pending.popleft()()
             if packed is None:
@@ -304,6 +347,7 @@ class Frame:
             except BaseException:
                 self._forget(packed)  # it stays in memory, for its own graph alone
                 raise
+            self._ledger.recent.append(weakref.ref(packed))
             if packed.undecided:
                 self._ledger.undecided.append(weakref.ref(packed))
         if self._ledger.undecided:

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 # What two saved tensors have in common that are views of one packed value: address of the storage object, version,
-# region, number of the call (0, but for what is shared in one call alone), identity of the tensor that counts the
-# changes. The packed value holds a weak reference to the storage: while it is in use, no other one gets its address.
-Key = tuple[int, int, object, int, int]
+# region, identity of the tensor that counts the changes. The packed value holds a weak reference to the storage: while
+# it is in use, no other one gets its address. Equal keys do not say that the contents are equal: see
+# [Note: contents are of one moment] in contents.py.
+Key = tuple[int, int, object, int]
 
 
 def is_written_uncounted(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
     """Whether ``tensor``, whose changes ``owner`` counts, is a leaf to be optimised, or a view of one.
 
-    They are written through ``.data``, uncounted, between calls: attacks and ``gradcheck`` do it.
+    They are written through ``.data``, uncounted: line searches, attacks and ``gradcheck`` do it.
     """
     return (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
 
@@ -66,7 +67,7 @@ class Index:
         packed = None if found is None else found()
         if packed is None or packed.forgotten or packed.owner() is not owner or tensor._version != packed.version:
             return None
-        if is_written_uncounted(tensor, owner) or (owner.dim() < 2 and not owner.requires_grad):
+        if owner.dim() < 2 and not owner.requires_grad:
             return None
         if tensor is not owner and (type(tensor) is not torch.Tensor or tensor.is_nested):
             return None  # a view of plain memory that is no plain tensor

@@ -82,6 +82,8 @@ class Ledger:
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self.proofs: Any = None  # what was proven of what is computed again; see recompute/places.py
         self.places: dict[Any, Any] = {}  # of them, the places that came up in this attachment
+        #: Those whose contents were taken last, and are in memory for who saves them again at once.
+        self.recent: collections.deque[weakref.ref[Any]] = collections.deque()
         self.recomputes = False  # whether the pipeline asks for that
         self._calls = self._inner = 0
         self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name

@@ -1,19 +1,26 @@
 """The packed value: one content, shared by all the views of it that autograd saved."""
 
+# [Note: what a function of the user's own is given]
+# The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then
+# knows that the tensor is somebody's, and does not make it a `.grad` that the next backward adds to and an optimizer
+# scales. It cannot know that of what an unpack hook returns: a tensor of its own over whatever memory. So Python code
+# is given memory that nobody else has: not the user's, not a store's, not that of another reader. The operators of
+# torch only read.
+
 from __future__ import annotations
 
 import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from disthooks._device import current_stream, handed_over, on, on_accelerator, used_on
 from disthooks._locks import Order, own
 from disthooks._tensors import Layout
-from disthooks._torch import StorageRef, at_end_of_backward, current_node, is_python_node
+from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
 from disthooks.errors import MutationError
 from disthooks.saved.kept import changed_message
 from disthooks.saved.ledger import Ledger
@@ -31,16 +38,18 @@ class Brought:
     Every handle that has yet to read them holds it, and nobody else: they go with the last reader.
     """
 
-    __slots__ = ("__weakref__", "stream", "tensor", "version")
+    __slots__ = ("__weakref__", "given", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None = None, stream: torch.Stream | None = None) -> None:
         self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
         self.stream = stream  # of an accelerator, which fills it
+        self.given = tensor is not None  # to Python code, which may do with it what it likes
 
 
 class _Left(NamedTuple):
-    """What was handed out to one that may ask again: found as long as it is in use and was not written."""
+    """What a node of the user's own was given: it may ask again while it runs."""
 
+    reader: tuple[int, int]
     storage: StorageRef
     layout: Layout
     version: int
@@ -48,13 +57,15 @@ class _Left(NamedTuple):
     stream: torch.Stream | None
 
     @staticmethod
-    def of(tensor: torch.Tensor, stream: torch.Stream | None) -> _Left:
+    def of(tensor: torch.Tensor, stream: torch.Stream | None, reader: tuple[int, int]) -> _Left:
         counter = tensor.detach()
         counter.data = _empty(tensor.dtype, tensor.device)
-        return _Left(StorageRef(tensor.untyped_storage()), Layout.of(tensor), tensor._version, counter, stream)
+        storage = StorageRef(tensor.untyped_storage())
+        return _Left(reader, storage, Layout.of(tensor), tensor._version, counter, stream)
 
-    def get(self) -> Brought | None:
-        storage = self.storage.get()
+    def get(self, reader: tuple[int, int]) -> Brought | None:
+        """The same memory, if it is in use still and was not written."""
+        storage = self.storage.get() if self.reader == reader else None
         if storage is None or self.counter._version != self.version:
             return None
         tensor = self.counter.detach()
@@ -100,6 +111,7 @@ class Packed(ABC):
         "_most",
         "_stream",
         "alias",
+        "alone",
         "any_dtype",
         "changed",
         "constant",
@@ -108,7 +120,9 @@ class Packed(ABC):
         "forgotten",
         "handles",
         "in_order",
+        "is_kept",
         "ledger",
+        "moment",
         "nbytes",
         "owner",
         "region",
@@ -143,12 +157,15 @@ class Packed(ABC):
         self.sound = False  # whether the contents are as they were saved, whoever writes to the tensor from now on
         self.forgotten = False  # whether nothing is to share it any more
         self.any_dtype = True  # whether the contents are bits, whatever they mean
+        self.alone = False  # whether operators write to it uncounted, as batch norm does to its running statistics
         self.volatile = False  # whether it may be changed uncounted while it is in memory
         self.cost = 0  # operators that are run to bring the contents
         self.constant = False  # whether no gradient flows to what was saved
         self._lock = own(Order.PACKED)
         self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
         self._most = 64
+        self.is_kept = False  # whether it was decided that the contents stay where they are
+        self.moment = (0, 0)  # thread and number of the operator that saved it last
         self.in_order = False  # whether the contents are laid out as what was saved first
         self._brings = 0  # how often the contents were brought
         self._brought: weakref.ref[Brought] | None = None
@@ -161,6 +178,28 @@ class Packed(ABC):
         False when they have to stay, or, if ``undecided``, when it may be asked for again. An error leaves
         everything as it was.
         """
+
+    def secure(self) -> None:  # noqa: B027
+        """Copy the contents now, if they are to be put elsewhere later."""
+
+    def secure_again(self) -> None:  # noqa: B027
+        """Copy them again, if they were: it is all of the storage from now on."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Let go of what was held for those that save the same again at once."""
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether what was saved, or a checksum of it, is in memory to compare with."""
+        return False
+
+    def is_as(self, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether what ``part`` has now, at ``layout``, is what was saved; by default its version tells."""
+        return True
+
+    def is_stores(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, which was brought, is memory of a store."""
+        return False
 
     @abstractmethod
     def _bring(self) -> torch.Tensor:
@@ -223,6 +262,8 @@ class Packed(ABC):
             gone = storage.nbytes() != self.nbytes
             if self.taken or gone or self._is_changed():
                 self.undecided = False
+                if not self.taken:
+                    self.let_go()
                 return
             if self._stream is None:
                 self.taken = self._take(storage)
@@ -261,37 +302,43 @@ class Packed(ABC):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # inside of it no changes are counted
                 return self.tensor(handle)
+        node = current_node()
+        by_python = is_python_node(node)
         with self._lock:
             if not self.taken:
-                storage = self.alias.untyped_storage()
-                # What a backward returns may become a gradient, and be added to where it lies.
-                if self.constant:
-                    storage = storage.clone()  # type: ignore[no-untyped-call]
-                return handle.layout.over(storage)
-            alone = len(self.handles) == 1
-            tensor, stream = self._brought_for(handle)
-            if is_python_node(current_node()):
-                if self.constant:
-                    # It may be returned as a gradient, and be added to or scaled where it lies, uncounted too. Without
-                    # hooks autograd sees that it is somebody's.
-                    tensor = tensor if alone else tensor.clone()
-                else:
-                    self._left = _Left.of(tensor, stream)  # torch's own nodes read once, others may ask again
+                return self._untaken(handle.layout, by_python)
+            alone, reader = len(self.handles) == 1, (id(node), backward_id())
+            brought = self._brought_for(handle, reader)
+            tensor, stream = cast(torch.Tensor, brought.tensor), brought.stream
+            if by_python:  # see [Note: what a function of the user's own is given]
+                if self.is_stores(tensor):
+                    tensor = brought.tensor = tensor.clone()
+                    brought.version = 0
+                if (node is not None or self.constant) and (brought.given or not alone):
+                    tensor = tensor.clone()
+                if node is not None:
+                    self._left = _Left.of(tensor, stream, reader)
         if self.in_order and handle.layout is self.first:
             tensor = tensor if alone else tensor.detach()
         else:
             tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
         return tensor if stream is None else handed_over(tensor, stream)
 
-    def _brought_for(self, handle: Handle) -> tuple[torch.Tensor, torch.Stream | None]:
-        brought, handle.brought = handle.brought or self._asked_again(handle), None
+    def _untaken(self, layout: Layout, alone: bool) -> torch.Tensor:
+        """What lies at ``layout``, as long as the contents are where they were; ``alone``: in memory of its own."""
+        storage = self.alias.untyped_storage()
+        return layout.over(storage.clone() if alone else storage)  # type: ignore[no-untyped-call]
+
+    def _brought_for(self, handle: Handle, reader: tuple[int, int]) -> Brought:
+        brought, handle.brought = handle.brought or self._asked_again(handle, reader), None
         tensor = brought.tensor
         if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
             tensor = brought.tensor = self._bring_for(current_node())
             brought.version = tensor._version
             brought.stream = None if self._stream is None else current_stream(tensor.device)
+            brought.given = False
             self._part(handle, brought)
-        return tensor, brought.stream
+        return brought
 
     def _bring_for(self, node: Any) -> torch.Tensor:
         """The contents for ``node``, in fresh memory.
@@ -326,12 +373,12 @@ class Packed(ABC):
             if waiting is not None and waiting.brought is brought and handle.place - waiting.place > reach:
                 waiting.brought = far
 
-    def _asked_again(self, handle: Handle) -> Brought:
+    def _asked_again(self, handle: Handle, reader: tuple[int, int]) -> Brought:
         """For a handle that has read already: in a second backward, or twice in one."""
         brought = None if self._brought is None else self._brought()
         if brought is not None:
             return brought
-        left = None if self._left is None else self._left.get()
+        left = None if self._left is None else self._left.get(reader)
         if left is not None:
             return left
         brought = self._new_generation()

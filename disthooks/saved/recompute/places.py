@@ -199,7 +199,9 @@ def _is_ours(name: str) -> bool:
 def _different(original: torch.Tensor) -> torch.Tensor:
     """How many numbers of ``original`` are different, out of a few; nobody waits for it."""
     dtype = {1: torch.int8, 2: torch.int16}.get(original.itemsize, torch.int32)
-    numbers = torch.empty(0, dtype=dtype, device=original.device).set_(original.untyped_storage())
+    numbers = torch.empty(0, dtype=dtype, device=original.device).set_(
+        original.untyped_storage(), 0, (original.nbytes // dtype.itemsize,), (1,)
+    )
     some = numbers[:: max(1, numbers.numel() // _SAMPLE)].sort().values
     return (some[1:] != some[:-1]).sum() + 1
 
@@ -225,6 +227,6 @@ def _same(computed: torch.Tensor, original: torch.Tensor) -> Any:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    dtype = torch.uint8 if storage.nbytes() % 8 else torch.int64
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage)
+    dtype = torch.uint8 if tensor.nbytes % 8 else torch.int64  # a store's memory may go on behind it
+    bits = torch.empty(0, dtype=dtype, device=tensor.device)
+    return bits.set_(tensor.untyped_storage(), 0, (tensor.nbytes // dtype.itemsize,), (1,))

@@ -212,7 +212,11 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
     unchanged = packed.alias._version == packed.version and not packed.changed
     storage = packed.source.get() if unchanged else None
     if storage is not None and storage.nbytes() == packed.nbytes and not packed.volatile:
-        return layout.over(storage)
+        now = layout.over(storage)
+        if not (now.is_cpu and packed.can_tell) or packed.is_as(
+            now, layout
+        ):  # it may have been written without a count
+            return now
     if not packed.lossless:
         return None
     return packed.peek(layout)

@@ -43,6 +43,7 @@ class Recomputed(InStore):
 
     def let_go(self) -> None:
         """It will stay as it is."""
+        super().let_go()
         self._origin = None
 
     def take(self) -> None:
@@ -54,6 +55,8 @@ class Recomputed(InStore):
 
     def _take(self, storage: torch.UntypedStorage) -> bool:
         origin = self._origin
+        if self._copy is not None:
+            storage = self._copy.untyped_storage()  # as it was saved: the user may have written since
         if origin is not None and not self.volatile:
             original = origin.layout.over(storage)
             program = origin.program(original)
@@ -66,6 +69,9 @@ class Recomputed(InStore):
         if self._narrow is None or self._wide is None:
             return super()._take(storage)
         self.cost, self.in_order = 1, False
+        if self._copy is not None:
+            self.settle()  # what is stored is narrow, and what is saved again is compared with what was wide
+            self._weak_copy, self._copy = None, self._store.own(self.content(storage))
         taken = super()._take(storage)
         if taken:
             narrow = self.nbytes * self._narrow.dtype.itemsize // self._wide.itemsize

@@ -52,6 +52,10 @@ class Store(ABC):
     def drop(self, ticket: Any) -> None:
         """Release what ``ticket`` stands for; called once."""
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of ``tensor``, to put: nobody else has it, so the store may hold it as it is."""
+        return tensor.clone(memory_format=torch.contiguous_format)
+
     def held(self, ticket: Any) -> torch.Tensor | None:
         """What was put, if it still is in memory, so that another store can take it without a read; else None."""
         return None

@@ -56,9 +56,20 @@ class Transfer:
         """Reads come: what was kept to write from goes, but for ``keep`` bytes."""
         self.buffers.trim(keep)
 
-    def for_writes(self) -> None:
-        """Writes come."""
-        self.buffers.keep = _STAGING
+    def for_writes(self, in_flight: int) -> None:
+        """Writes come, of up to ``in_flight`` bytes at a time."""
+        self.buffers.keep = _STAGING + in_flight
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of ``tensor`` in CPU memory, in whole pages that can be written as they are.
+
+        Raises:
+            OSError: when the system has no more memory.
+        """
+        lease = self.buffers.lease(tensor.nbytes)
+        block = tensor_over(lease, torch.Size([len(lease)]), torch.uint8)
+        copy: torch.Tensor = shaped(block, tensor.shape, tensor.dtype).data
+        return copy.copy_(tensor)
 
     def after_fork(self) -> None:
         """A child cannot use the devices."""
@@ -187,7 +198,7 @@ class Transfer:
             self._write_joined(arena, offset, held, nbytes)
         elif not arena.direct:
             arena.write(memory_of(tensor), offset)
-        elif held[0][0].at is not None and _is_in_pages(tensor):
+        elif _is_in_pages(tensor):
             arena.write(memory_at(tensor.data_ptr(), _pages(nbytes)), offset)
         else:
             self._write_aligned(arena, offset, tensor)

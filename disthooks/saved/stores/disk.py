@@ -24,6 +24,7 @@ from disthooks.saved.stores.mover import Mover
 from disthooks.saved.stores.ticket import Ticket
 from disthooks.saved.stores.traffic import StoreReport
 
+_SMALL = 256 << 10  # bytes: smaller ones are joined in other memory
 _Directory = str | os.PathLike[str]
 _arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
@@ -88,8 +89,8 @@ class OnDisk(Store):
     """Keep saved tensors in one anonymous file of this process in ``directory``.
 
     Threads write them while the forward goes on, and read them back before the backward comes to them, in the order
-    of the last backward. What is wanted or dropped before it was written never is. A tensor is held in memory, not
-    copied, until it is written.
+    of the last backward. What is wanted or dropped before it was written never is. The copy that was
+    made of a tensor when it was saved is held in memory until it is written.
 
     The file has no name from birth: whatever ends the process, SIGKILL too, the system takes it back. It goes
     when the last store and the last saved tensor in it go.
@@ -159,6 +160,16 @@ class OnDisk(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight, self.gpu_direct)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor``: of a large one in whole pages, which are written as they are and used again."""
+        if not tensor.is_cpu or tensor.nbytes <= _SMALL:
+            return super().own(tensor)
+        try:
+            return self._own_mover().transfer.copied(tensor)
+        except OSError as error:
+            what = f"OnDisk({self.directory!r}): no host memory to copy {format_bytes(tensor.nbytes)} to"
+            raise StoreError(what, path=str(self.directory), wanted=tensor.nbytes) from error
 
     def put(self, tensor: torch.Tensor) -> _Stored:
         """Have ``tensor`` written; wait when too many bytes are in flight."""

@@ -88,7 +88,7 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self._wait()
             self._say_failure()
             self.transfer.make_room(ticket.nbytes, self.budget)
-            self.transfer.for_writes()
+            self.transfer.for_writes(self.budget)
             self.transfer.begin(ticket)
             ticket.stream.put(ticket)
             self._flying += ticket.nbytes
