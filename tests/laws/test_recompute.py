@@ -587,7 +587,7 @@ def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Call
     assert torch.equal(torch.autograd.grad(found, x)[0], truth)
 
 
-def test_a_source_changed_before_the_contents_are_taken_is_no_source() -> None:
+def test_a_source_changed_before_the_contents_are_taken_is_what_was_saved() -> None:
     """The program of what saves its own output is planned at once, and its source is changed before it is proven."""
     x = torch.randn(64, 64, requires_grad=True)
 
@@ -603,7 +603,7 @@ def test_a_source_changed_before_the_contents_are_taken_is_no_source() -> None:
         with saving:
             found = loss()
         assert torch.equal(torch.autograd.grad(found, x)[0], truth)
-    assert saving.report().recomputed == 0
+    assert saving.report().recomputed > 0  # the source was copied when it was saved
 
 
 # -- a source that is changed, legally: nothing but Recompute needs it
