@@ -114,10 +114,20 @@ def _ended(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
 def _first(ranks: Sequence[Rank]) -> list[str]:
     found = first(ranks)
     if found is None:
-        return ["disthooks: the launcher failed, and no rank says of an error"]
+        return ["disthooks: the launcher failed, and no rank says of an error", *_after_the_end(ranks)]
     others = [one for one in ranks if one is not found]
     said = [f"disthooks: {_who(found)}: the first error:", *_what(found)]
     return [*said, *(f"  {_who(one)}: {_short(one)}" for one in others)]
+
+
+def _after_the_end(ranks: Sequence[Rank]) -> list[str]:
+    """What may end a process whose script was done; docs/upstream.md has the fault of torch that is meant."""
+    if not all(one.values.get("kind") == "finished" for one in ranks):
+        return []
+    return [
+        "  every rank's script was done: a process died while Python closed. With exit code -6 (SIGABRT) and gloo it was",
+        "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
+    ]
 
 
 def first(ranks: Sequence[Rank]) -> Rank | None:

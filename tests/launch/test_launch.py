@@ -298,3 +298,15 @@ except KeyboardInterrupt:
     assert b"kept" in said, said.decode()
     assert b"SIGINT ended the job" in said, said.decode()
     assert os.waitstatus_to_exitcode(status) == 130
+
+
+def test_a_process_that_dies_while_python_closes(folder: pathlib.Path) -> None:
+    """As with gloo's threads (docs/upstream.md): the script is done, and then the process ends with SIGABRT."""
+    script = folder / "closes.py"
+    script.write_text("import atexit, os\natexit.register(os.abort)\nprint('done')\n")
+    done = job([*LAUNCH, "torchrun", "--nproc-per-node", 1, script], folder)
+    assert done.code == 1
+    assert "done" in done.out
+    assert {one["kind"] for one in done.records()} == {"finished"}
+    assert "every rank's script was done: a process died while Python closed" in done.story()
+    assert "destroy_process_group()" in done.story()
