@@ -125,7 +125,7 @@ def _after_the_end(ranks: Sequence[Rank]) -> list[str]:
     if not all(one.values.get("kind") == "finished" for one in ranks):
         return []
     return [
-        "  every rank's script was done: a process died while Python closed. With exit code -6 (SIGABRT) and gloo it was",
+        "  every rank's script was done: a process died while Python closed. Under gloo, exit code -6 (SIGABRT) means",
         "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
     ]
 
