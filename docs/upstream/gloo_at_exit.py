@@ -1,7 +1,7 @@
 """A process that exits while gloo's threads hold tensors ends with SIGABRT. No disthooks in here.
 
-    python docs/upstream/gloo_at_exit.py            # pairs of processes, and how they ended
-    python docs/upstream/gloo_at_exit.py --destroy  # the same with destroy_process_group() at the end
+python docs/upstream/gloo_at_exit.py            # pairs of processes, and how they ended
+python docs/upstream/gloo_at_exit.py --destroy  # the same with destroy_process_group() at the end
 """
 
 from __future__ import annotations
