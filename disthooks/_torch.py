@@ -10,7 +10,9 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn.utils import parametrize
 from torch.nn.utils._named_member_accessor import swap_tensor
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 _autograd: Any = torch._C._autograd
 
@@ -213,6 +215,29 @@ _SWAP = swap_tensor.__code__
 def being_swapped() -> bool:
     """Whether ``torch.func.functional_call`` is what sets the attribute in whose ``__setattr__`` this is asked."""
     return sys._getframe(2).f_code is _SWAP
+
+
+_IS_PARAMETRIZED = parametrize.is_parametrized.__code__
+_REPARAMETRIZES = {
+    parametrize.register_parametrization.__code__: "tensor_name",
+    parametrize.remove_parametrizations.__code__: "tensor_name",
+    parametrize.type_before_parametrizations.__code__: "module",
+    SpectralNorm.apply.__code__: "name",
+}
+
+
+def reparametrizing() -> tuple[str, Any] | None:
+    """The function of ``torch.nn.utils`` that looks into a module now, and the tensor's name; None if it is another's.
+
+    It is to be asked in the function that is looked into, as ``__getattr__``: the next caller in another file is meant.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    file = sys._getframe(1).f_code.co_filename
+    while frame is not None and (frame.f_code.co_filename == file or frame.f_code is _IS_PARAMETRIZED):
+        frame = frame.f_back
+    if frame is None or frame.f_code not in _REPARAMETRIZES:
+        return None
+    return frame.f_code.co_name, frame.f_locals[_REPARAMETRIZES[frame.f_code]]
 
 
 _STEP = next(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from disthooks._torch import being_swapped, metadata_being_loaded, uncompiled
+from disthooks._torch import being_swapped, metadata_being_loaded, reparametrizing, uncompiled
 from disthooks.errors import UsageError
 from disthooks.saved.entry import never_runs, nothing_to_hook
 from disthooks.saved.ledger import Ledger
@@ -23,6 +23,50 @@ from disthooks.saved.stores.disk import OnDisk
 # torch's own activation wrappers use this name, and its distributed checkpoints and FSDP strip it from names.
 _INNER = "_checkpoint_wrapped_module"
 _OWN = frozenset(nn.Module().__dict__) | {_INNER, "_site", "_added"}  # attributes of the wrapper, not of what is inside
+_KINDS = ("_parameters", "_buffers")
+
+# [Note: reparametrized wrappers]
+# torch's weight_norm and pruning take a parameter out of ``module._parameters`` and compute it again in a forward
+# pre-hook. A wrapper's own dictionaries are empty, so each is a ``_Inside``, which reaches the dictionary of the module
+# inside for a key that is named. The hook runs before the wrapper's forward and sets the tensor on the module inside,
+# as ``__setattr__`` does. Code that lists the dictionaries (``named_parameters``, ``state_dict``) finds them empty.
+# Two ways of reparametrizing cannot reach through, and are refused before they change anything: ``parametrize`` puts a
+# property into the class of the module that it is given, and the module inside would not see it; ``spectral_norm`` adds
+# state_dict hooks that write and read versions under the wrapper's name, where the versions of the module inside go.
+
+
+class _Inside(dict[str, Any]):
+    """The ``_parameters`` or ``_buffers`` of a wrapper: empty, but a named key is that of the module inside."""
+
+    def __init__(self, modules: dict[str, nn.Module | None], kind: str) -> None:
+        super().__init__()
+        self._modules = modules
+        self._kind = kind
+
+    def _reached(self) -> dict[str, Any]:
+        return getattr(self._modules[_INNER], self._kind)  # type: ignore[no-any-return]
+
+    def __missing__(self, name: str) -> Any:
+        found = self._reached()[name]
+        if reparametrizing() is not None:
+            raise UsageError(_refusal("torch.nn.utils.spectral_norm", name))
+        return found
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._reached()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._reached()[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return self._reached().pop(name, *default)
+
+
+def _refusal(function: str, name: str) -> str:
+    return (
+        f"{function} cannot reach {name!r} through a disthooks wrapper, and nothing was changed: apply it to "
+        "the module before it is wrapped, or to `wrapper.unwrapped`, the module inside"
+    )
 
 
 class SaveWith(nn.Module):
@@ -59,9 +103,22 @@ class SaveWith(nn.Module):
         if self._site.pipeline.recompute is not None:
             self._site.ledger.proofs = proofs_of(module)
         self.add_module(_INNER, module)
+        self._reach_inside()
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_strip_messages)  # type: ignore[no-untyped-call]
+
+    def _reach_inside(self) -> None:
+        """See [Note: reparametrized wrappers]."""
+        for kind in _KINDS:
+            self.__dict__[kind] = _Inside(self._modules, kind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **{kind: {} for kind in _KINDS}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._reach_inside()
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -105,7 +162,20 @@ class SaveWith(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "parametrizations":
+                self._refuse_parametrize()
             return getattr(super().__getattr__(_INNER), name)
+
+    def _refuse_parametrize(self) -> None:
+        """Refuse what ``parametrize`` cannot do to a wrapper. See [Note: reparametrized wrappers]."""
+        function, name = reparametrizing() or ("", "")
+        inner = _innermost(self)
+        if function == "type_before_parametrizations":  # it would give the base of the wrapper's class
+            raise AttributeError(f"{type(self).__name__} is not parametrized itself")
+        is_there = name in getattr(inner, "parametrizations", ())
+        is_known = is_there or any(name in getattr(inner, kind) for kind in _KINDS)
+        if function and is_known and is_there is (function == "remove_parametrizations"):
+            raise UsageError(_refusal(f"torch.nn.utils.parametrize.{function}", name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set on the module inside, as it is read there, but for what torch itself and this class keep here."""
@@ -114,8 +184,10 @@ class SaveWith(nn.Module):
             super().__setattr__(name, value)
             if name == "training" and inner is not None:
                 inner.training = value
-        elif name in inner._parameters and being_swapped():
-            inner._parameters[name] = value  # torch.func.functional_call puts tensors in the place of parameters
+            return
+        innermost = _innermost(inner)
+        if innermost is not None and name in innermost._parameters and being_swapped():
+            innermost._parameters[name] = value  # torch.func.functional_call puts tensors in the place of parameters
         else:
             setattr(inner, name, value)
 
@@ -224,8 +296,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(module, SaveWith) and any(getattr(module, hooks) for hooks in _HOOKS):
             raise UsageError(
                 f"{name or 'the model'!r} cannot be unwrapped: {type(module).__name__} has hooks of its own, an "
-                "engine's perhaps, that would be lost. Unwrap before the engine takes the model; its state_dict is "
-                "that of the plain model in any case"
+                "engine's perhaps, that would be lost. Unwrap before the engine takes the model, and after pruning or "
+                "weight_norm of the wrapper is removed; its state_dict is that of the plain model in any case"
             )
     for module in list(model.modules()):
         if not isinstance(module, SaveWith):
