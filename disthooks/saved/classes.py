@@ -132,11 +132,13 @@ class _Opener:
             "__reduce_ex__": _reduce(kind),
             "__prepare_scriptable__": _prepare_scriptable(kind),
         }
-        self._kind, self._ours = kind, ours
+        self._kind = kind
+        self._ours: dict[str, Any] = {}  # those that the class has been given
         self._own = {name: kind.__dict__[name] for name in ours if name in kind.__dict__}
         try:
             for name, value in ours.items():
                 setattr(kind, name, value)
+                self._ours[name] = value
         except Exception as error:  # whatever a metaclass raises
             self.restore_if_unused()
             raise AttachError(
@@ -154,6 +156,8 @@ class _Opener:
         if self.attached:
             return
         for name in ("__reduce_ex__", "__prepare_scriptable__", "__call__", _SITE):
+            if name not in self._ours:
+                continue
             value = self._ours[name]
             if name not in self._kind.__dict__ or self._kind.__dict__[name] is not value:
                 if name == "__call__":

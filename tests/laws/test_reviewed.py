@@ -6,6 +6,7 @@ import contextlib
 import gc
 import pathlib
 import threading
+from typing import Any
 from collections.abc import Callable
 
 import pytest
@@ -195,13 +196,20 @@ def test_an_outer_hook_without_a_module(tmp_path: pathlib.Path) -> None:
         dh.SaveToDisk(nn.Linear(64, 64), tmp_path)(torch.randn(32, 64)).sum().backward()
 
 
-def test_nothing_is_attached_when_a_class_cannot_be_changed(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("own", [{}, {"__call__": lambda self, x: self.forward(x)}], ids=["inherits", "has its own"])
+@pytest.mark.parametrize("sealed", [None, "__call__", "__reduce_ex__"])
+def test_nothing_is_attached_when_a_class_cannot_be_changed(
+    tmp_path: pathlib.Path, sealed: str | None, own: dict[str, Any]
+) -> None:
+    """A class that takes some of the functions and not the others is given its own again."""
+
     class Sealed(type):
         def __setattr__(cls, name: str, value: object) -> None:
-            raise TypeError("sealed")
+            if sealed is None or (name == sealed and value is not own.get(name)):
+                raise TypeError("sealed")
+            super().__setattr__(name, value)
 
-    class Fixed(nn.Linear, metaclass=Sealed):
-        pass
+    Fixed: Any = Sealed("Fixed", (nn.Linear,), own)  # noqa: N806
 
     class Registered(nn.Linear):
         def __init_subclass__(cls) -> None:
