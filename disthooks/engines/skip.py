@@ -86,7 +86,7 @@ class Witness:
 
     def untouched(self, optimizer: Any) -> bool:
         """Whether all is as it was; it waits for the device."""
-        return list(self._seen(optimizer)) == self._before and all(bool((p == c).all()) for p, c in self._copies)
+        return list(self._seen(optimizer)) == self._before and all(_same(p, c) for p, c in self._copies)
 
     @staticmethod
     def _seen(optimizer: Any) -> Iterator[object]:
@@ -123,6 +123,12 @@ def _undone(optimizer: Any) -> _Undone:
     return _after.setdefault(optimizer, _Undone())
 
 
+def _same(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether all elements are equal; a NaN is equal to a NaN in the same place."""
+    with torch.no_grad():
+        return bool(((parameter == copy) | ((parameter != parameter) & (copy != copy))).all())
+
+
 def _mark(value: object) -> object:
     return (id(value), value._version) if isinstance(value, torch.Tensor) else repr(value)
 
@@ -154,7 +160,8 @@ def _tell(decision: torch.Tensor, optimizer: Any) -> None:
     theirs: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     ours = decision.to(torch.float32)
     if theirs is not None:  # a GradScaler's, which takes it away itself
-        optimizer.found_inf = theirs + ours.to(theirs.device, non_blocking=True)
+        # One at most: the kernels make no update where the number is 1, and make one where it is 2.
+        optimizer.found_inf = (theirs + ours.to(theirs.device, non_blocking=True)).clamp(max=1.0)
         return
     optimizer.found_inf = ours
     alive = weakref.ref(optimizer)  # what is kept by optimizer must not keep it

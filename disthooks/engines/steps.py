@@ -55,8 +55,10 @@ class Begun:
         self._grad = TensorWeakRef(found[0].grad) if found else None
         self._added = False
         # DDP puts the next gradient into the same tensor (gradient_as_bucket_view), zero_grad(set_to_none=False) leaves
-        # it there. Not every backward reaches every parameter: two of them are watched.
-        ends = {id(parameter): parameter for parameter in (*found[:1], *found[-1:])}.values()
+        # it there. Not every backward reaches every parameter: two of them are watched. One that was frozen since its
+        # backward keeps its gradient, gets no other, and torch takes no hook for it.
+        growing = [parameter for parameter in found if parameter.requires_grad]
+        ends = {id(parameter): parameter for parameter in (*growing[:1], *growing[-1:])}.values()
         self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in ends]
         self._sees = not _of_fsdp1(optimizer)
         self._place = sequence_number()

@@ -179,6 +179,27 @@ def test_a_step_that_the_scaler_keeps_back_is_not_begun() -> None:
     assert [record["grad_norm"] for record in records] == pytest.approx([true[0], *true[2:]], rel=1e-4)
 
 
+@pytest.mark.parametrize("which", [["0.weight"], ["2.bias"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
+def test_a_parameter_that_is_frozen_after_its_backward(which: list[str]) -> None:
+    """It still has its gradient; torch takes no hook on it, and the step is begun once all the same."""
+    model, other = net(), net()
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)], stats=[dh.stats.Norm()], every=1) as watch:
+        true = backward(model, 0)
+        for name in which:
+            model.get_parameter(name).requires_grad_(False)
+        clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    backward(other, 0)
+    clip_grad_norm_(other.parameters(), 0.5)
+    clip_grad_norm_(other.parameters(), 0.3)
+    plain.step()
+    assert watch.steps == 1
+    assert watch.latest["grad_norm"] == pytest.approx(true, rel=1e-5)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, check_device=False)
+
+
 def test_an_attachment_that_is_dropped_is_not_kept() -> None:
     import gc
     import weakref

@@ -373,6 +373,41 @@ def test_an_optimizer_that_moves_before_its_closure_cannot_skip() -> None:
     assert watch.latest["grad_norm_clipped"] <= 0.5 or math.isnan(watch.latest["grad_norm_clipped"])
 
 
+def test_a_parameter_that_has_become_nan_is_no_change() -> None:
+    """The optimizer moved nothing before its closure, so the step is left out and not refused."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[0] = math.nan
+    before = copy.deepcopy(list(model.parameters()))
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
+        _closed(model, optimizer, 0)
+    assert watch.latest["skipped"] == 1
+    for mine, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(mine, was, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind.endswith("fused")])
+def test_a_step_that_the_scaler_and_a_rule_leave_out(kind: str) -> None:
+    """Two reasons are one: a fused kernel makes no update where it is told 1, and one of NaN where it is told 2."""
+    model = net()
+    optimizer = MAKE[kind](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
+        for step in range(4):
+            backward(model, step, step == 2)
+            for parameter in model.parameters():
+                parameter.grad.mul_(8.0)  # type: ignore[union-attr]
+            scaler.scale(torch.ones(()))  # as if it had scaled the loss
+            scaler.unscale_(optimizer)
+            before = everything(model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert same(everything(model, optimizer), before) == (step == 2)
+    assert watch.latest["skipped_total"] == 1
+
+
 def test_statistics_of_lbfgs_are_of_its_first_call() -> None:
     model, other = net(), net()
     makes = dict(lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe")
