@@ -6,8 +6,8 @@ import contextlib
 import gc
 import pathlib
 import threading
-from typing import Any
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -209,7 +209,7 @@ def test_nothing_is_attached_when_a_class_cannot_be_changed(
                 raise TypeError("sealed")
             super().__setattr__(name, value)
 
-    Fixed: Any = Sealed("Fixed", (nn.Linear,), own)  # noqa: N806
+    Fixed: Any = Sealed("Fixed", (nn.Linear,), own)
 
     class Registered(nn.Linear):
         def __init_subclass__(cls) -> None:
