@@ -149,3 +149,44 @@ def _clipped(rank: int, engine: str) -> list[Any]:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp1 flat", "fsdp2"])
 def test_a_loop_that_clips_is_measured_before(ranks: Ranks, engine: str) -> None:
     assert ranks(_clipped, engine, timeout=120) == [[True] * 3] * 2
+
+
+def _replicated(rank: int) -> list[Any]:
+    """Two replicas of two shards; a row of one element leaves a rank of each replica without any."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(Small(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    said: list[Any] = []
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1e9)], stats=[dh.stats.Norm()], every=1) as watch:
+        for step in range(4):
+            model.zero_grad()
+            for micro in range(2):
+                model.set_requires_all_reduce(step != 2 and micro == 1)
+                model(_batch(rank, 2 * step + micro)).backward()
+            try:
+                optimizer.step()
+                watch.flush()
+                said.append(watch.latest["grad_norm"])
+            except UsageError as error:
+                said.append("set_requires_all_reduce(True)" in str(error))
+        return [said, watch.steps]
+
+
+def _norm(batches: list[int]) -> float:
+    """The norm of the gradient of these batches of four ranks, in a single process."""
+    model = Small().double()
+    for batch in batches:
+        for rank in range(4):
+            (model(_batch(rank, batch).double()) / 4).backward()
+    return float(model.row.weight.grad.norm())
+
+
+def test_replicas_that_were_not_reduced_with_each_other(four: Ranks) -> None:
+    """The partial sums of a refused step stay with FSDP2, which adds them to the next gradient, as without hooks."""
+    for said, steps in four(_replicated, timeout=120):
+        assert said[2] is True
+        assert steps == 3
+        wanted = [_norm([0, 1]), _norm([2, 3]), _norm([4, 5, 6, 7])]
+        assert [said[0], said[1], said[3]] == pytest.approx(wanted, rel=1e-5)
