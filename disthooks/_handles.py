@@ -84,6 +84,26 @@ def _nothing(*args: Any) -> None:
     """The hook of a copy."""
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` while its object lives; then a function that does nothing.
+
+    It is for hooks whose holder the collector cannot look into: torch's list of hooks on all optimizers, and parameters
+    that DDP's reducer or FSDP holds. A strong reference there would keep the object, and its model, for ever.
+
+    >>> attached = Attachment()
+    >>> remove = weakly(attached.remove)
+    >>> del attached
+    >>> remove() is None
+    True
+    """
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (found := alive()) is None else found(*args)
+
+    return call
+
+
 def shown(names: Sequence[str], most: int = 3) -> str:
     """The first of ``names``, for a ``repr``.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from disthooks._handles import weakly
 from disthooks._match import canonical
 from disthooks._torch import backward_id
 from disthooks.engines.base import Both, Engine, LocalHook, Removable
@@ -189,7 +190,7 @@ class _Local:
     def put(self) -> None:
         """FSDP makes a flat parameter need no gradient as long as none in it does, and then no hook can be put on."""
         if self.on_flat is None and self.unit.flat.requires_grad:
-            self.on_flat = self.unit.flat.register_hook(self.fire)
+            self.on_flat = self.unit.flat.register_hook(weakly(self.fire))  # the module's hook keeps this object
 
     def look(self, module: nn.Module, args: Any) -> None:
         self.looked = True
@@ -197,7 +198,7 @@ class _Local:
         for i, shard in self.shards.items():
             view = getattr(shard.piece.module, shard.piece.key)
             if shard.parameter.requires_grad and view.requires_grad:
-                view.register_hook(functools.partial(self.reach, i))  # it goes when the view does
+                view.register_hook(functools.partial(weakly(self.reach), i))  # it goes when the view does
 
     def reach(self, i: int, grad: torch.Tensor) -> None:
         self.reached[i] = backward_id()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disthooks._device import capturing, refuse_capture
+from disthooks._handles import weakly
 from disthooks._tensors import local_part
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
@@ -77,14 +77,7 @@ class Looking:
         """Put the hooks on, if anything needs them."""
         ruled = {index for _, indices in self._rules for index in indices}
         indices = [i for i in self._wanted if i in ruled or self._any]
-        # Weakly: DDP's reducer holds parameters where the collector cannot look, and so whatever their hooks hold.
-        alive = weakref.WeakMethod(self._hook)
-
-        def hook(index: int, grad: torch.Tensor) -> torch.Tensor | None:
-            found = alive()
-            return None if found is None else found(index, grad)
-
-        return self._engine.on_local(indices, hook, self._must) if indices else []
+        return self._engine.on_local(indices, weakly(self._hook), self._must) if indices else []
 
     def scopes(self) -> list[list[int]]:
         """The parameters of each rule."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment, Hook, shown
+from disthooks._handles import Attachment, Hook, shown, weakly
 from disthooks._match import Pattern, listed, match
 from disthooks.engines.base import Engine
 from disthooks.engines.find import find
@@ -47,10 +47,13 @@ class OnGradient(Attachment):
     def attach(self) -> None:
         """Put the hooks on, and one that notices when the parameters are replaced by an engine."""
         if self._at == "local":
-            for handle in self._engine.on_local(list(self._shards), self._local):
+            # The parameters of a plain module keep this object, even when only a part of the module was given here and
+            # is gone. An engine holds parameters where the collector cannot look: there the model keeps it, see below.
+            hook = self._local if self._engine.alone else weakly(self._local)
+            for handle in self._engine.on_local(list(self._shards), hook):
                 self.on_remove(handle.remove)
         else:
-            handle = self._engine.before_any_step(_weakly(self._before_step))
+            handle = self._engine.before_any_step(weakly(self._before_step))
             self.on_remove(handle.remove)
             weakref.finalize(self, handle.remove).atexit = False
         self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
@@ -165,17 +168,6 @@ def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> li
             f"the optimizer of {engine.label} updates no matching parameter: give it those, or at='local'"
         )
     return indices
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """``method`` as long as its object lives: torch's hooks of all optimizers would keep the model for ever."""
-    alive = weakref.WeakMethod(method)
-
-    def run(*args: Any) -> None:
-        if (found := alive()) is not None:
-            found(*args)
-
-    return run
 
 
 def _check_result(result: object, grad: torch.Tensor, where: str) -> None:

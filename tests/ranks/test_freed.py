@@ -1,0 +1,76 @@
+"""Hooks on gradients keep no model: DDP's reducer and FSDP hold parameters where the garbage collector cannot look."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from torch import nn
+
+import disthooks as dh
+
+pytestmark = pytest.mark.dist
+
+
+def _wrapped(name: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if name == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    if name == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return nn.parallel.DistributedDataParallel(model) if name == "ddp" else model
+
+
+def _train(rank: int, name: str, how: str) -> dict[str, Any]:
+    """What is left of a model and of what was attached to it, once the script has dropped both."""
+    count, left = _trained(name, how)
+    gc.collect()
+    return {"calls": count, "left": [one() is not None for one in left]}
+
+
+def _trained(name: str, how: str) -> tuple[int, list[weakref.ref[Any]]]:
+    model = _wrapped(name)
+    optimizer = torch.optim.Adam(model.parameters())
+    calls = []
+
+    def seen(grad: torch.Tensor) -> None:
+        calls.append(next(model.parameters()).shape)  # a closure over the model, as a user writes it
+
+    if how == "rule":
+        hook: Any = dh.gradients(model, optimizer, rules=[dh.only("*", dh.ClipValue(-1.0, 1.0), at="local")])
+    else:
+        hook = dh.on_gradient(model, "*", seen, at="local")
+    left = [weakref.ref(hook), weakref.ref(model)]
+    del hook
+    for _ in range(2):
+        gc.collect()  # what nobody holds but the model must go on
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return len(calls), left
+
+
+CASES = [("plain", "function"), *((name, how) for name in ("ddp", "fsdp1", "fsdp2") for how in ("function", "rule"))]
+
+
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_a_dropped_model_is_freed_with_its_local_hooks(ranks: Ranks, name: str, how: str) -> None:
+    for each in ranks(_train, name, how):
+        assert each["calls"] == (0 if how == "rule" else 8)  # four parameters, two steps, although nobody kept the hook
+        assert each["left"] == [False, False]
+
+
+def test_a_hook_on_a_part_that_was_made_for_it_goes_on() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    dh.on_gradient(nn.ModuleList([net[0]]), "*", torch.zeros_like, at="local")
+    gc.collect()
+    net(torch.ones(2, 4)).sum().backward()
+    assert not net[0].weight.grad.any()
+    assert net[1].weight.grad.any()
