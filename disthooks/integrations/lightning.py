@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from disthooks.config.front import read_found
 from disthooks.config.plan import Plan, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attached import Gradients
-from disthooks.grads.sinks.records import foremost, portable, scalars
+from disthooks.grads.sinks.records import foremost, meaning, portable, scalars
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
@@ -169,16 +169,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         if watch.latest is self.latest or not watch.latest:
             return
         self.latest = watch.latest
-        numbers = {portable(self._prefix + name): value for name, value in scalars(self.latest).items()}
-        shown = {portable(self._prefix + name): value for name, value in self._shown(self.latest).items()}
-        trainer.callback_metrics.update({name: torch.tensor(float(value)) for name, value in shown.items()})
-        for logger in trainer.loggers:  # which log on the first rank; log_dict() would drop what is between its steps
-            logger.log_metrics(numbers, step=self.latest["step"])
-
-    def _shown(self, record: Mapping[str, Any]) -> dict[str, float | int]:
-        """What progress bars and monitors are given: three numbers, and those that were asked for."""
-        found = scalars(record)
-        return foremost(record) | {name: found[name] for name in self._monitor if name in found}
+        _publish(trainer, self.latest, self._prefix, self._monitor)
 
     def _detach(self, trainer: Any) -> None:
         prepared, watch = self.prepared, self._watch()
@@ -194,6 +185,134 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         finally:
             self.prepared = self._optimizer = None
             prepared.remove()
+
+
+class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
+    """The callback that :mod:`disthooks.run` gives to the Trainer of a script which has none of ours.
+
+    The session attaches, when the model is first called, and :meth:`join` tells this callback. From then on the
+    Trainer's loggers, ``callback_metrics`` and checkpoints have what they have with :class:`DisthooksCallback`. Of
+    several optimizers each has its own numbers, under ``gradients/0/``, ``gradients/1/``.
+
+    Args:
+        attached: gives what is attached to an optimizer already, or None.
+    """
+
+    def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
+        super().__init__()
+        self._attached = attached
+        self._trainer: Any = None  # while it fits
+        self._joined: dict[int, Gradients] = {}  # by the number of the optimizer
+        self._latest: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}  # of a checkpoint, or of the last fit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WaitingCallback, (_no_session,)  # processes that Lightning spawns have no session
+
+    def join(self, model: Any, gradients: Gradients) -> bool:
+        """Take on what was attached, if it belongs to the Trainer that fits now.
+
+        Returns:
+            Whether there was a state for it, which it was given.
+        """
+        number = None if self._trainer is None else self._number(model, gradients)
+        if number is None:
+            return False
+        self._joined[number], self._latest[number] = gradients, gradients.latest
+        state = self._states.get(number)
+        if state:
+            gradients.load_state_dict(state)
+        return bool(state)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the first call of the model; another trainer, or the same one from the start, begins anew."""
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on with optimizers that an earlier fit had."""
+        for optimizer in trainer.optimizers:
+            gradients = self._attached(optimizer)
+            if gradients is not None and gradients not in self._joined.values():
+                self.join(None, gradients)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Log the step before; what is attached measures by itself, before Lightning clips."""
+        self._log(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log what the step has made known of the one before."""
+        self._log(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the last record; checkpoints that are made after the fit have the state, too."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go; the session detaches."""
+        self._leave(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let go, where no training took place."""
+        self._leave(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What rules and statistics have learned and the numbers of steps; the same on every rank."""
+        self._states |= {number: gradients.state_dict() for number, gradients in self._joined.items()}
+        return {"optimizers": dict(self._states)} if self._states else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the state until the session attaches, or give it to what is attached."""
+        self._states = dict(state_dict["optimizers"])
+        for number, gradients in self._joined.items():
+            if number in self._states:
+                gradients.load_state_dict(self._states[number])
+
+    def _number(self, model: Any, gradients: Gradients) -> int | None:
+        optimizers = self._trainer.optimizers
+        inner = [getattr(each, "optimizer", each) for each in optimizers]
+        found = [i for i, pair in enumerate(zip(optimizers, inner, strict=True)) if gradients.optimizer in pair]
+        if not found and model is not None and model is self._trainer.model:
+            return 0  # the engine has its own optimizer
+        return found[0] if found else None
+
+    def _log(self, trainer: Any) -> None:
+        several = len(trainer.optimizers) > 1
+        for number, gradients in self._joined.items():
+            record = gradients.latest
+            if record and record is not self._latest[number]:
+                self._latest[number] = record
+                _publish(trainer, record, f"gradients/{number}/" if several else "gradients/")
+
+    def _leave(self, trainer: Any) -> None:
+        if self._trainer is None:
+            return
+        try:
+            self.state_dict()
+            for gradients in self._joined.values():
+                gradients.flush()
+            self._log(trainer)
+        finally:
+            self._trainer = None
+            self._joined, self._latest = {}, {}
+
+
+def _no_session(optimizer: Any) -> Gradients | None:
+    """Nothing is attached in a process that has no session."""
+    return None
+
+
+def _publish(trainer: Any, record: Mapping[str, Any], prefix: str, monitor: Iterable[str] = ()) -> None:
+    """Give a record to the loggers; progress bars and monitors get three numbers, and those that were asked for."""
+    found = scalars(record)
+    shown = foremost(record) | {name: found[name] for name in monitor if name in found}
+    metrics = {portable(prefix + name): torch.tensor(float(value)) for name, value in shown.items()}
+    trainer.callback_metrics.update(metrics)
+    for name in found.keys() - shown.keys():
+        if meaning(name) == "total":  # in the place of the number of a step, which the first record does not have yet
+            trainer.callback_metrics.pop(portable(prefix + name), None)
+    numbers = {portable(prefix + name): value for name, value in found.items()}
+    for logger in trainer.loggers:  # which log on the first rank; log_dict() would drop what is between its steps
+        logger.log_metrics(numbers, step=record["step"])
 
 
 def _check_called(trainer: Any, plan: Plan) -> None:

@@ -47,6 +47,8 @@ class Frameworks:
         self._undo += [
             when_imported("accelerate.accelerator", self._accelerate),
             when_imported("transformers.trainer", self._transformers),
+            when_imported("lightning.pytorch.trainer.trainer", self._lightning),
+            when_imported("pytorch_lightning.trainer.trainer", self._lightning),
         ]
 
     def close(self) -> None:
@@ -108,6 +110,17 @@ class Frameworks:
                 self._callbacks.add(waiting)
                 trainer.add_callback(waiting)
                 waiting.to_the_front(trainer)
+
+        return after_init(module.Trainer, init)
+
+    def _lightning(self, module: types.ModuleType) -> Undo:
+        def init(trainer: Any) -> None:
+            from disthooks.integrations.lightning import DisthooksCallback, WaitingCallback
+
+            if self._undo and not any(isinstance(one, DisthooksCallback) for one in trainer.callbacks):
+                waiting = WaitingCallback(self._attached)
+                self._callbacks.add(waiting)
+                trainer.callbacks.insert(0, waiting)  # before those that monitor, and those that write checkpoints
 
         return after_init(module.Trainer, init)
 

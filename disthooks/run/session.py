@@ -209,7 +209,7 @@ class Session:
                 f"{type(gradients.optimizer).__name__} goes on from a state that the script has loaded, and rules and "
                 "statistics begin anew, at step 0: a checkpoint that the script writes itself has none of them. Put "
                 "hooks.state_dict() into it and call hooks.load_state_dict(), with hooks = disthooks.prepare(model, "
-                "optimizer); accelerate's save_state and the HF Trainer do it without a change"
+                "optimizer); accelerate's save_state, the HF Trainer and Lightning's do it without a change"
             )
 
     def _watching(self, optimizer: Any) -> Gradients | None:

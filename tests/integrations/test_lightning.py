@@ -292,3 +292,28 @@ def test_the_other_namespace_and_spawned_processes(tmp_path: pathlib.Path) -> No
     done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["gradients/grad_norm"] > 0
+
+
+def test_callback_metrics_have_three_numbers_and_those_that_were_asked_for() -> None:
+    """Loggers get all; a record has many numbers (of saved tensors above all), which would drown the loss."""
+    many = {"save": SAVE, "watch": {**NORMS, "stats": [{"kind": "Norm"}, {"kind": "MaxAbs"}, {"kind": "Spread"}]}}
+    many["watch"]["rules"] = [{"kind": "ClipNorm", "max_norm": 0.01}]
+    first = {"gradients/grad_norm", "gradients/clip_ratio", "gradients/saved/moved_per_step"}
+    for monitor, more in (([], set()), (["grad_max_abs", "grad_norm/max", "no_such"], {"gradients/grad_max_abs"})):
+        callback = DisthooksCallback(many, monitor=monitor)
+        trainer = fit(Lit(), [callback])
+        ours = {name for name in trainer.callback_metrics if name.startswith("gradients/")}
+        assert ours == first | more
+        assert len(callback.latest) > 10
+        for name in more:
+            assert float(trainer.callback_metrics[name]) == callback.latest[name.removeprefix("gradients/")] > 0
+
+
+def test_a_monitor_saves_by_what_was_asked_for(tmp_path: pathlib.Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    best = ModelCheckpoint(tmp_path, monitor="gradients/grad_max_abs", every_n_train_steps=1)
+    callback = DisthooksCallback({"watch": {**NORMS, "stats": [{"kind": "MaxAbs"}]}}, monitor=["grad_max_abs"])
+    fit(Lit(), [callback, best], enable_checkpointing=True)
+    assert best.best_model_score is not None
+    assert best.best_model_score > 0

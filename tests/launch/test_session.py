@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import csv
 import gc
 import inspect
 import json
 import os
 import pathlib
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -592,6 +594,100 @@ def test_the_trainer_under_a_session_goes_on_from_its_checkpoint(
     assert [_without_run(line) for line in lines[8:]] == [_without_run(line) for line in lines[4:8]]
     assert logs == [[line["grad_norm"] for line in lines[:8]]] * 2
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+LIT_ADAPTS = ADAPTS.replace("{kind: Norm}", "{kind: Norm}, {kind: MaxAbs}, {kind: Spread}")
+
+
+def test_lightnings_trainer_under_a_session_goes_on_from_its_checkpoint(
+    start: Starts, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    scale = torch.tensor([1.0, 1.0, 9.0, 1.0]).repeat_interleave(8)[:, None]
+    data = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)) * scale  # four batches an epoch
+    quiet: dict[str, Any] = {name: False for name in ("enable_progress_bar", "enable_model_summary")}
+    quiet |= {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "gradient_clip_val": 0.1}
+    weights, states, rows, metrics = [], [], [], []
+    for number, resumed in enumerate((None, tmp_path / "lit" / "epoch=0-step=4.ckpt")):
+        session = start(LIT_ADAPTS)
+        torch.manual_seed(0)
+        keeps = ModelCheckpoint(tmp_path / "lit", save_top_k=-1, every_n_epochs=1, enable_version_counter=False)
+        logger = CSVLogger(tmp_path, name="csv", version=number)
+        trainer = lightning.Trainer(callbacks=[keeps], logger=logger, **quiet)
+        model = Lit()
+        trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resumed)
+        weights.append([p.detach().clone() for p in model.parameters()])
+        states.append(torch.load(tmp_path / "lit" / "epoch=1-step=8.ckpt", weights_only=False)["callbacks"])
+        (told,) = ended(session)
+        assert told["watched"]["steps"] == (8, 4)[number]
+        with (tmp_path / "csv" / f"version_{number}" / "metrics.csv").open() as file:
+            rows.append([row for row in csv.DictReader(file) if row.get("gradients/grad_norm")])
+        metrics.append(sorted(name for name in trainer.callback_metrics if name.startswith("gradients/")))
+    assert "begin anew" not in capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(8), *range(4, 8)]
+    assert [_without_run(line) for line in lines[8:]] == [_without_run(line) for line in lines[4:8]]
+    assert any(line["clip_ratio"] < 1 for line in lines[4:8])
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    (name,) = [name for name in states[0] if name.startswith("WaitingCallback")]
+    assert states[0][name]["optimizers"][0]["steps"] == 8
+    assert repr(states[0][name]) == repr(states[1][name])
+    assert [[int(row["step"]) for row in some] for some in rows] == [[*range(8)], [*range(4, 8)]]
+    norms = [[float(row["gradients/grad_norm"]) for row in some] for some in rows]
+    assert norms == [[line["grad_norm"] for line in lines[:8]], [line["grad_norm"] for line in lines[8:]]]
+    assert min(norms[0]) > 0.1  # from before Lightning clips
+    assert metrics == [["gradients/clip_ratio", "gradients/grad_max_abs", "gradients/grad_norm"]] * 2
+
+
+def test_two_optimizers_of_a_lightning_module_under_a_session(start: Starts, tmp_path: pathlib.Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Gan(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.parts = nn.ModuleList([Net(), Net("other")])
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            for part, optimizer, factor in zip(self.parts, self.optimizers(), (1.0, 10.0), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(part(batch).square().mean() * factor)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(part) for part in self.parts]
+
+    session = start(ADAPTS)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet)
+    model = Gan()
+    trainer.fit(model, torch.utils.data.DataLoader(torch.ones(6, 16), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert len(ended(session)) == 2
+    (waiting,) = [c for c in trainer.callbacks if type(c).__name__ == "WaitingCallback"]
+    kept = torch.load(tmp_path / "after.ckpt", weights_only=False)["callbacks"][waiting.state_key]["optimizers"]
+    assert {number: state["steps"] for number, state in kept.items()} == {0: 3, 1: 3}
+    for number, named in ((0, None), (1, 1)):
+        last = [line for line in lines if line.get("optimizer") == named][-1]
+        assert found[f"gradients/{number}/grad_norm"] == pytest.approx(last["grad_norm"])
+    copied = pickle.loads(pickle.dumps(waiting))  # as Lightning does for processes that it spawns
+    assert copied.state_dict() == {}
 
 
 def test_a_state_that_nobody_kept_is_said(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
