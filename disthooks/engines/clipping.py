@@ -22,7 +22,8 @@ from disthooks._torch import Inner, in_backward
 # is exchanged but the function that the wrapper behind every name calls (disthooks._torch.Inner).
 # Functions that only measure (get_total_norm) do not begin a step: loops call them to log the norm of one micro-batch.
 # Under a GradScaler gradients are final once it has unscaled them, so its scale() and unscale_() are listened to: a
-# loop that clips before leaves rules and statistics to the step, in which the scaler unscales.
+# loop that clips before leaves rules and statistics to the step, in which the scaler unscales. Its update() ends the
+# iteration: what another optimizer's loop clips next, nobody has scaled.
 
 Hears = Callable[[Sequence[torch.Tensor], Any], None]
 
@@ -46,7 +47,7 @@ class _Clipping:
                 self._undo[name] = _precede(Inner(getattr(owner, attribute)), self._before)
         for name, kind in _scaler_kinds().items():
             if name not in self._undo:
-                self._undo[name] = _listen(kind, self._scales, self._unscales)
+                self._undo[name] = _listen(kind, self._scales, self._unscales, self._updates)
         return Handle(self, ear)
 
     def discard(self, ear: weakref.WeakMethod[Hears]) -> None:
@@ -82,6 +83,10 @@ class _Clipping:
 
     def _scales(self, scaler: Any) -> None:
         self._scaled_by = weakref.ref(scaler)
+
+    def _updates(self, scaler: Any) -> None:
+        if self._scaled_by is not None and self._scaled_by() is scaler:
+            self._scaled_by = None
 
     def _unscales(self, scaler: Any, optimizer: Any) -> None:
         self._scalers[optimizer] = weakref.ref(scaler)
@@ -170,9 +175,14 @@ def _again(given: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     yield from given
 
 
-def _listen(kind: Any, scales: Callable[[Any], None], unscales: Callable[[Any, Any], None]) -> Callable[[], None]:
-    """Be told when a ``GradScaler`` scales a loss, and when it unscales the gradients of an optimizer."""
-    true = {name: kind.__dict__[name] for name in ("scale", "unscale_")}
+def _listen(
+    kind: Any,
+    scales: Callable[[Any], None],
+    unscales: Callable[[Any, Any], None],
+    updates: Callable[[Any], None],
+) -> Callable[[], None]:
+    """Be told when a ``GradScaler`` scales a loss, unscales the gradients of an optimizer, and ends an iteration."""
+    true = {name: kind.__dict__[name] for name in ("scale", "unscale_", "update")}
 
     @functools.wraps(true["scale"])
     def scale(self: Any, outputs: Any) -> Any:
@@ -184,7 +194,12 @@ def _listen(kind: Any, scales: Callable[[Any], None], unscales: Callable[[Any, A
         unscales(self, optimizer)
         true["unscale_"](self, optimizer)
 
-    mine = {"scale": scale, "unscale_": unscale_}
+    @functools.wraps(true["update"])
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        updates(self)
+        true["update"](self, *args, **kwargs)
+
+    mine = {"scale": scale, "unscale_": unscale_, "update": update}
     for name, function in mine.items():
         setattr(kind, name, function)
 

@@ -160,6 +160,32 @@ def test_a_grad_scaler(early: bool) -> None:
     assert torch.amp.GradScaler.__dict__["unscale_"] is unscale
 
 
+def test_a_model_that_is_trained_beside_one_that_a_scaler_scales() -> None:
+    """The scaler's update() ends what it scaled: the gradients of the other model are final when its loop clips."""
+    models = net(), net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    update = torch.amp.GradScaler.update
+    records: list[Any] = []
+    stats = [dh.stats.Norm()]
+    with (
+        dh.gradients(models[0], optimizers[0], stats=stats, every=1),
+        dh.gradients(models[1], optimizers[1], stats=stats, sinks=[records.append], every=1),
+    ):
+        true = []
+        for step in range(3):
+            backward(models[0], step, scaler)
+            scaler.unscale_(optimizers[0])
+            clip_grad_norm_(models[0].parameters(), 0.1)
+            scaler.step(optimizers[0])
+            scaler.update()
+            true.append(backward(models[1], step))
+            clip_grad_norm_(models[1].parameters(), 0.1)
+            optimizers[1].step()
+    assert [record["grad_norm"] for record in records] == pytest.approx(true, rel=1e-4)
+    assert torch.amp.GradScaler.__dict__["update"] is update
+
+
 def test_a_step_that_the_scaler_keeps_back_is_not_begun() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
