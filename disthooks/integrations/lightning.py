@@ -225,7 +225,7 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         return bool(state)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first call of the model; another trainer, or the same one from the start, begins anew."""
+        """Wait for the first call of the model; a later fit of the same trainer goes on."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
