@@ -347,7 +347,6 @@ def test_a_package_that_a_sink_needs(tmp_path: pathlib.Path, monkeypatch: pytest
         ("wrapped", "blocks.0.mlp", "save.0: it would save nothing: it is inside 'blocks.0', a CheckpointWrapper"),
         ("hidden", "blocks.*", "'blocks.0' saved nothing: all its calls went without hooks (checkpoint 2)"),
         ("llama", "*.mlp", "which transformers' gradient_checkpointing computes again"),
-        ("lazy", "0", "a lazy module changes its class when it materialises"),
         ("raising", "*", "raising: KeyError: 'no such size' ("),
         ("number", "*", "gave int: it has to return a module"),
         ("nowhere", "*", "built.py has no 'nowhere'; did you mean 'whole'?"),

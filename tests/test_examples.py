@@ -38,4 +38,7 @@ def test_it_runs_as_a_process_from_anywhere(path: pathlib.Path, tmp_path: pathli
     done = subprocess.run([sys.executable, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    assert done.stderr == ""
+    said = [
+        line for line in done.stderr.splitlines() if not line.startswith("disthooks: the configuration: attached to")
+    ]
+    assert said == []

@@ -54,7 +54,7 @@ class Entry:
 
     def parameters(self) -> int:
         """Elements of the parameters inside, each once."""
-        every = {id(p): p.numel() for module in self.modules.values() for p in module.parameters()}
+        every = {id(p): _size(p) for module in self.modules.values() for p in module.parameters()}
         return sum(every.values())
 
 
@@ -109,3 +109,8 @@ def _conflicts(entry: Entry, model: nn.Module, found: Found) -> None:
         found.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
     else:
         found.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """How many elements it has; none before a lazy module has run."""
+    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors
 
 from disthooks._handles import Hook
 from disthooks._match import canonical, inside
@@ -29,7 +31,8 @@ class Ddp(Engine):
         self._wrapper = wrapper
         # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
-        self._reduces = True  # the backward of the last forward
+        self._prepares = True  # the last forward, for a backward that reduces
+        self._reduces = True  # the last backward
         super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
         self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
         self._must_be_reduced()
@@ -55,26 +58,38 @@ class Ddp(Engine):
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
     def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
-        """Also notice which forward DDP takes for one whose backward it reduces."""
-        seen = self._wrapper.register_forward_pre_hook(Hook(self._see))
-        return Both(super().before_step(optimizer, run, again), seen)
+        """Also notice which backward DDP reduces."""
+        begins = self._wrapper.register_forward_pre_hook(Hook(self._begin_forward))
+        ends = self._wrapper.register_forward_hook(Hook(self._end_forward))
+        return Both(super().before_step(optimizer, run, again), Both(begins, ends))
 
     def unreduced(self) -> str:
         """After a forward and backward inside ``no_sync()``, as local SGD steps: each rank has its own gradients."""
         if self._reduces:
             return ""
         return (
-            f"the last forward ran inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has gradients of "
-            "its own, which nobody reduced, and there is none that rules could act on alike. Run the last micro-batch "
-            "of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, or remove() "
-            "the attachment"
+            f"the last backward was of a forward inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has "
+            "gradients of its own, which nobody reduced, and there is none that rules could act on alike. Run the last "
+            "micro-batch of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, "
+            "or remove() the attachment"
         )
 
-    def _see(self, module: nn.Module, args: Any) -> None:
-        # DDP asks the same in its forward, and prepares its reducer or does not; what runs without gradients does not
-        # count.
-        if torch.is_grad_enabled():
-            self._reduces = bool(self._wrapper.require_backward_grad_sync)
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        # DDP asks the same in its forward, and prepares its reducer or does not.
+        self._prepares = bool(self._wrapper.require_backward_grad_sync)
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The backward counts, not the forward: a rank may compute a metric inside no_sync(), without a backward.
+        if not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        if not found:  # in an object that DDP does not look into either
+            self._reduces = self._prepares
+        for tensor in found:
+            tensor.register_hook(functools.partial(self._begin_backward, self._prepares))
+
+    def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
+        self._reduces = reduces
 
     def check(self) -> None:
         """Also raise AttachError where DDP does not reduce a gradient, and under ``join()``.

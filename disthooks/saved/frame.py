@@ -322,6 +322,7 @@ class Frame:
     @uncompiled(BREAK)
     def _call(self, tensor: torch.Tensor) -> Kept | Called:
         """Pack by the user's own function, under torch's contract."""
+        self._sequence = sequence_number()
         if _nbytes(tensor) < self._at_least:
             return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
         begin = time.perf_counter()

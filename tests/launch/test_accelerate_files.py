@@ -44,17 +44,27 @@ ITSELF = """    from disthooks.integrations.accelerate import prepare
     args.run"""
 
 
-@pytest.mark.parametrize("how", ["-m disthooks.run --hooks launch/hooks.yaml", ""])
-def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path, how: str) -> None:
+UNCHANGED = "-m disthooks.run --hooks launch/hooks.yaml"
+
+
+@pytest.mark.parametrize(("how", "strict"), [(UNCHANGED, False), (UNCHANGED, True), ("", False)])
+def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path, how: str, strict: bool) -> None:
     """MULTI_GPU with ``use_cpu: true`` wraps nothing: each process would train by itself, and say that all is well."""
     pytest.importorskip("accelerate")
     with folder(tmp_path) as made:
         file = tmp_path / "launch" / "accelerate" / "ddp.yaml"
         file.write_text(file.read_text().replace("use_cpu: false", "use_cpu: true").replace("bf16", "'no'"))
         script = tmp_path / "launch" / "train_accelerate.py"
+        if strict:
+            hooks = tmp_path / "launch" / "hooks.yaml"
+            hooks.write_text(f"strict: true\n{hooks.read_text()}")
         if not how:
             script.write_text(script.read_text().replace("    args.run", ITSELF, 1))
         done = made.run(f"accelerate launch --config_file {file} {how} {script}")
-        assert done.code != 0
         assert "ACCELERATE_USE_CPU=true" in done.output
+        if how and not strict:
+            assert done.code == 0  # somebody else's script goes on, and is told
+            assert "is left alone" in done.output
+            return
+        assert done.code != 0
         assert not (tmp_path / "runs" / "example" / "losses.jsonl").exists(), "before its first step"

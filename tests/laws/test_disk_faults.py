@@ -266,6 +266,20 @@ def test_a_flipped_bit(at: int, direct: Any, tmp_path: pathlib.Path) -> None:
     os.close(fd)
 
 
+def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: pathlib.Path) -> None:
+    theirs = os.open(os.devnull, os.O_RDONLY)
+    os.close(theirs)
+    store = dh.OnDisk(tmp_path)
+    x = torch.rand(50_000)
+    ticket = store.put(x)
+    store.wait()
+    assert store._mover.arenas[0].fileno() >= 512
+    with contextlib.suppress(OSError):
+        os.close(theirs)  # a second time
+    assert torch.equal(store.get(ticket), x)
+    store.drop(ticket)
+
+
 def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path) -> None:
     store, model = dh.OnDisk(tmp_path, checksum=True), torch.nn.Sequential(torch.nn.Linear(8, 5000), torch.nn.Sigmoid())
     with dh.save_activations(model, "1", store):

@@ -103,7 +103,8 @@ def test_advice_is_about_what_went_to_a_disk(tmp_path: pathlib.Path) -> None:
         x.exp().sum().backward()
     with dh.saving(dh.OnCpu()) as in_place:
         (x.exp() + x[0, :2].exp().sum()).sum().backward()
-    assert functions.report().advice() == in_place.report().advice() == []
+    assert functions.report().advice() == []
+    assert not any("worth moving" in advice for advice in in_place.report().advice())
     with dh.saving(ALL, dh.OnDisk(tmp_path, in_flight=0)) as small:
         y = x.exp().sin().cos().sum()
     y.backward()

@@ -272,7 +272,7 @@ def test_a_pack_that_raises_holds_nothing() -> None:
 def test_a_smaller_try_after_a_full_store(tmp_path: pathlib.Path) -> None:
     """What a dead graph left pending is not tried again for ever."""
     big, small = torch.randn(64, 64, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path, 1000))):
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path, 10_000))):
         with pytest.raises(dh.errors.StoreError):
             big.exp().sin()
         y = small.exp().sin().sum()

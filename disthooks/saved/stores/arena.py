@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import fcntl
 import functools
 import itertools
 import mmap
@@ -88,6 +89,7 @@ class Arena:
                     self._fd = os.dup(file.fileno())
             except OSError as error:
                 raise self.error("no file can be made", error, None) from error
+        self._fd = _high(self._fd)
         self.measured: Bandwidth | None = None
         self._end = self._size = 0
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)
@@ -304,6 +306,22 @@ class Arena:
 
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
+_FIRST = 512
+
+
+def _high(fd: int) -> int:
+    """The file of ``fd`` under a descriptor of 512 or more; ``fd`` itself where the process may have none so high.
+
+    The system gives the lowest number that is free. Code that closes a descriptor twice closes whatever got its number
+    meanwhile. On a busy machine with gloo the file of an arena was found closed ("Bad file descriptor") two times, and
+    nothing in disthooks closes it. So the file has a number that other code is not given.
+    """
+    try:
+        high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+    except OSError:
+        return fd
+    os.close(fd)
+    return high
 
 
 @functools.cache
