@@ -27,7 +27,7 @@ _UNIONS: Mapping[Any, str] = {
 }
 
 
-# What is written where a mapping or a list stands in the place of the other one.
+# The advice where the file has a mapping and a list is needed, or the other way round.
 _SHAPES: Mapping[Path, str] = {
     ("save",): "a list of entries is needed: write '- ' in front of the first key of each, '- modules: ...'",
     ("watch",): "a mapping is needed: write its keys without '- '",

@@ -35,13 +35,13 @@ class Watchers(Attachment):
         self.replicas: ReplicaReport | None = None
         self._steps, self._differed = 0, 0
         if self.blamed is not None:
-            # What is attached to the model keeps this object, and nothing else needs to.
+            # The hooks on the model keep this object alive, and nothing else needs to.
             self.blamed.on_remove(self._tell_last)
             self.on_remove(self.blamed.remove)
         self._told = False
 
     def numbers(self) -> Mapping[str, Any]:
-        """What is logged of the last comparison."""
+        """The numbers of the last comparison, for the log."""
         found = self.replicas
         return {"replicas/compared": found.compared, "replicas/differ": len(found.differs)} if found else {}
 
@@ -102,7 +102,7 @@ class Watchers(Attachment):
 
 
 def nonfinite_line(record: Mapping[str, Any]) -> str:
-    """What is said of the first step whose gradients are not finite.
+    """The message about the first step whose gradients are not finite.
 
     >>> nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": 1}], "skipped": 1.0})
     'WARNING: step 7: gradients are not finite, of 1 parameter: w (rank 1); the step was skipped'

@@ -15,7 +15,7 @@ from torch import nn
 # hide the gradients and make the step all the same is not enough. Of 129 optimizers (torch, pytorch-optimizer,
 # schedulefree, prodigyopt, muon) 103 then change state of their own (group["step"], schedulefree's k), four raise, and
 # one takes a missing gradient for zeros and moves the weights.
-# What is not to be called must be known on the host. The fused optimizers of torch are told on the device, as by a
+# Whether to call an optimizer must be known on the host. The fused optimizers of torch are told on the device, as by a
 # GradScaler: their kernels leave weights and states as they are. That is so only once the states exist: the first step
 # makes them, whatever it is told.
 # Single parameters that are to rest (Freeze) are taken out of the parameter groups for the step, so the optimizer has
@@ -99,7 +99,7 @@ class Witness:
 
 
 class _Undone:
-    """What is to be put back when a step is over."""
+    """The changes that are undone when a step is over."""
 
     def __init__(self) -> None:
         self.resting: list[tuple[nn.Parameter, torch.Tensor | None]] = []

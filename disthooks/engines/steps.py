@@ -35,7 +35,7 @@ Again = Literal["refuse", "first", "each"]
 
 
 class Before(NamedTuple):
-    """What is run before a step, and what of it when a closure is called again in the step."""
+    """A function that runs before a step, and what to do with it when the step calls a closure again."""
 
     run: BeforeStep
     again: Again = "refuse"

@@ -27,7 +27,7 @@ UNCAPTURED = (
 
 
 class Looks(NamedTuple):
-    """What is looked at.
+    """The gradients that the hooks look at, and when.
 
     Attributes:
         logged: in a step that is logged.

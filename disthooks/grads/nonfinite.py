@@ -17,7 +17,7 @@ _MOST = 10  # parameters that a record names
 
 
 class Told(NamedTuple):
-    """What is to be said of one step.
+    """The message about one step.
 
     Attributes:
         step: which.

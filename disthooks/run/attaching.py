@@ -93,7 +93,7 @@ class Watched:
 
     @property
     def gradients(self) -> Gradients | None:
-        """What is attached, while the model lives."""
+        """The attachment, while the model lives."""
         return self._alive()
 
     @property

@@ -213,7 +213,7 @@ class Session:
             )
 
     def _watching(self, optimizer: Any) -> Gradients | None:
-        """What is attached to ``optimizer``, or to what it wraps."""
+        """The attachment to ``optimizer``, or to the optimizer inside it."""
         inner = getattr(optimizer, "optimizer", optimizer)
         found = (watched.gradients for part in self._parts for watched in part.watched)
         return next((one for one in found if one is not None and one.optimizer is inner), None)

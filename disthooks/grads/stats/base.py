@@ -57,7 +57,7 @@ class Stat:
         raise NotImplementedError
 
     def always(self) -> tuple[Measure, ...]:
-        """What is measured in every step, logged or not; part of :meth:`measures`."""
+        """The measures of every step, logged or not; a part of :meth:`measures`."""
         return ()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
