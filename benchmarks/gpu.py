@@ -179,8 +179,8 @@ def main() -> None:
     """Measure, print, write, draw."""
     options = _options()
     if options.device == "sim":
-        sys.path.append(str(HERE.parent / "tests" / "device"))
-        import simulated
+        sys.path.append(str(HERE.parent))
+        from tests.support.sim import simulated
 
         simulated.load()
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,24 +11,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent / folder) for folder in ("ranks", "laws", "device")]
-
-import simulated  # noqa: E402
-from harness import Ranks  # noqa: E402
-
-import disthooks as dh  # noqa: E402
+import disthooks as dh
+from tests.support.ranks.harness import Ranks
+from tests.support.sim import simulated
 
 # A shell starts a background job with SIGINT ignored, and the processes that tests start would inherit that: Ctrl-C
 # would reach none of them. Python installs its own handler only when SIGINT is not ignored, so it is installed here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The models of the tests are small: what they save has to go to disk all the same (harness.py has the same line).
+# The models of the tests are small: what they save has to go to disk all the same (the harness of ranks does so too).
 dh.OnDisk.worth = 4096
 
 
-#: They read the command line when they are imported: no modules to look for examples in.
-collect_ignore_glob = ["launch/scripts/*"]
+#: Helpers and scripts, without tests or examples; some read the command line when they are imported.
+collect_ignore = ["support"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -53,7 +49,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """An accelerator: CUDA where there is one, otherwise the simulated one (tests/device/simulated.py)."""
+    """An accelerator: CUDA where there is one, otherwise the simulated one (tests/support/sim/simulated.py)."""
     if torch.cuda.is_available():
         yield torch.device("cuda", 0)
         return
@@ -77,6 +73,6 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def four() -> Ranks:
     """Four of them, which start when they are first called and then stay up too."""
-    from proof import FOUR
+    from tests.support.ranks.proof import FOUR
 
     return FOUR

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from models import Tiny, step, tokens
 from typer.testing import CliRunner
 
 import disthooks as dh
@@ -28,10 +27,12 @@ from disthooks.cli import explain as explain_command
 from disthooks.cli import machine, speeds
 from disthooks.cli.app import app
 from disthooks.cli.problems import problems
+from tests.support.models import Tiny, step, tokens
 
-HERE = pathlib.Path(__file__).parent
-BUILT = str(HERE / "built.py")
-ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "laws")))}
+ROOT = pathlib.Path(__file__).parents[1]
+JOBS = ROOT / "tests" / "support" / "jobs"
+BUILT = str(JOBS / "built.py")
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{JOBS}"}
 MIB = 1 << 20
 
 #: Every command and its parameters; settings belong into the YAML file, not here.
@@ -48,7 +49,7 @@ FROZEN = {
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules beside the tests can be imported, and nobody's launcher is told of."""
-    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(JOBS), *sys.path])
     for name in machine.environment():
         monkeypatch.delenv(name)
 
@@ -131,7 +132,7 @@ def test_completion_knows_the_commands() -> None:
 
 def test_the_extra_of_the_command_line_reads_yaml() -> None:
     extras = configparser.ConfigParser()
-    extras.read(HERE.parent / "setup.cfg")
+    extras.read(ROOT / "setup.cfg")
     wanted = extras["options.extras_require"]
     assert "disthooks[config]" in wanted["cli"].split()
     assert {line.partition(">")[0] for line in wanted["config"].split()} == {"pydantic", "pyyaml"}
@@ -419,7 +420,7 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
 
 
 def test_explain_does_not_count_weights() -> None:
-    import built
+    from tests.support.jobs import built
 
     rows = explain_command.saved_by(*built.small())
     assert [(row.name, row.own, row.whole) for row in rows] == [
@@ -743,7 +744,7 @@ def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: py
 
 
 def test_docs_have_every_key() -> None:
-    page = (HERE.parent / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "cli.md").read_text()
     for keys in KEYS.values():
         assert [key for key in keys.split() if f"`{key}`" not in page] == []
     for name in FROZEN:

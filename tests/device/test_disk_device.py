@@ -12,16 +12,16 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import simulated
 import torch
-from faulty import soon
-from models import CASES, build, identical, step
-from moving import Gate, Nth, write
 
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import carrier, mover
 from disthooks.saved.stores.transfer import link_of
+from tests.support.models import CASES, build, identical, step
+from tests.support.sim import simulated
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import Gate, Nth, write
 
 ALL = dh.AtLeast(0)
 
@@ -254,7 +254,7 @@ def test_dropped_while_it_is_copied(tmp_path: pathlib.Path, device: torch.device
 KILLED = """
 import sys, torch
 sys.path[:0] = sys.argv[2:]
-import simulated
+from tests.support.sim import simulated
 if not torch.cuda.is_available():
     simulated.load()
 import disthooks as dh
@@ -297,9 +297,8 @@ def test_what_was_dropped_counts_until_it_is_copied(tmp_path: pathlib.Path, devi
 
 
 def test_sigkill_leaves_nothing(tmp_path: pathlib.Path, device: torch.device) -> None:
-    paths = [str(pathlib.Path(simulated.__file__).parent), *sys.path]
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path), *paths],
+        [sys.executable, "-c", KILLED, str(tmp_path), *sys.path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -11,14 +11,13 @@ import pathlib
 import pickle
 import sys
 
-import kvikio_like
 import pytest
-import simulated
 import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores import gpu_direct
+from tests.support.sim import kvikio_like, simulated
 
 ALL = dh.AtLeast(0)
 

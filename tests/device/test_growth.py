@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable
 
 import pytest
-import simulated
 import torch
-from models import Tiny, tokens
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.saved.inplace import Saving
 from disthooks.saved.stores.pinned import pool_of
+from tests.support.models import Tiny, tokens
+from tests.support.sim import simulated
 
 EARLY = 24
 STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 500  # on a GPU

@@ -10,12 +10,7 @@ import types
 import warnings
 
 import pytest
-import simulated
 import torch
-from carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
-from faulty import soon
-from models import CASES, build, identical
-from models import step as train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
@@ -23,6 +18,11 @@ from disthooks.errors import StoreError
 from disthooks.saved.stores import courier as couriers
 from disthooks.saved.stores import pinned, transfer
 from disthooks.saved.stores.lane import Lane
+from tests.support.models import CASES, build, identical
+from tests.support.models import step as train
+from tests.support.sim import simulated
+from tests.support.sim.carried import chain, every, given, gradient, is_clean, no_waits, only_simulated, step, tier
+from tests.support.stores.faulty import soon
 
 MiB = 1 << 20
 

@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable
 
 import pytest
-import simulated
 import torch
-from carried import every, is_clean, tier
-from faulty import soon
 
 import disthooks as dh
+from tests.support.sim import simulated
+from tests.support.sim.carried import every, is_clean, tier
+from tests.support.stores.faulty import soon
 
 STEPS = 2000 if os.environ.get("DISTHOOKS_FULL") else 250
 IN_FLIGHT = ("512 MiB", "200 KiB", "60 KiB", 0)

@@ -158,7 +158,7 @@ def test_each_step_drops_while_the_host_runs_ahead(run: object, device: torch.de
 
 @pytest.mark.usefixtures("ahead")
 def test_the_host_waits_in_the_first_step_alone(device: torch.device) -> None:
-    import simulated
+    from tests.support.sim import simulated
 
     torch.manual_seed(0)
     model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
@@ -190,7 +190,7 @@ class Changed(nn.Module):
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("when", ["in the backward of that step", "in the next forward", "in both"])
 def test_a_place_that_is_not_right_any_more_raises_once_the_device_says_so(when: str, device: torch.device) -> None:
-    import simulated
+    from tests.support.sim import simulated
 
     model, x = Changed(), torch.randn(64, 64).to(device).requires_grad_()
     saving = dh.save_activations(model, "", _line())

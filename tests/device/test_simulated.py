@@ -8,10 +8,10 @@ import sys
 import threading
 
 import pytest
-import simulated
 import torch
 
 from disthooks._device import event_on
+from tests.support.sim import simulated
 
 N = 4096
 
@@ -247,8 +247,9 @@ ENDS = {
 def test_a_process_ends_cleanly(sim: torch.device, how: str, tmp_path: pathlib.Path) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(pathlib.Path(simulated.__file__).parent)!r})
-import simulated, torch
+sys.path.insert(0, {str(pathlib.Path(simulated.__file__).parents[3])!r})
+import torch
+from tests.support.sim import simulated
 simulated.load()
 simulated.delays(5e-3)
 side = torch.Stream("sim")

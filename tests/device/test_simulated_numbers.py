@@ -6,14 +6,14 @@ import contextlib
 import copy
 
 import pytest
-import simulated
 import torch
-from models import build, identical, step
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
+from tests.support.models import build, identical, step
+from tests.support.sim import simulated
 
 
 @pytest.fixture

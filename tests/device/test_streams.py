@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 
 import pytest
-import simulated
 import torch
-from carried import chain, every, given, gradient, is_clean, only_simulated, tier
 
 import disthooks as dh
 from disthooks import _device
 from disthooks._device import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
 from disthooks.saved.stores import parcel
+from tests.support.sim import simulated
+from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
 
 N = 50_000
 TIME = 0.05  # seconds in which what does not wait would be done

@@ -7,14 +7,14 @@ import gc
 import pathlib
 
 import pytest
-import simulated
 import torch
-from faulty import soon
-from models import CASES, build, identical, step
 
 import disthooks as dh
 from disthooks._device import on
 from disthooks.saved.stores.tiers import Tiered
+from tests.support.models import CASES, build, identical, step
+from tests.support.sim import simulated
+from tests.support.stores.faulty import soon
 
 ALL = dh.AtLeast(0)
 

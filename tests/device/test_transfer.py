@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-import simulated
 import torch
-from carried import only_simulated
 
 from disthooks._device import current_stream, event_on, new_stream, on
 from disthooks.saved.stores import transfer
 from disthooks.saved.stores.transfer import Link, Rate
+from tests.support.sim import simulated
+from tests.support.sim.carried import only_simulated
 
 N = 4096
 TIME = 0.02  # seconds in which what does not wait would be done

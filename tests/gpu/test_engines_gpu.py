@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from models import Tiny
-from proof import FEW, FEW_GOOD, prove, trainer
-from switch import KIND, repeatable
-from test_truth import PLANS
 from torch import nn
-from trained import close
-from truth import run
+
+from tests.ranks.test_truth import PLANS
+from tests.support.engines import close
+from tests.support.models import Tiny
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import FEW, FEW_GOOD, prove, trainer
+from tests.support.ranks.truth import run
+from tests.support.switch import KIND, repeatable
 
 DEVICES = torch.cuda.device_count() if KIND == "cuda" else 2
 SITUATIONS = ["step", "no_sync", "tied", "groups"]
@@ -55,7 +56,7 @@ def _engine(model: nn.Module, name: str) -> nn.Module:
     if name == "ddp":
         return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.05)
     if name == "fsdp1":
-        from trained import flat
+        from tests.support.engines import flat
 
         return flat(model, "fsdp1", ("blocks.0", "blocks.1"))
     for block in model.blocks:

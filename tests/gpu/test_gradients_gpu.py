@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from trained import close, grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import close, grads_of, loss_of, make
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 import torch
-from models import Tiny, identical, step, stores, tokens
-from switch import repeatable
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Tiny, identical, step, stores, tokens
+from tests.support.switch import repeatable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import CASES, build, identical, step, stores
-from switch import repeatable
 
 import disthooks as dh
+from tests.support.models import CASES, build, identical, step, stores
+from tests.support.switch import repeatable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

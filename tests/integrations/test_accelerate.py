@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import ENGINES, LIMIT, accelerator, llama, step, told, weights
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, ConfigError, UsageError
+from tests.support.accelerated import ENGINES, LIMIT, accelerator, llama, step, told, weights
+from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from models import Tiny, tokens
 
 import disthooks as dh
+from tests.support.models import Tiny, tokens
+from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

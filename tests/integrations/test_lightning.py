@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, ConfigError, UsageError
 from disthooks.saved.classes import site_of
+from tests.support.ranks.harness import Ranks
 
 L = pytest.importorskip("lightning")
 pytestmark = pytest.mark.dist
 
 from lightning.pytorch.utilities import grad_norm  # noqa: E402
-from lit import NORMS, SAVE, Lit, batches, fit, strategy_of  # noqa: E402
 
 from disthooks.integrations.lightning import DisthooksCallback  # noqa: E402
+from tests.support.lit import NORMS, SAVE, Lit, batches, fit, strategy_of  # noqa: E402
 
 HOOKS = {"save": SAVE, "watch": NORMS}
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from models import Tiny, tokens
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Tiny, tokens
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -17,17 +17,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="Ray takes half a minute to start: DISTHOOKS_FULL=1"),
 ]
-HERE = pathlib.Path(__file__).parent  # functions travel by name: workers must be able to import this file
-PATHS = [str(HERE), str(HERE.parent / "laws"), str(HERE.parent.parent)]
+ROOT = str(pathlib.Path(__file__).parents[2])  # functions travel by name: workers must be able to import this file
 
 
 def _worker(config: dict[str, Any]) -> None:
     """With and without what DISTHOOKS_CONFIG names; then one worker with a configuration that is wrong."""
     import ray.train.torch
-    from models import Tiny, tokens
 
     import disthooks as dh
     from disthooks.errors import UsageError
+    from tests.support.models import Tiny, tokens
 
     rank = ray.train.get_context().get_world_rank()
 
@@ -70,7 +69,7 @@ def test_torch_trainer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         "watch": {"every": 1, "stats": [{"kind": "Norm"}]},
     }
     (tmp_path / "hooks.yaml").write_text(json.dumps(hooks))
-    variables = {"DISTHOOKS_CONFIG": str(tmp_path / "hooks.yaml"), "PYTHONPATH": os.pathsep.join(PATHS)}
+    variables = {"DISTHOOKS_CONFIG": str(tmp_path / "hooks.yaml"), "PYTHONPATH": ROOT}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, runtime_env={"env_vars": variables})
     try:
         TorchTrainer(

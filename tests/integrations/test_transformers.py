@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerated import llama, surroundings, tokens
-from harness import Ranks
 
 import disthooks as dh
 from disthooks.errors import MatchError, UsageError
+from tests.support.accelerated import llama, surroundings, tokens
+from tests.support.ranks.harness import Ranks
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")

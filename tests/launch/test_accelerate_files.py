@@ -10,7 +10,8 @@ import os
 import pathlib
 
 import pytest
-from folder import as_the_truth, command, folder
+
+from tests.support.jobs.folder import as_the_truth, command, folder
 
 pytestmark = pytest.mark.dist
 FULL = pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="DISTHOOKS_FULL is not set")

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from folder import ROOT, as_the_truth, commands, folder, free_port
+
+from tests.support.jobs.folder import ROOT, as_the_truth, commands, folder, free_port
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]

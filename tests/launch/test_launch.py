@@ -12,13 +12,13 @@ import time
 
 import pytest
 import yaml
-from started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
 from disthooks.errors import UsageError
 from disthooks.launching import line, story
 from disthooks.launching.section import split
 from disthooks.run.command import Command
 from disthooks.run.main import configuration
+from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
 pytestmark = pytest.mark.dist
 FAILS = SCRIPTS / "fails.py"

@@ -8,7 +8,8 @@ import pathlib
 import subprocess
 
 import pytest
-from folder import as_the_truth, command, folder
+
+from tests.support.jobs.folder import as_the_truth, command, folder
 
 pytestmark = pytest.mark.dist
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from folder import Folder, as_the_truth, close, command, folder, truth
+
+from tests.support.jobs.folder import Folder, as_the_truth, close, command, folder, truth
 
 pytestmark = pytest.mark.dist
 _numbers = itertools.count()

@@ -11,7 +11,8 @@ import runpy
 import sys
 
 import pytest
-from started import LAUNCH, RUN, SCRIPTS, TORCHRUN, Job, job
+
+from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, TORCHRUN, Job, job
 
 pytestmark = pytest.mark.dist
 TRAIN = SCRIPTS / "train.py"
@@ -126,7 +127,7 @@ def test_launch_accelerate_with_a_section(
     (tmp_path / "mine.yaml").write_text(ACCELERATE.replace("HOOKS", section))
     command = [*LAUNCH, "--config_file", "mine.yaml", "-m", "train", "--engine", "accelerate", "-m", "z"]
     (tmp_path / "tmp").mkdir()
-    paths = {"PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SCRIPTS.parents[2]}", "TMPDIR": str(tmp_path / "tmp")}
+    paths = {"PYTHONPATH": f"{SCRIPTS}{os.pathsep}{ROOT}", "TMPDIR": str(tmp_path / "tmp")}
     done = job(command, tmp_path, ACCELERATE_USE_CPU="true", **paths)
     proven(done, truth, alone, ranks=2)
     assert done.lines()[0]["argv"] == [str(TRAIN), "--engine", "accelerate", "-m", "z"]

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from started import RUN, job
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, MatchError, UsageError
 from disthooks.launching import story
 from disthooks.run.session import Session
+from tests.support.jobs.started import RUN, job
 
 HOOKS = """
 save: [{modules: "body", store: {kind: OnDisk, directory: FOLDER}}]

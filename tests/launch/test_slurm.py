@@ -12,7 +12,8 @@ import signal
 import time
 
 import pytest
-from folder import Folder, as_the_truth, command, folder
+
+from tests.support.jobs.folder import Folder, as_the_truth, command, folder
 
 STAND_INS = {
     "sbatch": """

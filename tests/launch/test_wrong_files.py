@@ -15,11 +15,11 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from wrong import ON_THE_FIRST, ON_THE_SECOND, WRONG, Wrong
 
 from disthooks.config.jsonschema import FILE
+from tests.support.jobs.wrong import ON_THE_FIRST, ON_THE_SECOND, WRONG, Wrong
 
-HERE = pathlib.Path(__file__).parent
+JOBS = pathlib.Path(__file__).parents[1] / "support" / "jobs"
 CLASSES = "class Raises:\n    def __init__(self): raise RuntimeError('not today')\n    def __call__(self, *a): pass\n"
 pytestmark = pytest.mark.dist
 Outcome = list[tuple[int, str]]
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module")
 def fork(folder: pathlib.Path) -> Iterator[Callable[..., Outcome]]:
     """Two ranks, forked from one process that has imported torch: what each wrote, and its exit code."""
-    call = [sys.executable, str(HERE / "wrong_ranks.py")]
+    call = [sys.executable, str(JOBS / "wrong_ranks.py")]
     known = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "DISTHOOKS_CONFIG")
     }
@@ -180,6 +180,6 @@ def _torchrun(folder: pathlib.Path, name: str) -> tuple[int, str]:
     (folder / name).mkdir()
     file = _write(folder / name, WRONG[name])
     call = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    call += [str(HERE / "wrong_ranks.py"), file]
+    call += [str(JOBS / "wrong_ranks.py"), file]
     done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False)
     return done.returncode, done.stderr

@@ -1,16 +1,11 @@
-"""The laws on another device than the CPU: see switch.py."""
+"""The laws on another device than the CPU: see tests/support/switch.py."""
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-import switch
-from switch import on_device  # noqa: F401
+from tests.support import switch
+from tests.support.switch import on_device  # noqa: F401
 
 switch.load()
 

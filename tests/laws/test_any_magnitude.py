@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import whole
 
 import disthooks as dh
 from disthooks import stats
@@ -17,6 +15,8 @@ from disthooks.engines.base import Engine
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures.base import Local, Seen
 from disthooks.grads.measures.power import Power, norm_label
+from tests.support.engines import whole
+from tests.support.ranks.harness import Ranks
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, 8.0, 16.0]
 SIZES = [1e-38, 1e-30, 1e-20, 1e-6, 1.0, 300.0, 5e18, 1e30, 1e37]

@@ -12,12 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import AsAsked, Watch, fail, full, interrupt, left, line, no_collector, soon, suppressed  # noqa: F401
 from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
+from tests.support.stores.faulty import (  # noqa: F401
+    AsAsked,
+    Watch,
+    fail,
+    full,
+    interrupt,
+    left,
+    line,
+    no_collector,
+    soon,
+    suppressed,
+)
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

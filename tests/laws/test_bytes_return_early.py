@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import AsAsked, Watch, left, line, no_collector, suppressed  # noqa: F401
 from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from tests.support.stores.faulty import AsAsked, Watch, left, line, no_collector, suppressed  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Block, identical
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import disthooks as dh
+from tests.support.models import Block, identical
 
 
 def _everything(folder: pathlib.Path) -> dh.saving:

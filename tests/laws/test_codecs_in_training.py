@@ -12,12 +12,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from models import CASES, build, identical, step
 from torch import nn
 
 import disthooks as dh
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import InStore
+from tests.support.models import CASES, build, identical, step
 
 ALL = dh.AtLeast(0)
 HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from models import identical, tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
+from tests.support.models import identical, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Block, Recurrent, Tiny, identical, step, tokens
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Block, Recurrent, Tiny, identical, step, tokens
 
 
 def _everything(folder: pathlib.Path) -> dh.saving:

@@ -9,18 +9,18 @@ import time
 
 import pytest
 import torch
-from faulty import soon
-from moving import alone, clean, movers, one_thread, pipe, right, script, shut  # noqa: F401
 
 import disthooks as dh
 from disthooks.saved.stores import carrier as moved
 from disthooks.saved.stores import crew
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import alone, clean, movers, one_thread, pipe, right, script, shut  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTERRUPTED = """
 import contextlib, random, signal, sys, time, torch, disthooks as dh
-from moving import one_thread, chain, clean, pipe, right
+from tests.support.stores.moving import one_thread, chain, clean, pipe, right
 lost = []
 sys.unraisablehook = lambda _: lost.append(1)  # Ctrl-C inside a destructor, which may not have counted its bytes
 random.seed(int(sys.argv[2]))
@@ -63,7 +63,7 @@ def test_interrupts_at_any_moment(in_flight: str, tmp_path: pathlib.Path) -> Non
 KILLED = """
 import os, sys, time, torch, disthooks as dh
 if sys.argv[2] == "named": del os.O_TMPFILE  # tempfile then makes a file and unlinks it
-from moving import one_thread, slow, write, chain, pipe
+from tests.support.stores.moving import one_thread, slow, write, chain, pipe
 import tempfile
 if sys.argv[2] == "named": tempfile._O_TMPFILE_WORKS = False
 store = dh.OnDisk(sys.argv[1])

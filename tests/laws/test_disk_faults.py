@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import no_collector, soon  # noqa: F401
-from moving import (  # noqa: F401  # noqa: F401
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores import carrier as moved
+from tests.support.stores.faulty import no_collector, soon  # noqa: F401
+from tests.support.stores.moving import (  # noqa: F401  # noqa: F401
     Gate,
     Nth,
     alone,
@@ -33,10 +37,6 @@ from moving import (  # noqa: F401  # noqa: F401
     truth,
     write,
 )
-
-import disthooks as dh
-from disthooks.errors import StoreError
-from disthooks.saved.stores import carrier as moved
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,8 +92,8 @@ def test_a_disk_full_in_forward(small: pathlib.Path) -> None:
 
 LIMITED = """
 import resource, sys, disthooks as dh
-from test_disk_faults import full_in_forward
-from moving import clean, right
+from tests.laws.test_disk_faults import full_in_forward
+from tests.support.stores.moving import clean, right
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 store = dh.OnDisk(sys.argv[1], in_flight="256 KiB")
 error = full_in_forward(store)

@@ -11,11 +11,24 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moving import Gate, alone, chain, clean, one_thread, pipe, read, right, shut, slow, truth, write  # noqa: F401
 from torch.utils.data import DataLoader, Dataset
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.stores.moving import (  # noqa: F401
+    Gate,
+    alone,
+    chain,
+    clean,
+    one_thread,
+    pipe,
+    read,
+    right,
+    shut,
+    slow,
+    truth,
+    write,
+)
 
 pytestmark = [
     pytest.mark.forks,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from copies import Copies
-from faulty import soon
 
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import mover as moving
 from disthooks.saved.stores.arena import CHUNK
+from tests.support.stores.copies import Copies
+from tests.support.stores.faulty import soon
 
 ALL = dh.AtLeast(0)
 write = os.pwrite

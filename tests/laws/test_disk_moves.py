@@ -10,11 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import soon
-from moving import Gate, alone, chain, clean, one_thread, pipe, read, right, shut, slow, truth, write  # noqa: F401
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import (  # noqa: F401
+    Gate,
+    alone,
+    chain,
+    clean,
+    one_thread,
+    pipe,
+    read,
+    right,
+    shut,
+    slow,
+    truth,
+    write,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from faulty import soon
-from moving import Nth, alone, error_of, movers, one_thread, read, right, slow, step, write  # noqa: F401
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import Nth, alone, error_of, movers, one_thread, read, right, slow, step, write  # noqa: F401
 
 MAIN = threading.main_thread()
 pytestmark = pytest.mark.usefixtures("one_thread")

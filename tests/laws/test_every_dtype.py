@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from copies import Copies
-from faulty import line
 
 import disthooks as dh
+from tests.support.stores.copies import Copies
+from tests.support.stores.faulty import line
 
 QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - QUANTIZED, key=str)

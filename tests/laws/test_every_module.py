@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from database import (
+from torch import nn
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_map_only
+
+import disthooks as dh
+from disthooks.saved.pipeline import Pipeline
+from tests.support.ops import (
     Outcome,
     Tally,
     differentiable,
@@ -22,13 +28,7 @@ from database import (
     some,
     tensors,
 )
-from switch import KIND
-from torch import nn
-from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_map_only
-
-import disthooks as dh
-from disthooks.saved.pipeline import Pipeline
+from tests.support.switch import KIND
 
 
 @dataclasses.dataclass

@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from database import (
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_map_only
+
+import disthooks as dh
+from tests.support.ops import (
     COPYING,
     Outcome,
     Tally,
@@ -23,11 +27,7 @@ from database import (
     some,
     tensors,
 )
-from switch import KIND
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_map_only
-
-import disthooks as dh
+from tests.support.switch import KIND
 
 GELSY = "torch gives LAPACK's gelsy pivots from memory that nobody wrote (pytorch#187411); no gradient uses the result"
 #: Operators whose outputs, hooks or not, may be rounded otherwise at every call. Their gradients are compared by bits.

@@ -7,11 +7,11 @@ import pathlib
 
 import pytest
 import torch
-from models import CASES, build, identical, step, stores
-from switch import KIND
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import CASES, build, identical, step, stores
+from tests.support.switch import KIND
 
 KINDS = list(stores("/tmp"))
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from faulty import soon
 from torch import nn
 
 import disthooks as dh
 from disthooks.saved.stores.buffers import Buffers
 from disthooks.saved.stores.prefetch import Stream
+from tests.support.stores.faulty import soon
 
 ALL = dh.AtLeast(0)
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models import Tiny, tokens
 
 import disthooks as dh
+from tests.support.models import Tiny, tokens
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import soon
 
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError
 from disthooks.saved.stores.disk import OnDisk
+from tests.support.stores.faulty import soon
 
 ALL = dh.AtLeast(0)
 MIB = 1 << 20

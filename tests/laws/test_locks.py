@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import identical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from watched import Orders, orders  # noqa: F401
 
 import disthooks as dh
 from disthooks import _forks, _locks
 from disthooks._locks import Order
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.traffic import StoreReport
+from tests.support.locks import Orders, orders  # noqa: F401
+from tests.support.models import identical
 
 ALL = dh.AtLeast(0)
 LIMIT = 60.0  # seconds, for what takes milliseconds unless it hangs

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from copies import Copies
-from models import Block, Conv, Recurrent, Tiny, identical
-from replicas import replicate
 from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from tests.support.models import Block, Conv, Recurrent, Tiny, identical
+from tests.support.replicas import replicate
+from tests.support.stores.copies import Copies
 
 FULL = bool(os.environ.get("DISTHOOKS_FULL"))
 

@@ -9,10 +9,10 @@ import pickle
 
 import pytest
 import torch
-from models import Block, Tiny, identical, step, tokens
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Block, Tiny, identical, step, tokens
 
 
 def _shape(model: nn.Module) -> tuple:

@@ -10,10 +10,10 @@ import sys
 
 import pytest
 import torch
-from models import Tiny, identical, step, tokens
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.models import Tiny, identical, step, tokens
 
 
 def test_exotic_tensors_are_kept_and_counted(tmp_path: pathlib.Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import Net, loss_of, make, sharded
 
 import disthooks as dh
 from disthooks.errors import AttachError, MatchError, UsageError
+from tests.support.engines import Net, loss_of, make, sharded
+from tests.support.ranks.harness import Ranks
 
 
 def attach(**options: Any) -> Any:

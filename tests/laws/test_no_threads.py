@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import identical
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
+from tests.support.models import identical
 
 ALL = dh.AtLeast(0)
 X = torch.linspace(-1, 1, 16 * 64).view(16, 64)

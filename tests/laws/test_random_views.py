@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Callable
 
 import pytest
-from copies import Copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import Machine, Step
 
 import disthooks as dh
+from tests.support.programs import Machine, Step
+from tests.support.stores.copies import Copies
 
 STORES: dict[str, Callable[[object], object]] = {
     "disk, every tensor": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),

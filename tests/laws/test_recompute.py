@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from models import build, identical, step
 from torch import nn
 
 import disthooks as dh
 from disthooks.saved.recompute import formulas
 from disthooks.saved.recompute.formulas import Call
+from tests.support.models import build, identical, step
 
 ALL = dh.AtLeast(0)
 STORES: dict[str, Callable[[object], object]] = {"disk": dh.OnDisk, "cpu": lambda _: dh.OnCpu()}

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from replicas import replicate
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from tests.support.replicas import replicate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 

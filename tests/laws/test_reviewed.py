@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from models import identical
 from torch import nn
 
 import disthooks as dh
 from disthooks._tensors import Layout
 from disthooks.saved.frame import Frame
+from tests.support.models import identical
 
 Run = Callable[[contextlib.AbstractContextManager[object]], list]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import close, grads_of, loss_of, make, whole
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import close, grads_of, loss_of, make, whole
+from tests.support.ranks.harness import Ranks
 
 NAN = math.nan
 
@@ -107,7 +107,7 @@ def test_biases_by_predicate(ranks: Ranks, engine: str) -> None:
 
 
 def _zero_chosen(rank: int, stage: int) -> list[list[str]]:
-    import zero
+    from tests.support import zero
 
     engine = zero.engine_of(stage)
     found = []

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from trained import ENGINES, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 
 import disthooks as dh
+from tests.support.engines import ENGINES, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
+from tests.support.ranks.harness import Ranks
 
 
 def shrink(name: str, grad: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from tests.laws.copies import Copies
+from tests.support.stores.copies import Copies
 
 ALL = dh.AtLeast(0)
 

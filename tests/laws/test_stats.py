@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import ENGINES, close, first_of, grads_of, is_fsdp1, loss_of, make, train
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import ENGINES, close, first_of, grads_of, is_fsdp1, loss_of, make, train
+from tests.support.ranks.harness import Ranks
 
 # A new statistic is proven by one more line.
 STATS: list[Any] = [

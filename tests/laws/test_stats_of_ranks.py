@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import close, grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.grads.measures.base import Local, Seen
 from disthooks.grads.stats.base import Found
+from tests.support.engines import close, grads_of, loss_of, make
+from tests.support.ranks.harness import Ranks
 
 MICRO = 2
 GROUPS = {"mid": "mid.*"}

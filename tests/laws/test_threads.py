@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Tiny, identical, step, tokens
-from replicas import replicate
 from torch import nn
 
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.saved.stores.base import Store
+from tests.support.models import Tiny, identical, step, tokens
+from tests.support.replicas import replicate
 
 
 def _in_threads(functions: list[Callable[[], object]]) -> list[object]:

@@ -11,12 +11,12 @@ import threading
 
 import pytest
 import torch
-from copies import Copies
-from models import Tiny, identical, tokens
 from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
+from tests.support.models import Tiny, identical, tokens
+from tests.support.stores.copies import Copies
 
 ALL = dh.AtLeast(0)
 

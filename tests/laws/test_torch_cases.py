@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import LINES, PAIRS, Pair, ones, run
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from tests.support.stores.pairs import LINES, PAIRS, Pair, ones, run
 
 FREED = "after they have already been freed"
 CHANGED = "modified by an inplace operation"

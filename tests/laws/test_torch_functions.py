@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import PAIRS, Pair, ones
 from torch.autograd.function import once_differentiable
 
 import disthooks as dh
+from tests.support.stores.pairs import PAIRS, Pair, ones
 
 CHANGED = "modified by an inplace operation"
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from pairs import PAIRS, Pair, ones
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks._torch import hooks_allowed
+from tests.support.stores.pairs import PAIRS, Pair, ones
 
 
 @pytest.fixture(params=PAIRS)

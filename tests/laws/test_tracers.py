@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tiny, tokens
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import disthooks as dh
+from tests.support.models import Tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
 from torch import nn
-from trained import ENGINES, all_reduces, loss_of, make
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import ENGINES, all_reduces, loss_of, make
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 EVERYTHING = [

@@ -7,12 +7,12 @@ import pathlib
 
 import pytest
 import torch
-from models import identical
-from replicas import replicate
 from torch import nn
 
 import disthooks as dh
 from disthooks.saved.recast import WeightCopy
+from tests.support.models import identical
+from tests.support.replicas import replicate
 
 
 def _stored(store_folder: pathlib.Path, run: object) -> dh.SavedReport:

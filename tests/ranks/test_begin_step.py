@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import close, gathered, is_fsdp1, loss_of, make, whole
 
 import disthooks as dh
 from disthooks.grads.rules import Rule
 from disthooks.grads.rules.base import Work
+from tests.support.engines import close, gathered, is_fsdp1, loss_of, make, whole
+from tests.support.ranks.harness import Ranks
 
 LR = 0.01
 ENGINES = ["plain", "ddp", "fsdp1", "fsdp1flat", "fsdp2"]

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trained import all_reduces, data, make
 
 import disthooks as dh
+from tests.support.engines import all_reduces, data, make
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
 from disthooks.config.budget import weights_of
 from disthooks.errors import AttachError, ConfigError
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 HOOKS: dict[str, Any] = {

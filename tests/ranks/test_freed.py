@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

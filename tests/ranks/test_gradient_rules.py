@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import ENGINES, close, grads_of, loss_of, make, sharded
 
 import disthooks as dh
 from disthooks.grads.rules import Rule
+from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded
+from tests.support.ranks.harness import Ranks
 
 LOCAL = ["plain", *ENGINES]
 

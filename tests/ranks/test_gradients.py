@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import ENGINES, close, grads_of, loss_of, make, sharded, train
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, train
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -9,13 +9,25 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from trained import close
-from zero import HALVES, Shared, engine_of, kept, loss_of, near, norm, our_all_reduces, step, truth, weights_of
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.find import find
+from tests.support.engines import close
+from tests.support.ranks.harness import Ranks
+from tests.support.zero import (
+    HALVES,
+    Shared,
+    engine_of,
+    kept,
+    loss_of,
+    near,
+    norm,
+    our_all_reduces,
+    step,
+    truth,
+    weights_of,
+)
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

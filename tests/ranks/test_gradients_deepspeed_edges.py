@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
 from torch import nn
-from trained import close
-from zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.find import find
 from disthooks.engines.skip import withhold
 from disthooks.errors import DisthooksError
+from tests.support.engines import close
+from tests.support.ranks.harness import Ranks
+from tests.support.zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trained import Net, close, data, flat, grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.find import find
 from disthooks.errors import AttachError
+from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 MODES = ["fsdp1", "fsdp1flat"]

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankError, Ranks
+
+from tests.support.ranks.harness import RankError, Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
 from disthooks._described import described
 from disthooks.grads.step_counts import StepCounts
+from tests.support.ranks.harness import Ranks
 
 
 def _attached(every: int = 3) -> tuple[Any, Any, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import close
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import close
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 STEPS = 500

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import ENGINES, loss_of, make
-from zero import engine_of
-from zero import loss_of as zero_loss
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import ENGINES, loss_of, make
+from tests.support.ranks.harness import Ranks
+from tests.support.zero import engine_of
+from tests.support.zero import loss_of as zero_loss
 
 pytestmark = pytest.mark.dist
 

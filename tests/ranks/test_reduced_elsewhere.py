@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
 from torch import nn
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import AttachError
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
 from torch import nn
-from trained import all_reduces, loss_of, make
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from tests.support.engines import all_reduces, loss_of, make
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

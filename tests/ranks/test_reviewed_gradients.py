@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import loss_of, make
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import DisthooksError, UsageError
+from tests.support.engines import loss_of, make
+from tests.support.ranks.harness import Ranks
 
 
 def _linear(bias: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import loss_of, make
 
 import disthooks as dh
 from disthooks import stats as S
+from tests.support.engines import loss_of, make
+from tests.support.ranks.harness import Ranks
 
 STATS = (S.Norm(), S.Spread(), S.NoiseScale(decay=0.0), S.NonFinite())
 ENGINES = ["ddp", "fsdp2", "hsdp", "fsdp1", "fsdp1flat"]

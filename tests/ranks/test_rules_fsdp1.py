@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from proof import FOUR
 from torch import nn
-from trained import Net, close, data, flat, grads_of, loss_of, make, train
 
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.find import find
 from disthooks.errors import AttachError, DisthooksError, UsageError
+from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make, train
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import FOUR
 
 pytestmark = pytest.mark.dist
 MODES = ["fsdp1", "fsdp1flat"]

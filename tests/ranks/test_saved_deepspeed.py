@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from models import Tiny, tokens
-from proof import FEW, FEW_GOOD, GOOD, HOWS, KINDS, Train, alive_with_and_without, prove, run, trainer
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Tiny, tokens
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import (
+    FEW,
+    FEW_GOOD,
+    GOOD,
+    HOWS,
+    KINDS,
+    Train,
+    alive_with_and_without,
+    prove,
+    run,
+    trainer,
+)
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist

@@ -13,11 +13,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Ranks
-from models import Tiny, identical, stores, tokens
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Tiny, identical, stores, tokens
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 KINDS = list(stores("/tmp"))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from models import Block, Tiny, identical, tokens
-from proof import FEW, FEW_GOOD, GOOD, HOWS, alive_with_and_without, prove, run, trainer, wrap
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Block, Tiny, identical, tokens
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import FEW, FEW_GOOD, GOOD, HOWS, alive_with_and_without, prove, run, trainer, wrap
 
 pytestmark = pytest.mark.dist
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]

@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from models import Tiny, identical, stores, tokens
-from proof import FEW, FEW_GOOD, FOUR, HOWS, KINDS, Proof, alive_with_and_without, numbers, prove, run, trainer
 from torch import nn
 
 import disthooks as dh
+from tests.support.models import Tiny, identical, stores, tokens
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import (
+    FEW,
+    FEW_GOOD,
+    FOUR,
+    HOWS,
+    KINDS,
+    Proof,
+    alive_with_and_without,
+    numbers,
+    prove,
+    run,
+    trainer,
+)
 
 pytestmark = pytest.mark.dist
 

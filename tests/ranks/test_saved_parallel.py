@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import Ranks
-from models import identical, stores, tokens
-from proof import FOUR, HOWS, KINDS, Train, numbers, run
 from torch import nn
 
 import disthooks as dh
 from disthooks import _events
+from tests.support.models import identical, stores, tokens
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import FOUR, HOWS, KINDS, Train, numbers, run
 
 pytestmark = pytest.mark.dist
 

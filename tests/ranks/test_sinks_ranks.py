@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from trained import loss_of, make
 
 import disthooks as dh
+from tests.support.engines import loss_of, make
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
-from trained import close, whole
 
 import disthooks as dh
 from disthooks.engines.shard import Shard
+from tests.support.engines import close, whole
+from tests.support.ranks.harness import Ranks
 
 FOUR_RANKS = 4
 

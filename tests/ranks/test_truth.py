@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
-from trained import close
-from truth import SITUATIONS, Model, run
 
 import disthooks as dh
 from disthooks import stats
+from tests.support.engines import close
+from tests.support.ranks.harness import Ranks
+from tests.support.ranks.truth import SITUATIONS, Model, run
 
 pytestmark = pytest.mark.dist
 

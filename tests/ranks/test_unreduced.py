@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

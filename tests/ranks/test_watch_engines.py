@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import disthooks as dh
+from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
 

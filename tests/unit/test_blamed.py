@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from replicas import data_parallel, replicate
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ import disthooks as dh
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.watch._blamed import Blamed
 from disthooks.watch._finite import zero_or_nan
+from tests.support.replicas import data_parallel, replicate
 
 
 def finite(tensor: torch.Tensor, only_nan: bool = False) -> bool | None:

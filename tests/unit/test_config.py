@@ -7,10 +7,10 @@ import pathlib
 
 import pytest
 import torch
-from models import Tiny, identical, step, tokens
 
 import disthooks as dh
 from disthooks.errors import ConfigError, MatchError
+from tests.support.models import Tiny, identical, step, tokens
 
 WHOLE = """
 save:

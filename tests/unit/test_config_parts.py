@@ -14,7 +14,6 @@ import jsonschema
 import pytest
 import torch
 import yaml
-from models import Tiny, identical, step, tokens
 
 import disthooks as dh
 from disthooks.config import dump, find
@@ -22,6 +21,7 @@ from disthooks.config import jsonschema as jsonschema_command
 from disthooks.config.jsonschema import FILE, text
 from disthooks.config.kinds import KINDS
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
+from tests.support.models import Tiny, identical, step, tokens
 
 
 def _file(folder: pathlib.Path, written: str) -> pathlib.Path:

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trained import close, grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks import sinks, stats
@@ -28,6 +27,7 @@ from disthooks.grads.measures.power import Power
 from disthooks.grads.order import unordered
 from disthooks.grads.sinks import runs
 from disthooks.grads.stats.base import Found
+from tests.support.engines import close, grads_of, loss_of, make
 
 CPU = torch.device("cpu")
 # Squares of float32 numbers below 1e-19 vanish, as they do in torch's own norm.

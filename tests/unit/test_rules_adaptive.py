@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruled import stepped, tensors
 from torch import nn
-from trained import close
 
 import disthooks as dh
 from disthooks.engines.shard import Part, Shard
 from disthooks.grads.collect import Layout
 from disthooks.grads.measures.base import Local, Seen
 from disthooks.grads.rules import Work
+from tests.support.engines import close
+from tests.support.rules import stepped, tensors
 
 CPU = torch.device("cpu")
 

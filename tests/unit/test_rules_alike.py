@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trained import grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks.grads.rules import Rule
+from tests.support.engines import grads_of, loss_of, make
 
 ALL: list[Rule] = [
     dh.ClipAdaptive(),

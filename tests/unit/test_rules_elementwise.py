@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ruled import stepped
 from torch import nn
 
 import disthooks as dh
@@ -17,6 +16,7 @@ from disthooks.engines.shard import Part, Shard
 from disthooks.grads.rules import Work
 from disthooks.grads.rules import noise as module
 from disthooks.grads.rules.noise import normal, places
+from tests.support.rules import stepped
 
 CPU = torch.device("cpu")
 N = 60_000

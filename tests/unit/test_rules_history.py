@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ruled import normed
-from trained import close
 
 import disthooks as dh
+from tests.support.engines import close
+from tests.support.rules import normed
 
 # --- ClipPercentile
 

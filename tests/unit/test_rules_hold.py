@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trained import close, grads_of, loss_of, make
 
 import disthooks as dh
 from disthooks.engines.base import Engine
+from tests.support.engines import close, grads_of, loss_of, make
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trained import close
 
 import disthooks as dh
 from disthooks import stats
@@ -26,6 +25,7 @@ from disthooks.grads.measures.histogram import BINS, MagnitudeCounts, edges, qua
 from disthooks.grads.measures.moments import ExtremeValues, MomentSums, ZeroCount
 from disthooks.grads.measures.power import Power
 from disthooks.grads.stats.base import Found
+from tests.support.engines import close
 
 CPU = torch.device("cpu")
 ALL = [MomentSums(), ExtremeValues(), ZeroCount(), NonFiniteCount(), Power(1.0), Power(2.0), Power(math.inf)]

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from copies import Copies
 
 import disthooks as dh
 from disthooks.saved.stores.turns import Placed, Queue, Turns
+from tests.support.stores.copies import Copies
 
 
 def step(tiers: dh.Tiered, order: list[int]) -> list[int]:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from harness import Ranks
-from models import identical, stores, tokens
 from torch import nn
 
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.saved.ledger import SavedReport
+from tests.support.models import identical, stores, tokens
+from tests.support.ranks.harness import Ranks
 
 #: Four processes, for a mesh of two dimensions; they start when they are first called.
 FOUR = Ranks(world=4)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from copies import Copies
-from switch import KIND
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import Store
+from tests.support.stores.copies import Copies
+from tests.support.switch import KIND
 
 
 class AsAsked(Exception):

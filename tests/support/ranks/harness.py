@@ -48,7 +48,7 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: multiprocessin
         backend = "nccl" if count >= world else "gloo"  # nccl refuses two ranks on one device
         torch.cuda.set_device(rank % count)
     if device != "cpu":
-        from switch import Here
+        from tests.support.switch import Here
 
         Here(device).__enter__()
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)

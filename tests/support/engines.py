@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replicas import data_parallel
 from torch import nn
 
 import disthooks as dh
+from tests.support.replicas import data_parallel
 
 BATCH = 8
 ENGINES = ["ddp", "fsdp2", "hsdp", "fsdp1", "fsdp1flat"]

@@ -62,7 +62,7 @@ def compiler() -> str | None:
 
 def folder() -> pathlib.Path:
     """Where libraries are kept: ``DISTHOOKS_SIM_CACHE``, or ``build/sim`` beside the tests."""
-    return pathlib.Path(os.environ.get("DISTHOOKS_SIM_CACHE") or HERE.parent.parent / "build" / "sim").absolute()
+    return pathlib.Path(os.environ.get("DISTHOOKS_SIM_CACHE") or HERE.parents[2] / "build" / "sim").absolute()
 
 
 def command(target: pathlib.Path) -> list[str]:

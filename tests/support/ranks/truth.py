@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from trained import flat, is_fsdp1, where, whole
-from trained import gathered as gathered_flat
 
 import disthooks as dh
+from tests.support.engines import flat, is_fsdp1, where, whole
+from tests.support.engines import gathered as gathered_flat
 
 Micro = tuple[torch.Tensor, bool]  # data, and whether the branch is taken
 ROWS = 4  # of the batch, a rank

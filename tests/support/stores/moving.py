@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import soon
 
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import mover
+from tests.support.stores.faulty import soon
 
 write, read = os.pwrite, os.preadv  # the real ones
 
@@ -145,8 +145,7 @@ def step(store: dh.OnDisk, wait: bool = True) -> bool:
 
 def script(text: str, *args: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own, which finds these helpers."""
-    folder = pathlib.Path(__file__).parent
-    paths = [str(folder), str(folder.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(pathlib.Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", text, *map(str, args)],
         capture_output=True,

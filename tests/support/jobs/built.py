@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import Tiny, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disthooks.saved.codecs import Codec
+from tests.support.models import Tiny, tokens
 
 
 def whole() -> tuple[nn.Module, torch.Tensor]:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import grad_norm
-from models import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.models import Block
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")

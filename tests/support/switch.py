@@ -1,7 +1,7 @@
 """The same tests on a GPU: ``DISTHOOKS_DEVICE=cuda`` makes a device the default of the tests listed here.
 
     make test-gpu                        # DISTHOOKS_DEVICE=cuda; pieces: make test-gpu ARGS="-k 'every_op'"
-    DISTHOOKS_DEVICE=sim python -m pytest $(python tests/laws/switch.py)      # on the simulated accelerator
+    DISTHOOKS_DEVICE=sim python -m pytest $(python tests/support/switch.py)      # on the simulated accelerator
 
 Each tensor that such a test makes without saying where is on the device then. Run as a script, this file prints the
 files; with a kind of device, what is wrong if there is none.
@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext
 
-HERE = pathlib.Path(__file__).parent
+LAWS = pathlib.Path(__file__).parents[1] / "laws"
 KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
 NAMES = """
     any_backward bytes_return bytes_return_early checkpoint composition decorator exact generators handed_out
@@ -69,8 +69,7 @@ class Here(DeviceContext):
 def load() -> None:
     """Have the device there before the first backward of the process, which starts a thread for each."""
     if KIND == "sim":
-        sys.path.insert(0, str(HERE.parent / "device"))
-        import simulated
+        from tests.support.sim import simulated
 
         simulated.load()
 
@@ -86,7 +85,7 @@ def repeatable(on: bool = True) -> None:
 def mark(items: list[pytest.Item]) -> None:
     """Mark the tests that run on any device."""
     for item in items:
-        if item.path.parent != HERE or item.path.name not in FILES:
+        if item.path.parent != LAWS or item.path.name not in FILES:
             continue
         reasons = [why for name, why in EXCEPT.items() if item.name.startswith(name)]
         item.add_marker(pytest.mark.any_device)
@@ -123,4 +122,4 @@ def refuse(kind: str) -> str | None:
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit(refuse(sys.argv[1]))
-    print(*[os.path.relpath(HERE / name) for name in FILES])
+    print(*[os.path.relpath(LAWS / name) for name in FILES])

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import simulated
 import torch
 
 import disthooks as dh
+from tests.support.sim import simulated
 
 
 def every(store: Any) -> Any:

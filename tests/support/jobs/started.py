@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-m", "disthooks.launching")
 RUN = (sys.executable, "-m", "disthooks.run")

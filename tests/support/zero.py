@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from trained import data
 
 import disthooks as dh
 from disthooks.engines.find import find
+from tests.support.engines import data
 
 LR = 0.1
 HALVES = {"bf16": torch.bfloat16, "bf16 in fp32": torch.bfloat16, "fp16": torch.float16}

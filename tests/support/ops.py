@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from faulty import left
-from switch import KIND
 from torch.utils._pytree import tree_leaves
 
 import disthooks as dh
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.stores.base import Store
+from tests.support.stores.faulty import left
+from tests.support.switch import KIND
 
 pytest.importorskip("expecttest", reason="torch's databases need expecttest")
 
