@@ -1,0 +1,103 @@
+"""What users, files and checkpoints rely on is written down beside this file, and must not change by accident.
+
+For a change that is meant, ``python tests/golden/test_golden.py --write [NAME ...]`` writes the files anew, and so does
+``GOLDEN_WRITE=1`` in front of pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE)] if str(HERE) not in sys.path else []
+
+import golden_commands  # noqa: E402
+import golden_errors  # noqa: E402
+import golden_runs  # noqa: E402
+import golden_signatures  # noqa: E402
+
+RESULTS = HERE.parent.parent / "benchmarks" / "results"
+#: What is computed and compared, and into which file it is written.
+GOLDEN: dict[str, Callable[[], Any]] = {
+    "attributes": golden_runs.attributes,
+    "commands": golden_commands.commands,
+    "errors": golden_errors.errors,
+    "log_names": golden_runs.names,
+    "schema": golden_commands.schema,
+    "signatures": golden_signatures.signatures,
+    "states": golden_runs.states,
+}
+HOW = "If the change is meant, run the test with GOLDEN_WRITE=1 and say in CHANGELOG.md what changed."
+
+
+def text_of(value: Any) -> str:
+    """What stands in a golden file: sorted, a name in each line."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def compare(name: str, value: Any) -> None:
+    """Fail with what is different from the golden file of that name."""
+    file = HERE / f"{name}.json"
+    if os.environ.get("GOLDEN_WRITE"):
+        file.write_text(text_of(value), encoding="utf-8")
+    wanted, found = file.read_text(encoding="utf-8"), text_of(value)
+    if wanted != found:
+        lines = difflib.unified_diff(wanted.splitlines(), found.splitlines(), file.name, "now", lineterm="", n=4)
+        pytest.fail("\n".join([*lines, "", HOW]), pytrace=False)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_it_is_as_it_was(name: str) -> None:
+    compare(name, GOLDEN[name]())
+
+
+def numbers(value: Any, path: str = "") -> dict[str, Any]:
+    """Every number of a result under its path, and every truth value."""
+    if isinstance(value, dict):
+        parts: Any = value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value)
+    else:
+        return {path: value} if isinstance(value, (bool, int, float)) else {}
+    return {key: each for name, part in parts for key, each in numbers(part, f"{path}/{name}").items()}
+
+
+def benchmarks() -> dict[str, Any]:
+    """The measured figures, by file. They are compared by hand: a machine has its good and bad days."""
+    return {file.name: numbers(json.loads(file.read_text())) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def test_benchmarks_have_results_to_be_compared_with() -> None:
+    kept = json.loads((HERE / "benchmarks.json").read_text())
+    assert kept
+    missing = sorted(set(kept) - set(benchmarks()))
+    assert not missing, f"benchmarks/results has lost {missing}"
+    assert all(figures for figures in [*kept.values(), *benchmarks().values()])
+
+
+def main() -> None:
+    """Write golden files anew."""
+    every = {**GOLDEN, "benchmarks": benchmarks}
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--write", nargs="*", metavar="NAME", help=f"any of {', '.join(every)}; all but benchmarks")
+    names = parser.parse_args().write
+    if names is None or not set(names) <= set(every):
+        parser.error(f"--write [NAME ...]: the names are {', '.join(every)}")
+    for name in names or GOLDEN:
+        file, text = HERE / f"{name}.json", text_of(every[name]())
+        is_new = not file.exists() or file.read_text(encoding="utf-8") != text
+        file.write_text(text, encoding="utf-8")
+        print(f"{file.name}: {'written' if is_new else 'the same'}")
+
+
+if __name__ == "__main__":
+    main()
