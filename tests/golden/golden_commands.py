@@ -70,7 +70,7 @@ def _without_prose(value: Any, is_names: bool = False) -> Any:
 
 
 def commands() -> dict[str, Any]:
-    """Every command with its parameters, what ``--json`` has, and how ``python -m disthooks.run`` is called."""
+    """Every command with its parameters, how ``python -m disthooks.run`` is called, and variables of the environment."""
     import typer
 
     whole: Any = typer.main.get_command(private("app"))
@@ -80,7 +80,6 @@ def commands() -> dict[str, Any]:
         [sys.executable, "-m", "disthooks.run", "--help"], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     found["python -m disthooks.run"] = [line.strip() for line in usage.partition("\n\n")[0].splitlines()]
-    found["--json"] = documents()
     found["environment"] = _variables()
     return found
 

@@ -30,6 +30,7 @@ RESULTS = HERE.parent.parent / "benchmarks" / "results"
 GOLDEN: dict[str, Callable[[], Any]] = {
     "attributes": golden_runs.attributes,
     "commands": golden_commands.commands,
+    "documents": golden_commands.documents,
     "errors": golden_errors.errors,
     "log_names": golden_runs.names,
     "schema": golden_commands.schema,
