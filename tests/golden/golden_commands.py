@@ -70,7 +70,7 @@ def _without_prose(value: Any, is_names: bool = False) -> Any:
 
 
 def commands() -> dict[str, Any]:
-    """Every command with its parameters, how ``python -m disthooks.run`` is called, and variables of the environment."""
+    """Every command with its parameters, how ``python -m disthooks.run`` is called, variables of the environment."""
     import typer
 
     whole: Any = typer.main.get_command(private("app"))
