@@ -53,7 +53,7 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
 
 
 def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> None:
-    simulated = pytest.importorskip("simulated")
+    from tests.support.sim import simulated
     if device.type != "sim":
         pytest.skip("it counts what the simulated device was waited for")
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
 
 @pytest.fixture
 def ahead(device: torch.device) -> Iterator[None]:
-    simulated = pytest.importorskip("simulated")
+    from tests.support.sim import simulated
     if device.type != "sim":
         pytest.skip("how far a real host runs ahead nobody decides")
     with simulated.ahead():
