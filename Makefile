@@ -34,7 +34,7 @@ test-full: $(READY)
 DEVICE ?= cuda
 GPU_JOBS ?= 6
 GPU_THREADS ?= 2
-GPU_TESTS ?= tests/gpu tests/device tests/unit/test_codecs.py $(shell $(PYTHON) tests/support/switch.py)
+GPU_TESTS ?= tests/gpu tests/device tests/unit/saved/test_codecs.py $(shell $(PYTHON) tests/support/switch.py)
 test-gpu: $(READY)
 	@$(RUN) tests/support/switch.py $(DEVICE)
 	DISTHOOKS_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=$(GPU_THREADS) $(RUN) -m pytest -n $(GPU_JOBS) --dist loadfile --durations=15 $(GPU_TESTS) $(ARGS)

@@ -15,6 +15,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.recompute.places import Place
+from tests.support.sim import simulated
 
 
 class Gated(nn.Module):
@@ -53,7 +54,6 @@ def test_gradients_are_those_without_hooks(kind: str, device: torch.device, tmp_
 
 
 def test_once_it_is_proven_the_host_waits_for_nothing(device: torch.device) -> None:
-    from tests.support.sim import simulated
     if device.type != "sim":
         pytest.skip("it counts what the simulated device was waited for")
     torch.manual_seed(0)
@@ -96,7 +96,6 @@ def test_always_waits_for_the_answer_and_drops(device: torch.device) -> None:
 
 @pytest.fixture
 def ahead(device: torch.device) -> Iterator[None]:
-    from tests.support.sim import simulated
     if device.type != "sim":
         pytest.skip("how far a real host runs ahead nobody decides")
     with simulated.ahead():
@@ -158,7 +157,6 @@ def test_each_step_drops_while_the_host_runs_ahead(run: object, device: torch.de
 
 @pytest.mark.usefixtures("ahead")
 def test_the_host_waits_in_the_first_step_alone(device: torch.device) -> None:
-    from tests.support.sim import simulated
 
     torch.manual_seed(0)
     model, x = nn.Sequential(Gated(), Gated()).to(device), torch.randn(48, 32).to(device)
@@ -190,7 +188,6 @@ class Changed(nn.Module):
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("when", ["in the backward of that step", "in the next forward", "in both"])
 def test_a_place_that_is_not_right_any_more_raises_once_the_device_says_so(when: str, device: torch.device) -> None:
-    from tests.support.sim import simulated
 
     model, x = Changed(), torch.randn(64, 64).to(device).requires_grad_()
     saving = dh.save_activations(model, "", _line())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from disthooks._device import event_on
+from tests.support import ROOT
 from tests.support.sim import simulated
 
 N = 4096
@@ -247,7 +248,7 @@ ENDS = {
 def test_a_process_ends_cleanly(sim: torch.device, how: str, tmp_path: pathlib.Path) -> None:
     script = f"""
 import os, sys
-sys.path.insert(0, {str(pathlib.Path(simulated.__file__).parents[3])!r})
+sys.path.insert(0, {str(ROOT)!r})
 import torch
 from tests.support.sim import simulated
 simulated.load()

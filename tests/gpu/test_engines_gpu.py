@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_truth import PLANS
+from tests.engines.test_truth import PLANS
 from tests.support.engines import close
 from tests.support.models import Tiny
 from tests.support.ranks.harness import Ranks

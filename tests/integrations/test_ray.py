@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import ROOT
+
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
     pytest.mark.skipif("DISTHOOKS_FULL" not in os.environ, reason="Ray takes half a minute to start: DISTHOOKS_FULL=1"),
 ]
-ROOT = str(pathlib.Path(__file__).parents[2])  # functions travel by name: workers must be able to import this file
 
 
 def _worker(config: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ def test_torch_trainer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         "watch": {"every": 1, "stats": [{"kind": "Norm"}]},
     }
     (tmp_path / "hooks.yaml").write_text(json.dumps(hooks))
-    variables = {"DISTHOOKS_CONFIG": str(tmp_path / "hooks.yaml"), "PYTHONPATH": ROOT}
+    variables = {"DISTHOOKS_CONFIG": str(tmp_path / "hooks.yaml"), "PYTHONPATH": str(ROOT)}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, runtime_env={"env_vars": variables})
     try:
         TorchTrainer(

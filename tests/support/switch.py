@@ -10,7 +10,6 @@ files; with a kind of device, what is wrong if there is none.
 from __future__ import annotations
 
 import os
-import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,9 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext
 
-LAWS = pathlib.Path(__file__).parents[1] / "laws"
+from tests.support import ROOT
+
+LAWS = ROOT / "tests" / "laws"
 KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
 NAMES = """
     any_backward bytes_return bytes_return_early checkpoint composition decorator exact generators handed_out

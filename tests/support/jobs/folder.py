@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-ROOT = pathlib.Path(__file__).parents[3]
+from tests.support import ROOT
+
 README = (ROOT / "launch" / "README.md").read_text()
 CLIP = 0.3  # every step is clipped, so that a rule that does nothing changes the losses
 STEPS = 6

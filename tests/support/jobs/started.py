@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support import ROOT
+
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
-ROOT = pathlib.Path(__file__).parents[3]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-m", "disthooks.launching")
 RUN = (sys.executable, "-m", "disthooks.run")

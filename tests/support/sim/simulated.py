@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from tests.support import ROOT
+
 HERE = pathlib.Path(__file__).parent
 SOURCES = ("simulated.cpp", "copies.h", "runtime.h", "memory.h", "streams.h")
 
@@ -62,7 +64,7 @@ def compiler() -> str | None:
 
 def folder() -> pathlib.Path:
     """Where libraries are kept: ``DISTHOOKS_SIM_CACHE``, or ``build/sim`` beside the tests."""
-    return pathlib.Path(os.environ.get("DISTHOOKS_SIM_CACHE") or HERE.parents[2] / "build" / "sim").absolute()
+    return pathlib.Path(os.environ.get("DISTHOOKS_SIM_CACHE") or ROOT / "build" / "sim").absolute()
 
 
 def command(target: pathlib.Path) -> list[str]:

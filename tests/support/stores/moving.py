@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import mover
+from tests.support import ROOT
 from tests.support.stores.faulty import soon
 
 write, read = os.pwrite, os.preadv  # the real ones
@@ -145,7 +145,7 @@ def step(store: dh.OnDisk, wait: bool = True) -> bool:
 
 def script(text: str, *args: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run it in a process of its own, which finds these helpers."""
-    paths = [str(pathlib.Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-c", text, *map(str, args)],
         capture_output=True,

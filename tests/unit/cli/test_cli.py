@@ -27,9 +27,9 @@ from disthooks.cli import explain as explain_command
 from disthooks.cli import machine, speeds
 from disthooks.cli.app import app
 from disthooks.cli.problems import problems
+from tests.support import ROOT
 from tests.support.models import Tiny, step, tokens
 
-ROOT = pathlib.Path(__file__).parents[1]
 JOBS = ROOT / "tests" / "support" / "jobs"
 BUILT = str(JOBS / "built.py")
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{JOBS}"}

@@ -10,7 +10,9 @@ import sys
 import pytest
 import torch
 
-FOLDER = pathlib.Path(__file__).parent.parent / "examples"
+from tests.support import ROOT
+
+FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("[0-9]*.py"))
 
 

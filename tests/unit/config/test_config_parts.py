@@ -21,6 +21,7 @@ from disthooks.config import jsonschema as jsonschema_command
 from disthooks.config.jsonschema import FILE, text
 from disthooks.config.kinds import KINDS
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
+from tests.support import ROOT
 from tests.support.models import Tiny, identical, step, tokens
 
 
@@ -486,7 +487,7 @@ def test_the_schema_is_written_only_when_it_is_asked_for(
 
 
 def test_the_page_about_it_is_right() -> None:
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    page = (ROOT / "docs" / "config.md").read_text()
     first, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     jsonschema.validate(yaml.safe_load(first), json.loads(FILE.read_text()))
     known = json.loads(FILE.read_text())

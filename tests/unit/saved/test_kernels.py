@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import importlib.util
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -16,9 +15,10 @@ import torch
 
 from disthooks.saved.codecs import cast, fused, quantize
 from disthooks.saved.codecs.blocks import limits
+from tests.support import ROOT
 
+KERNELS = ROOT / "tests" / "support" / "interpreted_kernels.py"
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton")
-SUPPORT = pathlib.Path(__file__).parents[1] / "support"
 KINDS = {
     "8": quantize._KINDS[8],
     "4": quantize._KINDS[4],
@@ -49,7 +49,15 @@ def test_a_device_where_kernels_do_not_work_is_said_once() -> None:
 @pytest.mark.slow
 def test_interpreted_they_give_the_bits_of_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(SUPPORT / "interpreted_kernels.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-p",
+            "no:cacheprovider",
+            str(ROOT / "tests/support/interpreted_kernels.py"),
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 import disthooks as dh
+from tests.support import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 MARK = "# not run in CI: "
 #: The blocks that do not run, by page and reason. Make the block run rather than add to these.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import pathlib
 import subprocess
 import sys
 import types
@@ -13,8 +12,8 @@ import pytest
 
 import disthooks as dh
 from disthooks import _front
+from tests.support import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 GIVEN = ("Gradients", "Plan", "Prepared", "SavedReport", "Saving")  # functions return them
 PUBLIC = [name for name in dh.__all__ if name != "__version__"]
 

@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 from disthooks.config.jsonschema import FILE
+from tests.support import ROOT
 from tests.support.jobs.wrong import ON_THE_FIRST, ON_THE_SECOND, WRONG, Wrong
 
-JOBS = pathlib.Path(__file__).parents[1] / "support" / "jobs"
+JOBS = ROOT / "tests" / "support" / "jobs"
 CLASSES = "class Raises:\n    def __init__(self): raise RuntimeError('not today')\n    def __call__(self, *a): pass\n"
 pytestmark = pytest.mark.dist
 Outcome = list[tuple[int, str]]

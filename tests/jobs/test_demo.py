@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.support import ROOT
+
 ENGINES = ("ddp", "fsdp2")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import runpy
 from typing import Any
 from unittest import mock
@@ -14,6 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import UsageError
+from tests.support import ROOT
 from tests.support.engines import all_reduces, loss_of, make
 from tests.support.ranks.harness import Ranks
 
@@ -195,7 +195,7 @@ def _example(rank: int) -> None:
 
 
 def test_the_example_on_two_ranks(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(pathlib.Path(__file__).parent.parent.parent)
+    monkeypatch.chdir(ROOT)
     ranks(_example)
 
 

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent / "disthooks"
+from tests.support import ROOT as REPOSITORY
+
+ROOT = REPOSITORY / "disthooks"
 FILES = sorted(ROOT.rglob("*.py"))
 
 # (floor, step inside the floor): a file may import from a lower floor, or from its own part at a lower step.
