@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu lint type fmt clean
+.PHONY: demo test test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -61,6 +61,10 @@ bench-threshold: $(READY)
 # A budget of 520 seconds: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
 bench-gpu: $(READY)
 	$(RUN) benchmarks/gpu.py --budget 520 $(ARGS)
+
+# Lines, functions, circles of imports, calls on four trips, places to touch: one minute; beside the figures before.
+house: $(READY)
+	$(RUN) benchmarks/house.py --against benchmarks/results/house_before.json $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
