@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import disthooks as dh
-from disthooks.cli import machine
+from disthooks.cli import doctor
 
 
 class Device:
@@ -106,7 +106,7 @@ class Device:
             "cores": os.cpu_count(),
         }
         found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-        found |= {"host_memory_bytes": machine.memory_facts()["total_bytes"], "driver": machine.torch_facts()["driver"]}
+        found |= {"host_memory_bytes": doctor.memory_facts()["total_bytes"], "driver": doctor.torch_facts()["driver"]}
         if self.cuda:
             about = torch.cuda.get_device_properties(self.device)
             found |= {"gpu": about.name, "gpu_memory_bytes": about.total_memory}

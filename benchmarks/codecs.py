@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 import disthooks as dh
-from disthooks.saved.codecs import fused
+from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, relative_error
 
 CODECS: dict[str, Codec] = {
@@ -109,7 +109,7 @@ def facts(options: argparse.Namespace) -> dict[str, object]:
     machine: dict[str, object] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     if options.device != "cpu":
         machine["gpu"] = torch.cuda.get_device_name()
-        machine["kernels"] = fused.usable(torch.ones(9, device=options.device))
+        machine["kernels"] = blocks.usable(torch.ones(9, device=options.device))
     machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
     return machine | {"megabytes": options.megabytes, "rounds": options.rounds, "threads": 1}
 

@@ -39,7 +39,7 @@ from models import Block
 from torch import nn
 
 import disthooks as dh
-from disthooks.grads.looking import Looking
+from disthooks.grads.local_hooks import Looking
 
 Way = Callable[[], None]
 SIZES = {  # name: blocks, width, sequences, tokens

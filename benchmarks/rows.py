@@ -16,7 +16,7 @@ from peers import NOTHING, ON_CPU
 from ways import Absent, Way, Ways
 from workloads import Workload
 
-from disthooks.cli import machine
+from disthooks.cli import doctor
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class Bench:
 
     def _made(self, name: str) -> Way:
         if name == ON_CPU and self.device.cuda:
-            there = machine.memory_facts()["available_bytes"] or 0
+            there = doctor.memory_facts()["available_bytes"] or 0
             if self._saved[1] > 7 / 8 * there:  # with less left the system ends this process, and all rows to come
                 raise Absent(f"it would page-lock {self._saved[1] / 1e9:.0f} GB of {there / 1e9:.0f} GB that are free")
         return self.ways.made[name](self.rows)

@@ -23,7 +23,7 @@ from trainer import Trainer
 import disthooks as dh
 import disthooks.memory
 from disthooks.config import SavingPlan
-from disthooks.saved.inplace import Saving
+from disthooks.saved.attach import Saving
 
 WARM_UP_STEPS = 2
 MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}

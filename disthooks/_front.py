@@ -8,8 +8,8 @@ from disthooks._version import __version__
 from disthooks.config import Plan, Prepared, from_config, prepare
 from disthooks.grads import sinks, stats
 from disthooks.grads.attach import gradients
-from disthooks.grads.attached import Gradients
-from disthooks.grads.replicas import ReplicaReport, check_replicas
+from disthooks.grads.attachment import Gradients
+from disthooks.grads.on_gradient import on_gradient
 from disthooks.grads.rules import (
     ClipAdaptive,
     ClipNorm,
@@ -23,22 +23,19 @@ from disthooks.grads.rules import (
     SkipNonFinite,
     only,
 )
-from disthooks.grads.single import on_gradient
+from disthooks.saved.attach import Saving, save_activations, saving
 from disthooks.saved.codecs import Cast, Compact, Compress, Quantize
-from disthooks.saved.inplace import Saving, save_activations
 from disthooks.saved.pipeline import AtLeast, pipeline
-from disthooks.saved.recompute.stage import Recompute
+from disthooks.saved.recompute.verify import Recompute
 from disthooks.saved.report import SavedReport
-from disthooks.saved.saving import saving
-from disthooks.saved.stores.base import Functions
+from disthooks.saved.stores.base import Functions, StoreReport
 from disthooks.saved.stores.cpu import OnCpu
-from disthooks.saved.stores.device import OnDevice
 from disthooks.saved.stores.disk import OnDisk
-from disthooks.saved.stores.tiers import Tiered
-from disthooks.saved.stores.traffic import StoreReport
+from disthooks.saved.stores.tiers import OnDevice, Tiered
 from disthooks.saved.wrap import SaveToCpu, SaveToDisk, SaveWith, unwrap
 from disthooks.watch.blame import blame
 from disthooks.watch.features import features
+from disthooks.watch.replicas import ReplicaReport, check_replicas
 from disthooks.watch.trace import trace
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from disthooks._described import described
+from disthooks._hashing import described
 from disthooks.errors import MatchError, UsageError
 
 Pattern = str | type | Callable[[str, Any], bool]

@@ -8,9 +8,9 @@ from typing import Any
 
 import typer
 
-from disthooks.cli import asked, machine, speeds
-from disthooks.cli.problems import Problem, problems
-from disthooks.cli.tables import console, document, line, progress, size, speed, table
+from disthooks.cli import doctor
+from disthooks.cli.doctor import Problem, problems
+from disthooks.cli.output import console, document, line, progress, size, speed, table
 
 
 def env(
@@ -21,7 +21,7 @@ def env(
     It measures disks (256 MiB or a second each way) and the link to the GPU, and leaves nothing behind. Of several
     processes the first one answers.
     """
-    if machine.rank() != 0:
+    if doctor.rank() != 0:
         return
     with progress(4) as begin:
         facts = gathered(begin)
@@ -35,32 +35,32 @@ def env(
 def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """All facts, as ``--json`` has them; ``begin`` is told what is looked at next."""
     begin("looking for a configuration")
-    config, plan = asked.configuration()
+    config, plan = doctor.configuration()
     wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
     if plan is not None:
-        config["missing"] = asked.missing_sinks(plan)
-        for directory, roles in asked.directories(plan).items():
+        config["missing"] = doctor.missing_sinks(plan)
+        for directory, roles in doctor.directories(plan).items():
             wanted.setdefault(directory, []).extend(roles)
     begin("measuring the link to the GPU")
-    link = speeds.link()
+    link = doctor.link()
     begin(f"measuring {', '.join(wanted)}")
-    directories = [speeds.directory_facts(path, roles) for path, roles in wanted.items()]
+    directories = [doctor.directory_facts(path, roles) for path, roles in wanted.items()]
     begin("looking at what is installed")
     return {
-        "versions": machine.versions(),
-        "system": machine.system(),
-        "torch": machine.torch_facts(),
-        "cpu": machine.cores(),
-        "memory": machine.memory_facts(),
-        "infiniband": machine.has_infiniband(),
-        "nvidia": machine.has_nvidia(),
-        "tools": machine.tools(),
-        "build_locks": machine.build_locks(),
+        "versions": doctor.versions(),
+        "system": doctor.system(),
+        "torch": doctor.torch_facts(),
+        "cpu": doctor.cores(),
+        "memory": doctor.memory_facts(),
+        "infiniband": doctor.has_infiniband(),
+        "nvidia": doctor.has_nvidia(),
+        "tools": doctor.tools(),
+        "build_locks": doctor.build_locks(),
         "link": link,
         "directories": directories,
         "config": {"missing": []} | config,
-        "environment": machine.environment(),
-        "accelerate": asked.accelerate(),
+        "environment": doctor.environment(),
+        "accelerate": doctor.accelerate(),
     }
 
 

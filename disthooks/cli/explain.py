@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import typer
 
-from disthooks.cli.building import build
-from disthooks.cli.tables import console, document, line, progress, size, table
+from disthooks.cli.output import console, document, line, progress, size, table
+from disthooks.cli.workload import build
 from disthooks.errors import UsageError
 
 
@@ -70,7 +70,7 @@ def _show(rows: list[Row], whole: int) -> None:
 
 def saved_by(model: Any, inputs: Any) -> list[Row]:
     """A row for each module that ran, in the order of the model."""
-    from disthooks.cli.running import step
+    from disthooks.cli.workload import step
     from disthooks.watch.trace import trace
 
     with trace(model, print=None) as traced:
@@ -93,8 +93,7 @@ def _named(model: Any) -> list[tuple[str, Any]]:
 
 def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
     """What became of the bytes of each module under the plan of ``file``, and warnings."""
-    from disthooks.cli.entries import Found, entries_of, place
-    from disthooks.cli.running import figures, reports
+    from disthooks.cli.workload import Found, entries_of, figures, place, reports
     from disthooks.config import from_config
 
     plan, found = from_config(file), Found()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from disthooks.cli.tables import console, document, line, table
+from disthooks.cli.output import console, document, line, table
 from disthooks.errors import UsageError
 
 _MOST = 10  # steps that are named one by one
@@ -122,7 +122,7 @@ def runs_in(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the records of one run say, in plain values; the keys are in docs/cli.md."""
-    from disthooks.grads.sinks.records import meaning
+    from disthooks.grads.sinks.base import meaning
 
     kept = _last_life(records)
     names = list(dict.fromkeys(name for record in kept for name in record))

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disthooks.config.kinds import kind_for
-from disthooks.config.paths import escaped
-from disthooks.config.values import hints, is_path
+from disthooks.config.build import hints, is_path, kind_for
+from disthooks.config.source import escaped
 from disthooks.errors import ConfigError
 from disthooks.grads.rules.only import Only
 from disthooks.saved.pipeline import Pipeline

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from disthooks.config.kinds import KINDS, NOUNS, Kind
-from disthooks.config.values import is_path, parts
+from disthooks.config.build import KINDS, NOUNS, is_path, parts
+from disthooks.config.build import Kind as KindSpec
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
@@ -78,7 +78,7 @@ def _noun(noun: str) -> dict[str, Any]:
     return {"anyOf": [*(_kind(kind) for kind in KINDS[noun].values()), own]}
 
 
-def _kind(kind: Kind) -> dict[str, Any]:
+def _kind(kind: KindSpec) -> dict[str, Any]:
     document = inspect.getdoc(kind.made if kind.name == "Tiered" else kind.target) or ""
     said, known = _arguments(document), kind.hints()
     properties: dict[str, Any] = {"kind": {"const": kind.name, "description": _summary(document)}}

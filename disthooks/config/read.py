@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from disthooks._tensors import parse_bytes
-from disthooks.config.kinds import KINDS, Kind, near, nearest, noun_of
-from disthooks.config.paths import Expansion, names_run
+from disthooks.config.build import KINDS, Cook, Kind, Recipe, near, nearest, noun_of
 from disthooks.config.plan import Plan, Written, make_run
-from disthooks.config.recipe import Cook, Recipe
-from disthooks.config.source import Path, Source
+from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import stats
 from disthooks.saved.codecs.base import Codec

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from disthooks.errors import DisthooksError
-from disthooks.grads.attached import Gradients
-from disthooks.grads.replicas import ReplicaReport, check_replicas
+from disthooks.grads.attachment import Gradients
 from disthooks.watch.blame import Blame, blame
+from disthooks.watch.replicas import ReplicaReport, check_replicas
 
 _MOST = 3  # parameters that a line names
 

@@ -1,4 +1,13 @@
-"""What an engine has to know, and what is the same for all of them."""
+"""Ways of nesting engines that are not supported: an error that says what works, never hooks that do not fire.
+
+What an engine has to know, and what is the same for all of them.
+
+A module in one process: its gradients are whole and nothing reduces them.
+
+``nn.DataParallel``: replicas in threads of one process, whose gradients are summed into one module.
+
+``DistributedDataParallel``: every rank ends backward with the same whole gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +17,110 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _find_tensors
 
-from disthooks._match import canonical
+from disthooks._handles import Hook
+from disthooks._match import canonical, inside
+from disthooks._torch import ddp_under_way
+from disthooks.engines.optimizer_step import Again, Before, BeforeStep, StepHooks, before_any_step
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.steps import Again, Before, BeforeStep, StepHooks, before_any_step
 from disthooks.errors import AttachError, UsageError
+
+
+def refuse_unwrapped(model: nn.Module) -> None:
+    """Raise AttachError when DeepSpeed has taken the parameters of ``model`` and this is not its engine."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
+            raise AttachError(
+                f"DeepSpeed has partitioned {name!r}, and no optimizer of torch ever steps it: pass the engine that "
+                "deepspeed.initialize returned, not the model inside it"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise AttachError when a lazy module in ``model`` has not made its parameters yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise AttachError(
+                f"{name!r} has no shape yet, because a lazy module makes its parameters in its first forward: run the "
+                "model once on an example before the optimizer is made, then attach"
+            )
+
+
+def refuse_nested(model: nn.Module) -> None:
+    """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
+    for name, module in model.named_modules():
+        if name and is_a(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+            raise AttachError(
+                f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
+                f"that module with an optimizer of its own, or wrap the whole model"
+            )
+
+
+def refuse_mixed(engine: Engine) -> None:
+    """Raise AttachError when a part of the model is FSDP1's, and another engine has the whole, or another part."""
+    kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
+    for name, module in engine.model.named_modules():
+        for label, kind in kinds.items():
+            if is_a(module, kind) and label != engine.label:
+                raise AttachError(
+                    f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
+                    "gradient there cannot be told; use one of them for the whole model"
+                )
+
+
+def this_rank() -> int:
+    """This process's global rank; 0 where there is no process group.
+
+    >>> this_rank()
+    0
+    """
+    return torch.distributed.get_rank() if several_ranks() else 0
+
+
+def several_ranks() -> bool:
+    """Whether there is a process group of several ranks.
+
+    >>> several_ranks()
+    False
+    """
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return ready and torch.distributed.get_world_size() > 1
+
+
+def refuse_replicate(engine: Engine) -> None:
+    """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
+    if not engine.alone or not several_ranks():
+        return
+    for name, module in engine.model.named_modules():
+        if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
+            raise AttachError(
+                f"{name or 'the model'!r} is in torch.distributed._composable.replicate, which reduces its gradients "
+                "and does not say with whom: NaN would be blamed on the wrong rank, and every rank would write to the "
+                "sinks; use nn.parallel.DistributedDataParallel, or fully_shard, and attach to what that returns"
+            )
+
+
+def refuse_reduced(engine: Engine) -> None:
+    """From a forward of ``engine``'s model: raise AttachError when DDP runs it, and so reduces its gradients."""
+    ddp = ddp_under_way()
+    if ddp is None:
+        return
+    left_out = set(ddp.parameters_to_ignore)
+    reduced = {id(parameter) for name, parameter in ddp.module.named_parameters() if name not in left_out}
+    for shard in engine.shards:
+        if id(shard.parameter) in reduced and shard.parameter.requires_grad:
+            raise AttachError(
+                f"DDP reduces the gradient of {shard.name!r} over ranks, and gradients() was attached to the module "
+                "inside it: each rank would measure by itself, call itself the first and write to the sinks; attach "
+                "after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
+            )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"
+
 
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
 
@@ -265,3 +372,128 @@ def stepping(optimizer: Any) -> Any:
             )
         optimizer = inner
     return optimizer
+
+
+class Plain(Engine):
+    """A module that no engine has taken; among several processes each has one that it trains by itself."""
+
+    alone = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, (this_rank(),))
+
+
+class DataParallel(Engine):
+    """The module inside: backward of the broadcast sums the replicas' gradients before any hook sees them."""
+
+    label = "DataParallel"
+    alone = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(inside(model), (this_rank(),))
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """An ``nn.DataParallel``."""
+        return is_a(model, "DataParallel")
+
+
+class Ddp(Engine):
+    """The ranks take turns at owning parameters, so each measures its part and none measures all."""
+
+    label = "DDP"
+    steps_alone = True
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapper: Any = model
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        self._ignored = frozenset(map(canonical, wrapper.parameters_to_ignore))
+        self._wrapper = wrapper
+        # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
+        self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
+        self._prepares = True  # the last forward, for a backward that reduces
+        self._reduces = True  # the last backward
+        super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
+        self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
+        self._must_be_reduced()
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        """A ``DistributedDataParallel``."""
+        return is_a(model, "DistributedDataParallel")
+
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
+        """Whole on every rank; the ranks own them in turn."""
+        if name in self._ignored:
+            raise AttachError(
+                f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
+                "one to measure; let DDP have it"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise AttachError(
+                f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
+                "fully_shard with a two-dimensional mesh in place of DDP"
+            )
+        mine = index % len(self.ranks) == self.position
+        return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
+
+    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+        """Also notice which backward DDP reduces."""
+        begins = self._wrapper.register_forward_pre_hook(Hook(self._begin_forward))
+        ends = self._wrapper.register_forward_hook(Hook(self._end_forward))
+        return Both(super().before_step(optimizer, run, again), Both(begins, ends))
+
+    def unreduced(self) -> str:
+        """After a forward and backward inside ``no_sync()``, as local SGD steps: each rank has its own gradients."""
+        if self._reduces:
+            return ""
+        return (
+            f"the last backward was of a forward inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has "
+            "gradients of its own, which nobody reduced, and there is none that rules could act on alike. Run the last "
+            "micro-batch of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, "
+            "or remove() the attachment"
+        )
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        # DDP asks the same in its forward, and prepares its reducer or does not.
+        self._prepares = bool(self._wrapper.require_backward_grad_sync)
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        # The backward counts, not the forward: a rank may compute a metric inside no_sync(), without a backward.
+        if not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        if not found:  # in an object that DDP does not look into either
+            self._reduces = self._prepares
+        for tensor in found:
+            tensor.register_hook(functools.partial(self._begin_backward, self._prepares))
+
+    def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
+        self._reduces = reduces
+
+    def check(self) -> None:
+        """Also raise AttachError where DDP does not reduce a gradient, and under ``join()``.
+
+        Under ``join()`` a rank that has no inputs left takes no step, and is waited for.
+        """
+        if self._wrapper._join_config.enable:
+            raise AttachError(
+                "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
+                "statistics: give every rank the same number of steps, or remove() the attachment before join()"
+            )
+        super().check()
+        if any(shard.parameter.requires_grad for shard in self._frozen):
+            self._must_be_reduced()
+
+    def _must_be_reduced(self) -> None:
+        """Raise where more parameters need gradients than did when DDP took the model."""
+        needing = sum(shard.parameter.requires_grad for shard in self.shards)
+        if not 0 < self._reduced < needing:
+            return
+        thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]
+        which = f"{thawed[0]!r} was" if thawed else f"{needing - self._reduced} of the parameters were"
+        raise AttachError(
+            f"{which} frozen when DDP took the model, and DDP never reduces a gradient that comes later: every rank "
+            "would train another model. Unfreeze before DDP takes the model (and freeze after it what is to rest), or "
+            "make DDP anew and attach to that"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 # [Note: what leaves an optimizer as it is]
-# A step that is to be left out is not made: the function that makes it is not called (disthooks.engines.steps). To
+# A step that is to be left out is not made: the function that makes it is not called (see optimizer_step.py). To
 # hide the gradients and make the step all the same is not enough. Of 129 optimizers (torch, pytorch-optimizer,
 # schedulefree, prodigyopt, muon) 103 then change state of their own (group["step"], schedulefree's k), four raise, and
 # one takes a missing gradient for zeros and moves the weights.

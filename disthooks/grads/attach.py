@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from disthooks._match import Pattern
-from disthooks.engines.find import find
-from disthooks.engines.refused import refuse_replicate
+from disthooks.engines.base import refuse_replicate
+from disthooks.engines.detect import find
 from disthooks.errors import UsageError
-from disthooks.grads.attached import Gradients, Wishes
+from disthooks.grads.attachment import Gradients, Wishes
 from disthooks.grads.plan import check_stat
 from disthooks.grads.rules.base import Rule, as_rule
 from disthooks.grads.sinks import Sink, as_numbers

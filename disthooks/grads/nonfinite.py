@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disthooks.grads.measures.finite import NonFiniteCount, OwnNonFinite, ranks_in
-from disthooks.grads.measures.power import Power
 from disthooks.grads.plan import Steps
-from disthooks.grads.record import Copy, Merged
+from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.scan import NonFiniteCount, OwnNonFinite, ranks_in
+from disthooks.grads.step import Copy, Merged
 
 _MOST = 10  # parameters that a record names
 

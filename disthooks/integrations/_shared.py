@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from disthooks.config import Plan, Prepared
-from disthooks.config.find import engine_config, find
-from disthooks.config.front import read_found
+from disthooks.config.agree import check_not_alone
+from disthooks.config.locate import engine_config, find, read_found
 from disthooks.config.plan import attach
-from disthooks.config.ranks import check_not_alone
 from disthooks.errors import UsageError
-from disthooks.grads.attached import Gradients
+from disthooks.grads.attachment import Gradients
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:

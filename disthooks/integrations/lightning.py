@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from disthooks._match import accepts
-from disthooks.config.attached import Prepared
-from disthooks.config.find import engine_config, find
-from disthooks.config.front import read_found
-from disthooks.config.plan import Plan, attach
+from disthooks.config.locate import engine_config, find, read_found
+from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
-from disthooks.grads.attached import Gradients
-from disthooks.grads.sinks.records import foremost, meaning, portable, scalars
+from disthooks.grads.attachment import Gradients
+from disthooks.grads.sinks.base import foremost, meaning, portable, scalars
 from disthooks.saved.report import SavedReport
 
 _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")

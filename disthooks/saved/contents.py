@@ -29,17 +29,16 @@ from typing import Any
 
 import torch
 
-from disthooks._device import handed_over
-from disthooks._tensors import Layout, alone
+from disthooks._streams import handed_over
+from disthooks._tensors import Layout, Region, alone, is_most_of, region_of
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
-from disthooks.saved.entry import refuse_capture
-from disthooks.saved.ledger import Ledger
+from disthooks.saved.counters import Ledger
+from disthooks.saved.eligibility import refuse_capture
 from disthooks.saved.packed import Packed
-from disthooks.saved.region import Region, is_most_of, region_of
 from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.buffers import memory_of
+from disthooks.saved.stores.pools import memory_of
 
 
 def _named(error: StoreError, doing: str, where: str) -> StoreError:

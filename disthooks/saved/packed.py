@@ -1,4 +1,48 @@
-"""The packed value: one content, shared by all the views of it that autograd saved."""
+"""What autograd holds for a tensor that the user's own functions pack.
+
+The packed value: one content, shared by all the views of it that autograd saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from disthooks._fork_safe import Order, own
+from disthooks._streams import current_stream, handed_over, on, on_accelerator, used_on
+from disthooks._tensors import Layout, Region
+from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
+from disthooks.errors import MutationError
+from disthooks.saved.counters import Ledger
+from disthooks.saved.in_place import changed_message
+
+
+class Called:
+    """What autograd holds for a tensor that the user's own ``pack`` took."""
+
+    __slots__ = ("ledger", "nbytes", "packed", "store", "where")
+
+    def __init__(self, packed: Any, store: Any, ledger: Ledger, nbytes: int, where: str) -> None:
+        self.packed, self.store, self.ledger, self.nbytes, self.where = packed, store, ledger, nbytes, where
+        ledger.change_held(nbytes)
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.ledger.change_held(-self.nbytes)
+
+    def unpack(self) -> torch.Tensor:
+        """What the user's ``unpack`` makes of it."""
+        begin = time.perf_counter()
+        tensor: torch.Tensor = self.store.get(self.packed)
+        self.ledger.count_got(self.nbytes, time.perf_counter() - begin, self.where)
+        return tensor
+
 
 # [Note: what a function of the user's own is given]
 # The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then
@@ -6,25 +50,6 @@
 # scales. It cannot know that of what an unpack hook returns: a tensor of its own over whatever memory. So Python code
 # is given memory that nobody else has: not the user's, not a store's, not that of another reader. The operators of
 # torch only read.
-
-from __future__ import annotations
-
-import functools
-import threading
-import weakref
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
-
-import torch
-
-from disthooks._device import current_stream, handed_over, on, on_accelerator, used_on
-from disthooks._locks import Order, own
-from disthooks._tensors import Layout
-from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
-from disthooks.errors import MutationError
-from disthooks.saved.kept import changed_message
-from disthooks.saved.ledger import Ledger
-from disthooks.saved.region import Region
 
 
 @functools.cache

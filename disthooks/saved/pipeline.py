@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
-from disthooks.saved.recompute.stage import Recompute
+from disthooks.saved.recompute.verify import Recompute
 from disthooks.saved.stores.base import Functions, Store
 
 

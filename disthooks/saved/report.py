@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.saved.stores.traffic import StoreReport
+from disthooks.saved.stores.base import StoreReport
 
 _WORTH = 64 << 10  # bytes: below, most of the time goes to the tensor and not to its bytes (benchmarks/threshold.py)
 _FEW = 3  # modules that are named in a text

@@ -11,12 +11,12 @@ from torch import nn
 
 from disthooks._torch import being_swapped, metadata_being_loaded, reparametrizing, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.entry import never_runs, nothing_to_hook
-from disthooks.saved.ledger import Ledger
+from disthooks.saved.counters import Ledger
+from disthooks.saved.eligibility import never_runs, nothing_to_hook
+from disthooks.saved.hooks import Site
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
-from disthooks.saved.recompute.places import proofs_of
+from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
-from disthooks.saved.site import Site
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 

@@ -1,4 +1,9 @@
-"""The order in which forward, backward, saved-tensor and gradient hooks fire."""
+"""One thing that fired, as a record, as a line, and all of them as a table.
+
+A pair of saved-tensor hooks that only looks: what torch or an outer pair does with the tensors stays so.
+
+The order in which forward, backward, saved-tensor and gradient hooks fire.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,273 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from disthooks import _events
+from disthooks import _handles
+from disthooks._fork_safe import Order, shared
 from disthooks._handles import Attachment, Hook
 from disthooks._match import Pattern, canonical, inside, match
-from disthooks.errors import UsageError
-from disthooks.watch._lines import REMEDIES, TraceEvent, TraceReport, line, summary
-from disthooks.watch._modules import choose, tensors_of
-from disthooks.watch._saves import Chained, Contents, Look
+from disthooks._tensors import exotic, format_bytes, storages_of
+from disthooks._torch import StorageRef, hooks_allowed, top_hooks
+from disthooks.errors import MutationError, UsageError
+from disthooks.watch.features import choose, shown, tensors_of, version_of
+
+#: What to do when torch says this of a model that is traced.
+REMEDIES = {
+    "BackwardHookFunction": (
+        "dh.trace(full_backward=True): torch's full backward hooks pass a module's inputs and outputs through views, "
+        "which must not be changed in place; without full_backward, 'output_grad' events show the same order"
+    ),
+    "saved tensor hooks": "dh.trace: with saved_tensors=False it uses no saved-tensor hooks",
+}
+
+
+class TraceEvent(NamedTuple):
+    """One thing that fired.
+
+    Attributes:
+        kind: one of ``disthooks.watch.trace.KINDS``.
+        name: of the module, or of the parameter for "tensor_hook" and "post_accumulate".
+        type: the class name of that module or parameter.
+        shape: a tuple of ints for one tensor; for a structure, that structure with such tuples in it. Of the
+            input for "forward_pre", the output for "forward", the saved tensor for "pack" and "unpack", the
+            gradient for the others; None where there is none.
+        dtype: of the first of those tensors.
+        device: likewise; it tells the replicas of DataParallel apart.
+        nbytes: of all of those tensors; for "forward", bytes saved for backward while it ran, each content once and
+            weights not counted.
+        seconds: host time in the forward, hooks and what it waited for included; 0.0 for other kinds.
+        note: for "pack" and "unpack" what became of the tensor: "saved" (where it is), "parameter" (a weight,
+            not a copy), "shared" (saved before), or "stored", "shared", "kept" by disthooks' own hooks; for
+            "forward" the error it raised.
+    """
+
+    kind: str
+    name: str
+    type: str
+    shape: Any
+    dtype: torch.dtype | None
+    device: torch.device | None
+    nbytes: int
+    seconds: float
+    note: str
+
+    @staticmethod
+    def of(
+        kind: str, name: str, type_name: str, value: Any, nbytes: int | None, seconds: float, note: str
+    ) -> TraceEvent:
+        """The record of ``value``, of which nothing is kept."""
+        tensors = tensors_of(value)
+        size = sum(map(_nbytes, tensors)) if nbytes is None else nbytes
+        if not tensors:
+            return TraceEvent(kind, name, type_name, None, None, None, size, seconds, note)
+        dtype, device = tensors[0].dtype, tensors[0].device
+        return TraceEvent(kind, name, type_name, _shape(value), dtype, device, size, seconds, note)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape)
+    return pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, value)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    count = tensor._nnz() if "sparse" in str(tensor.layout) else tensor.numel()
+    return count * tensor.element_size()
+
+
+def line(event: TraceEvent, width: int, with_kind: bool) -> str:
+    """``event`` as one line, names in a column of ``width``."""
+    dtype = str(event.dtype).removeprefix("torch.") if event.dtype is not None else "-"
+    first = f"{event.kind:<17} " if with_kind else ""
+    text = f"{first}{shown(event.name):<{max(width, 7)}}  {event.type:<17} {event.shape!s:<22} {dtype:<9}"
+    if event.kind == "forward":
+        text += f" {event.seconds * 1e3:8.2f} ms  saved {format_bytes(event.nbytes)}"
+    elif event.nbytes:
+        text += f" {format_bytes(event.nbytes)}"
+    return f"{text}  {event.note}".rstrip()
+
+
+class TraceRow(NamedTuple):
+    """One module: calls, host seconds in all of them, bytes they saved, the shape last returned."""
+
+    name: str
+    type: str
+    calls: int
+    seconds: float
+    nbytes: int
+    shape: Any
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """A row for each module that ran, in the order they first returned; ``str()`` is a table."""
+
+    rows: tuple[TraceRow, ...]
+
+    def __str__(self) -> str:
+        width = max([len(shown(row.name)) for row in self.rows], default=4)
+        lines = [f"{'module':<{width}}  {'class':<17} {'calls':>5} {'host ms':>9} {'saved':>10}  output"]
+        for row in self.rows:
+            lines.append(
+                f"{shown(row.name):<{width}}  {row.type:<17} {row.calls:>5} {row.seconds * 1e3:>9.2f} "
+                f"{format_bytes(row.nbytes):>10}  {row.shape}"
+            )
+        return "\n".join(lines)
+
+
+def summary(events: Iterable[TraceEvent]) -> TraceReport:
+    """The "forward" events by module."""
+    rows: dict[str, TraceRow] = {}
+    for event in events:
+        if event.kind == "forward":
+            old = rows.get(event.name, TraceRow(event.name, event.type, 0, 0.0, 0, None))
+            seconds, nbytes = old.seconds + event.seconds, old.nbytes + event.nbytes
+            rows[event.name] = TraceRow(event.name, event.type, old.calls + 1, seconds, nbytes, event.shape)
+    return TraceReport(tuple(rows.values()))
+
+
+_autograd: Any = torch._C._autograd
+
+
+class Told(Protocol):
+    """Takes "pack" or "unpack", the module's name, the tensor, and what became of it."""
+
+    def __call__(self, kind: str, name: str, tensor: torch.Tensor, fate: str) -> None:
+        """Write it down."""
+
+
+class Chained(threading.local):
+    """What disthooks' own hooks said of the tensor that this thread has just given to them."""
+
+    active = False
+    fate: str | None = None
+
+
+class Contents:
+    """Tells a storage and version seen before from a new one, and a weight from an activation."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int | None], StorageRef] = {}
+        self._lock = shared(Order.WATCH)
+
+    def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
+        """ "parameter", "shared" or "saved"."""
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return "parameter"
+        if exotic(tensor) is not None:
+            return "saved"
+        ref = StorageRef(tensor.untyped_storage())
+        if ref.address in weights:
+            return "parameter"
+        key = (ref.address, version_of(tensor))
+        with self._lock:  # the reference that is kept keeps the address from being given to another storage
+            return "saved" if self._seen.setdefault(key, ref) is ref else "shared"
+
+
+def replica_weights(module: nn.Module) -> frozenset[int]:
+    """Addresses of the storages of a DataParallel replica's weights, which are not Parameters there."""
+    if not getattr(module, "_is_replica", False):
+        return frozenset()
+    return frozenset(address for address, (kind, _) in storages_of(module).items() if kind == "parameter")
+
+
+class _Looked:
+    """What autograd holds: what the outer pair made of the tensor, or else the tensor and its version."""
+
+    __slots__ = ("fate", "name", "value", "version")
+
+    def __init__(self, name: str, value: Any, version: int | None, fate: str) -> None:
+        self.name, self.value, self.version, self.fate = name, value, version, fate
+
+
+class Look:
+    """The pair that one outermost forward opens in its thread, on top of the pair that is active there.
+
+    Args:
+        module: the module whose forward opens.
+        name: finds the name of the innermost watched module of this thread.
+        told: told of every tensor.
+        contents: shared by all forwards of one trace.
+        chained: likewise.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: Callable[[], str], told: Told, contents: Contents, chained: Chained
+    ) -> None:
+        self._name, self._told, self._contents, self._chained = name, told, contents, chained
+        self._weights = replica_weights(module)
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self._open = False
+
+    def open(self) -> None:
+        """Become the innermost pair of this thread, where hooks are allowed and would see anything."""
+        self._outer = top_hooks(True)
+        # Under checkpoint's own pair nothing is saved; on top of it a wrapper inside would not know it is there.
+        checkpoint = self._outer is not None and self._outer[0].__module__ == "torch.utils.checkpoint"
+        if hooks_allowed() and not checkpoint:
+            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._open = True
+
+    def close(self) -> None:
+        """Take the pair off.
+
+        An interrupt may have left it open while the ``with`` of the outer pair ended and took this one off in
+        place of its own: then its own is what must go.
+        """
+        top = top_hooks(True)
+        if self._open and top is not None and (top[0] == self._pack or top == self._outer):
+            _autograd._pop_saved_tensors_default_hooks()
+        self._open = False
+
+    def _pack(self, tensor: torch.Tensor) -> _Looked:
+        name = self._name()
+        fate = self._contents.fate(tensor, self._weights)
+        if self._outer is None:
+            # The tensor itself would make a cycle with the node that saves it; of a Parameter the alias would
+            # keep what ZeRO-3 gathers.
+            alias = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            packed = _Looked(name, alias, version_of(tensor), fate)
+        else:
+            said, value = self._chain(self._outer[0], tensor)
+            fate = said or fate
+            packed = _Looked(name, value, None, fate)
+        self._told("pack", name, tensor, fate)
+        return packed
+
+    def _unpack(self, packed: _Looked) -> torch.Tensor:
+        if self._outer is not None:
+            tensor: torch.Tensor = self._chain(self._outer[1], packed.value)[1]
+        else:
+            tensor = packed.value
+            _check(packed)
+        self._told("unpack", packed.name, tensor, packed.fate)
+        return tensor
+
+    def _chain(self, hook: Callable[..., Any], value: Any) -> tuple[str | None, Any]:
+        self._chained.active, self._chained.fate = True, None
+        try:
+            result = hook(value)
+            return self._chained.fate, result
+        finally:
+            self._chained.active = False
+
+
+def _check(packed: _Looked) -> None:
+    """What torch checks when no hooks are on, and leaves to them when they are."""
+    if packed.version is not None and packed.value._version != packed.version:
+        raise MutationError(
+            f"a tensor of shape {tuple(packed.value.shape)} that {shown(packed.name)!r} saved for backward was "
+            f"changed in place after it was saved (version {packed.value._version}, saved at {packed.version}); "
+            "use an operator that is not in place, or change a clone()"
+        )
+
 
 __all__ = ["KINDS", "Trace", "trace"]
 
@@ -172,7 +431,7 @@ class Trace(Attachment):
             for frame in self._threads.frames:
                 frame.saved += event.nbytes
 
-    def _heard(self, event: _events.Event) -> None:
+    def _heard(self, event: _handles.Event) -> None:
         """Of disthooks' own hooks, which are innermost inside their module and so hide ours."""
         if self._chained.active:
             self._chained.fate = event.fate
@@ -291,4 +550,4 @@ def _attach(made: Trace, model: nn.Module, chosen: dict[str, nn.Module], full_ba
         lazy = nn.parameter.is_lazy(parameter)  # torch puts no hook on a parameter that has no shape yet
         if id(parameter) in followed and not lazy and parameter.requires_grad and parameter.is_leaf:
             made._attach_parameter(canonical(name), parameter)
-    made.on_remove(_events.listen(made._heard))
+    made.on_remove(_handles.listen(made._heard))

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
-from disthooks.saved.inplace import Saving
-from disthooks.saved.stores.pinned import pool_of
+from disthooks.saved.attach import Saving
+from disthooks.saved.stores.pools import pool_of
 from tests.support.models import Tiny, tokens
 from tests.support.sim import simulated
 

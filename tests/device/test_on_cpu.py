@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import courier as couriers
-from disthooks.saved.stores import pinned, transfer
-from disthooks.saved.stores.lane import Lane
+from disthooks.saved.stores import pools, transfer
+from disthooks.saved.stores.transfer import Lane
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
@@ -268,8 +268,8 @@ def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, mo
     """Slower, and as right; said once."""
     x = given(device)
     store = dh.OnCpu(in_flight="500 KiB")
-    monkeypatch.setattr(pinned, "pinned_block", lambda device, room, node: None)
-    store.courier(device).pool = pinned.Pinned(device)
+    monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
+    store.courier(device).pool = pools.Pinned(device)
     with pytest.warns(UserWarning, match="page-locked memory is not to be had"):
         assert torch.equal(step(store, x), gradient(x))
     with warnings.catch_warnings():

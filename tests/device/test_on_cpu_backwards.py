@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks._device import current_stream, event_on, new_stream, on
+from disthooks._streams import current_stream, event_on, new_stream, on
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, step, tier
 
 IN_FLIGHT = ["512 MiB", "500 KiB", 0]

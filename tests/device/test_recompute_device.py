@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.recompute.places import Place
+from disthooks.saved.recompute.verify import Place
 from tests.support.sim import simulated
 
 

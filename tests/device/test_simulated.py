@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 
-from disthooks._device import event_on
+from disthooks._streams import event_on
 from tests.support import ROOT
 from tests.support.sim import simulated
 

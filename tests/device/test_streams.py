@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks import _device
-from disthooks._device import current_stream, event_on, new_stream, on
+from disthooks import _streams
+from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
-from disthooks.saved.stores import parcel
+from disthooks.saved.stores import courier
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
 
@@ -75,7 +75,7 @@ def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monke
     only_simulated(device)
     store, side = dh.OnCpu(), new_stream(device)
     large = given(device, 8 * N).detach()
-    monkeypatch.setattr(parcel, "_copy", copied)
+    monkeypatch.setattr(courier, "_copy", copied)
     torch.accelerator.synchronize(device)
     with simulated.held(side):
         with on(side):
@@ -172,15 +172,15 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     with dh.saving(every(store)):
         y = chain(x)
     torch.accelerator.synchronize(device)
-    flying = [parcel for parcel in store.courier(device)._flying if parcel.outgoing.source is not None]
+    flying = [parcel for parcel in store.courier(device)._flying if courier.outgoing.source is not None]
     with monkeypatch.context() as patch:
-        patch.setattr(_device, "_HAS_GRAPHS", True)
+        patch.setattr(_streams, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         del y
         gc.collect()
         assert flying
-        assert all(parcel.outgoing.source is not None for parcel in flying)  # though it is copied
+        assert all(courier.outgoing.source is not None for parcel in flying)  # though it is copied
     del flying
     assert is_clean(store, device)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks._device import on
+from disthooks._streams import on
 from disthooks.saved.stores.tiers import Tiered
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from disthooks._device import current_stream, event_on, new_stream, on
+from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved.stores import transfer
 from disthooks.saved.stores.transfer import Link, Rate
 from tests.support.sim import simulated

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import (

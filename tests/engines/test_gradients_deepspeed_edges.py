@@ -14,7 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from disthooks.engines.skip import withhold
 from disthooks.errors import DisthooksError
 from tests.support.engines import close

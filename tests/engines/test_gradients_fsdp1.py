@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from disthooks.errors import AttachError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
 from tests.support.ranks.harness import Ranks

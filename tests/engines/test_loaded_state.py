@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks._described import described
-from disthooks.grads.step_counts import StepCounts
+from disthooks._hashing import described
+from disthooks.grads.collectives import StepCounts
 from tests.support.ranks.harness import Ranks
 
 
@@ -149,9 +149,7 @@ def test_code_that_differs_between_ranks(ranks: Ranks, what: str) -> None:
 
 
 def test_a_set_has_one_description_in_every_process() -> None:
-    code = (
-        "from disthooks._described import described; print(described({'a': {'x1', 'y2', 'z3'}, 'b': [1, 2.5, None]}))"
-    )
+    code = "from disthooks._hashing import described; print(described({'a': {'x1', 'y2', 'z3'}, 'b': [1, 2.5, None]}))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

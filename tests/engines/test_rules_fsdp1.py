@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from disthooks.errors import AttachError, DisthooksError, UsageError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make, train
 from tests.support.ranks.harness import Ranks

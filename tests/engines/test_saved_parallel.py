@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
-from disthooks import _events
+from disthooks import _handles
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import FOUR, HOWS, KINDS, Train, numbers, run
@@ -99,11 +99,11 @@ def _prove(make: Any, engine: Any, train: Train, how: str, folder: str) -> dict[
                     part.register_forward_pre_hook(note)
             return model
 
-        def look(event: _events.Event, weights: set[int] = weights, stored: set[int] = stored) -> None:
+        def look(event: _handles.Event, weights: set[int] = weights, stored: set[int] = stored) -> None:
             if event.fate == "stored" and _storage(event.tensor) in weights:
                 stored.add(_storage(event.tensor))
 
-        stop = _events.listen(look)
+        stop = _handles.listen(look)
         try:
             results, report = run(make, taken, train, how, line)
         finally:

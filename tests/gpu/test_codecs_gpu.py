@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.codecs import fused, noise
+from disthooks import _hashing
+from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -60,8 +61,8 @@ def test_the_kernels_work_here() -> None:
     pytest.importorskip("triton")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fused._works.cache_clear()
-        assert fused.usable(torch.ones(9, device="cuda"))
+        blocks._works.cache_clear()
+        assert blocks.usable(torch.ones(9, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -71,7 +72,7 @@ def test_the_bits_are_those_of_the_cpu(
     name: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = CODECS[name]
-    monkeypatch.setattr(noise, "key", lambda device: (12345, -678))
+    monkeypatch.setattr(_hashing, "key", lambda device: (12345, -678))
     for n in SIZES:
         x = numbers(kind, n, dtype)
         there = x.cuda()
@@ -89,7 +90,7 @@ def test_the_bits_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("off", [1, 2, 3])
 def test_what_begins_at_an_odd_place(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "key", lambda device: (5, 6))
+    monkeypatch.setattr(_hashing, "key", lambda device: (5, 6))
     for dtype in FLOATS[:3]:
         x = numbers("normal", 5000, dtype)
         for codec in CODECS.values():
@@ -114,7 +115,7 @@ def test_bools(n: int) -> None:
 def test_nobody_waits(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = CODECS.get(name, dh.Compact())
     if not kernels:
-        monkeypatch.setattr(fused, "_works", lambda device: False)
+        monkeypatch.setattr(blocks, "_works", lambda device: False)
     for dtype in FLOATS:
         x = torch.randn(3001, 7, device="cuda").to(dtype)
         x[0, 0] = math.inf
@@ -191,7 +192,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gradients_are_those_of_the_cpu(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "key", lambda device: (1, 2))
+    monkeypatch.setattr(_hashing, "key", lambda device: (1, 2))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
     x = torch.randn(128, 64)

@@ -10,7 +10,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores.buffers import PAGE
+from disthooks.saved.stores.pools import PAGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores import pinned
-from disthooks.saved.stores.pinned import Pinned, pinned_block
+from disthooks.saved.stores import pools
+from disthooks.saved.stores.pools import Pinned, pinned_block
 from disthooks.saved.stores.transfer import Link
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -38,7 +38,7 @@ def test_registered_memory_is_pinned(cuda: torch.device) -> None:
 def test_a_block_can_be_unmapped_and_made_again(cuda: torch.device) -> None:
     """Registering where something was registered before fails if that was not undone."""
     for _ in range(50):
-        block = pinned_block(cuda, 2 * MiB, pinned.numa_node(cuda))
+        block = pinned_block(cuda, 2 * MiB, pools.numa_node(cuda))
         assert block is not None
         assert block.pinned
         del block
@@ -49,7 +49,7 @@ def test_a_refusal_leaves_no_error_behind(cuda: torch.device) -> None:
     block = pinned_block(cuda, 2 * MiB, None)
     assert block is not None
     assert int(torch.cuda.cudart().cudaHostRegister(block.address, 2 * MiB, 1)) != 0
-    pinned._forget_error(cuda)
+    pools._forget_error(cuda)
     assert float(torch.ones(3, device=cuda).sum()) == 3
     torch.cuda.synchronize()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import AttachError, ConfigError, UsageError
-from disthooks.saved.classes import site_of
+from disthooks.saved.module_class import site_of
 from tests.support.ranks.harness import Ranks
 
 L = pytest.importorskip("lightning")

@@ -14,10 +14,9 @@ import pytest
 import yaml
 
 from disthooks.errors import UsageError
-from disthooks.launching import line, story
-from disthooks.launching.section import split
-from disthooks.run.command import Command
-from disthooks.run.main import configuration
+from disthooks.launcher import command, failure_report
+from disthooks.launcher.accelerate_config import split
+from disthooks.launcher.worker import Command, configuration
 from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
 pytestmark = pytest.mark.dist
@@ -85,7 +84,7 @@ def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, num
     assert left(folder) == []
     assert f"disthooks: {number.name} ended the job" in done.err
     assert done.err.count("was stopped by the launcher (SIGTERM), at") == 2
-    assert {one.stopped for one in story.read(folder / "records")} == {True}
+    assert {one.stopped for one in failure_report.read(folder / "records")} == {True}
 
 
 def _ready(folder: pathlib.Path, ranks: int) -> None:
@@ -118,8 +117,8 @@ def test_nohup_is_heeded(folder: pathlib.Path) -> None:
 
 def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
     (folder / "disthooks.yaml").write_text("watch: {stats: [{kind: Nurm}]}")
-    for command in ([*LAUNCH, *TWO, FAILS, "waits"], [*RUN, FAILS, "waits"]):
-        done = job(command, folder)
+    for words in ([*LAUNCH, *TWO, FAILS, "waits"], [*RUN, FAILS, "waits"]):
+        done = job(words, folder)
         assert done.code == 2
         assert done.err.startswith("disthooks: error: ")
         assert len(done.err.splitlines()) == 1
@@ -130,7 +129,7 @@ def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
 def test_an_error_in_a_section_is_told_in_the_users_file(
     folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from disthooks.launching import main
+    from disthooks.launcher import main
 
     file = folder / "accelerate.yaml"
     file.write_text("num_processes: 2\n\ndisthooks:\n  watch:\n    stats: [{kind: Nurm}]\ndistributed_type: 'NO'\n")
@@ -153,20 +152,22 @@ def test_a_missing_script_is_said_before_a_missing_configuration(command: list[o
 @pytest.mark.parametrize("before", [["--hooks", "a.yaml", "torchrun"], ["torchrun", "--hooks=a.yaml"]])
 def test_hooks_are_named_before_the_script(before: list[str]) -> None:
     for argv in ([*before, "--nproc-per-node", "2"], [*before, "--nproc-per-node=2", "--"]):
-        found = line.read([*argv, "train.py", "--hooks", "mine"])
+        found = command.read([*argv, "train.py", "--hooks", "mine"])
         assert (found.hooks, found.script, found.args) == ("a.yaml", "train.py", ("--hooks", "mine"))
         assert not any("hooks" in word for word in found.options)
-    assert line.read(["torchrun", "train.py", "--hooks", "mine"]).hooks is None
+    assert command.read(["torchrun", "train.py", "--hooks", "mine"]).hooks is None
     with pytest.raises(UsageError, match="--hooks needs the path of a file"):
-        line.read(["torchrun", "--hooks"])
+        command.read(["torchrun", "--hooks"])
 
 
 def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Accelerate gets the rest of its file all the same: it refuses a section that it does not know."""
-    from disthooks.launching.main import _configured
+    from disthooks.launcher.main import _configured
 
     (folder / "a.yaml").write_text("disthooks: {watch: {stats: [{kind: Nurm}]}}\nnum_processes: 1\n")
-    asked = line.read(["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)])
+    asked = command.read(
+        ["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)]
+    )
     (folder / "parts").mkdir()
     asked, hooks = _configured(asked, folder / "parts")
     assert hooks == str(folder / "disthooks.yaml")
@@ -177,7 +178,7 @@ def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.Capt
 @pytest.mark.parametrize("argv", [[], ["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nonsense", "1", "a.py"]])
 def test_what_is_no_command_line(argv: list[str]) -> None:
     with pytest.raises(UsageError, match="no script"):
-        line.read(argv)
+        command.read(argv)
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,11 @@ def test_what_is_no_command_line(argv: list[str]) -> None:
     ],
 )
 def test_everything_after_the_script_is_the_scripts(argv: str, options: str, script: str, args: str) -> None:
-    found = line.read(argv.split())
+    found = command.read(argv.split())
     assert (" ".join(found.options), found.script, " ".join(found.args)) == (options, script, args)
-    command = line.command(found, None)
-    assert command[-len(found.args) - 2 :] == ["-m" if found.module else "--", script, *found.args]
-    again = line._PARSES[found.launcher]()(command)  # and the launcher reads it so
+    line = command.command(found, None)
+    assert line[-len(found.args) - 2 :] == ["-m" if found.module else "--", script, *found.args]
+    again = command._PARSES[found.launcher]()(line)  # and the launcher reads it so
     words = vars(again)
     assert (words.get("training_script") or words.get("user_script")) == "disthooks.run"
     assert again.module
@@ -237,29 +238,34 @@ def rank(number: int, **values: object) -> dict[str, object]:
 
 def test_the_first_error_is_not_the_first_that_is_seen() -> None:
     lost = {"kind": "exception", "exception": "DistBackendError", "traceback": "T"}
-    peers = [story.Rank(rank(i, ended=1.0, message="NCCL communicator was aborted", **lost)) for i in (0, 1)]
-    real = story.Rank(rank(2, ended=5.0, kind="exception", exception="KeyError", message="x", traceback="T"))
-    gone, crashed = story.Rank(rank(3)), story.Rank(rank(4), "Fatal Python error: Segmentation fault\n")
-    later = story.Rank(rank(5, ended=6.0, kind="exit", code=3))
-    assert story.first([*peers, gone, later, real]) is real
-    assert story.first([*peers, gone]) is gone  # nobody else says why
-    assert story.first([*peers, later, crashed]) is crashed  # it had no time to tell the time
-    assert story.first(peers) is peers[0]
-    assert story.first([story.Rank(rank(0, ended=1.0, kind="finished"))]) is None
-    told = story.tell([*peers, crashed])
+    peers = [failure_report.Rank(rank(i, ended=1.0, message="NCCL communicator was aborted", **lost)) for i in (0, 1)]
+    real = failure_report.Rank(rank(2, ended=5.0, kind="exception", exception="KeyError", message="x", traceback="T"))
+    gone, crashed = (
+        failure_report.Rank(rank(3)),
+        failure_report.Rank(rank(4), "Fatal Python error: Segmentation fault\n"),
+    )
+    later = failure_report.Rank(rank(5, ended=6.0, kind="exit", code=3))
+    assert failure_report.first([*peers, gone, later, real]) is real
+    assert failure_report.first([*peers, gone]) is gone  # nobody else says why
+    assert failure_report.first([*peers, later, crashed]) is crashed  # it had no time to tell the time
+    assert failure_report.first(peers) is peers[0]
+    assert failure_report.first([failure_report.Rank(rank(0, ended=1.0, kind="finished"))]) is None
+    told = failure_report.tell([*peers, crashed])
     assert "Segmentation fault" in told
     assert "rank 1 (host a, pid 101): saw another rank go: DistBackendError" in told
 
 
 def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_first() -> None:
-    def rank(number: int, stack: str = "", **values: object) -> story.Rank:
-        return story.Rank({"rank": number, "attempt": 0, "host": "a", "pid": 1, "traceback": "", **values}, stack)
+    def rank(number: int, stack: str = "", **values: object) -> failure_report.Rank:
+        return failure_report.Rank(
+            {"rank": number, "attempt": 0, "host": "a", "pid": 1, "traceback": "", **values}, stack
+        )
 
     stopped = rank(0, stack="Current thread 0x1")
     for name, victim in (("ConnectionResetError", False), ("RuntimeError", True)):
         raised = rank(1, ended=2.0, kind="exception", exception=name, message="Connection reset by peer")
         assert raised.victim is victim
-        assert story.first([stopped, raised]) is raised
+        assert failure_report.first([stopped, raised]) is raised
 
 
 def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:

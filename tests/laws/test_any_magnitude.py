@@ -12,9 +12,9 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.base import Engine
-from disthooks.grads.collect import Layout
-from disthooks.grads.measures.base import Local, Seen
-from disthooks.grads.measures.power import Power, norm_label
+from disthooks.grads.collectives import Layout
+from disthooks.grads.stats.base import Local, Seen
+from disthooks.grads.stats.norms import Power, norm_label
 from tests.support.engines import whole
 from tests.support.ranks.harness import Ranks
 

@@ -308,7 +308,7 @@ def test_the_compiler_is_not_imported() -> None:
 @pytest.mark.usefixtures("_one_thread")
 def test_bits_are_those_of_the_blocks_compiled_each_by_itself(to: Any, monkeypatch: Any) -> None:
     """A GPT's loop: inductor fuses over its blocks when it has all of it, and cannot where the graph breaks."""
-    monkeypatch.setattr("disthooks.saved.entry._said", set())
+    monkeypatch.setattr("disthooks.saved.eligibility._said", set())
     alone = steps(blocks(Loop(), "inductor"))
     saving = dh.save_activations(model := Loop(), ["first", "second"], to)
     with pytest.warns(UserWarning, match="not bit for bit those of the model compiled whole") as told:

@@ -12,7 +12,7 @@ import torch
 
 import disthooks as dh
 from disthooks.saved.stores import carrier as moved
-from disthooks.saved.stores import crew
+from disthooks.saved.stores import transfer
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import alone, clean, movers, one_thread, pipe, right, script, shut  # noqa: F401
 
@@ -93,7 +93,7 @@ def test_a_process_that_ends_while_it_writes(end: str, status: int, file: str, t
 
 def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert soon(lambda: not movers())  # those of other tests
-    monkeypatch.setattr(crew, "_IDLE", 3.0)  # on a busy machine a second is over before anybody looks
+    monkeypatch.setattr(transfer, "_IDLE", 3.0)  # on a busy machine a second is over before anybody looks
     store, fds = dh.OnDisk(tmp_path), len(os.listdir("/proc/self/fd"))
     assert not movers()
     assert right(store)

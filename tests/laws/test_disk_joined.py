@@ -13,7 +13,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.stores import mover as moving
-from disthooks.saved.stores.arena import CHUNK
+from disthooks.saved.stores.scratch_file import CHUNK
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
 

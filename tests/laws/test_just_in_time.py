@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.stores.buffers import Buffers
-from disthooks.saved.stores.prefetch import Stream
+from disthooks.saved.stores.order import Stream
+from disthooks.saved.stores.pools import Buffers
 from tests.support.stores.faulty import soon
 
 ALL = dh.AtLeast(0)

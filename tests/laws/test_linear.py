@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks._tensors import Region
 from disthooks._torch import StorageRef
 from disthooks.saved import contents, packed
-from disthooks.saved.region import Region
-from disthooks.saved.stores.buffers import Buffers
+from disthooks.saved.stores.pools import Buffers
 
 ALL = dh.AtLeast(0)
 

@@ -19,10 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import disthooks as dh
-from disthooks import _forks, _locks
-from disthooks._locks import Order
-from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.traffic import StoreReport
+from disthooks import _fork_safe
+from disthooks._fork_safe import Order
+from disthooks.saved.stores.base import Store, StoreReport
 from tests.support.locks import Orders, orders  # noqa: F401
 from tests.support.models import identical
 
@@ -126,8 +125,8 @@ def test_a_fork_takes_every_shared_lock_in_order(orders: Orders, tmp_path: pathl
     stores = _stores(tmp_path)
     saving = dh.saving(ALL, *stores["tiers"])
     orders.pairs.clear()
-    _forks._before()
-    _forks._after()
+    _fork_safe._before()
+    _fork_safe._after()
     taken = {order for pair in orders.pairs for order in pair}
     assert {Order.MOVER, Order.POOL, Order.ARENA, Order.ACCOUNT, Order.LEDGER, Order.OPENING, Order.ATTACH} <= taken
     assert not [line for line in orders.wrong if line.split(" under ")[0] != line.split(" under ")[1]]
@@ -140,7 +139,10 @@ SHARED = [o for o in Order if o not in (Order.PACKED, Order.PLACED)]
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.combinations(SHARED, 2)), ids=lambda order: order.name)
 def test_a_fork_waits_for_whoever_holds_the_outer_of_two_locks(outer: Order, inner: Order) -> None:
     """A thread has one lock, a fork begins, and the thread asks for the other lock: both go on."""
-    second, first = _locks.shared(inner), _locks.shared(outer)  # the inner one is the older one: age decides nothing
+    second, first = (
+        _fork_safe.shared(inner),
+        _fork_safe.shared(outer),
+    )  # the inner one is the older one: age decides nothing
     holds, forking = threading.Event(), threading.Event()
     got: list[bool] = []
 
@@ -155,8 +157,8 @@ def test_a_fork_waits_for_whoever_holds_the_outer_of_two_locks(outer: Order, inn
 
     def forks() -> None:
         forking.set()
-        _forks._before()
-        _forks._after()
+        _fork_safe._before()
+        _fork_safe._after()
 
     thread = threading.Thread(target=nests, daemon=True)
     thread.start()
@@ -235,14 +237,14 @@ def test_locks_that_another_thread_makes_during_a_fork_are_free_in_the_child() -
         made: list[Any] = []
 
         def late() -> None:
-            made.append(_locks.shared(Order.ATTACH))
+            made.append(_fork_safe.shared(Order.ATTACH))
             made[0].acquire()
 
-        _forks._before()
+        _fork_safe._before()
         thread = threading.Thread(target=late)
         thread.start()
         thread.join(LIMIT)
-        _forks._after_in_child()
+        _fork_safe._after_in_child()
         os._exit(0 if made[0].acquire(timeout=5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -257,7 +259,7 @@ def test_a_generator_that_a_collection_ends_takes_no_lock(orders: Orders, tmp_pa
     running = body()
     kept = next(running)
     orders.pairs.clear()
-    with _locks.shared(Order.LEDGER):  # whoever holds the last lock of all
+    with _fork_safe.shared(Order.LEDGER):  # whoever holds the last lock of all
         del running
         gc.collect()
     assert not orders.pairs

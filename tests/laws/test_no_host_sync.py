@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines import skip
-from disthooks.grads import record
-from disthooks.grads.attached import Gradients
+from disthooks.grads import step
+from disthooks.grads.attachment import Gradients
 
 RULES: list[list[Any]] = [
     [dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)],
@@ -63,9 +63,9 @@ def _not_read(self: Gradients) -> None:
 def valueless() -> Iterator[None]:
     with (
         _Copies(),
-        mock.patch.object(record.Copy, "__init__", return_value=None),  # what is read one step late
-        mock.patch.object(record.Copy, "arrived", return_value=False),
-        mock.patch.object(record.Copy, "tensors", return_value=[torch.zeros(())]),
+        mock.patch.object(step.Copy, "__init__", return_value=None),  # what is read one step late
+        mock.patch.object(step.Copy, "arrived", return_value=False),
+        mock.patch.object(step.Copy, "tensors", return_value=[torch.zeros(())]),
         mock.patch.object(Gradients, "flush", _not_read),
         mock.patch.object(skip, "TOLD", (Still,)),  # what is told to skip on the device
     ):

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import disthooks as dh
-from disthooks._tensors import Layout
-from disthooks.saved.region import region_of
+from disthooks._tensors import Layout, region_of
 
 
 class Save(torch.autograd.Function):

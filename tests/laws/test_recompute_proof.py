@@ -13,8 +13,8 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.recompute import places
-from disthooks.saved.recompute.places import Place, Proofs
+from disthooks.saved.recompute import verify
+from disthooks.saved.recompute.verify import Place, Proofs
 
 ALL = dh.AtLeast(0)
 
@@ -170,13 +170,13 @@ def test_a_node_of_the_user_may_have_any_attributes(dtype: torch.dtype) -> None:
 
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ways that are tried, one after the other."""
-    tried, attempted = [], places._attempted
+    tried, attempted = [], verify._attempted
 
     def counts(attempt: Callable[[int], torch.Tensor], way: int) -> torch.Tensor | None:
         tried.append(way)
         return attempted(attempt, way)
 
-    monkeypatch.setattr(places, "_attempted", counts)
+    monkeypatch.setattr(verify, "_attempted", counts)
     return tried
 
 
@@ -227,7 +227,7 @@ def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch
     names.clear()
     gc.collect()
     assert alive() is None
-    monkeypatch.setattr(places, "MOST", 10)
+    monkeypatch.setattr(verify, "MOST", 10)
     many = Proofs()
     for number in range(100):
         many.place(("here", number), "here", False)

@@ -16,7 +16,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._tensors import Layout
-from disthooks.saved.frame import Frame
+from disthooks.saved.hooks import Frame
 from tests.support.models import identical
 
 Run = Callable[[contextlib.AbstractContextManager[object]], list]

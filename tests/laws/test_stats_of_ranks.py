@@ -13,8 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.grads.measures.base import Local, Seen
-from disthooks.grads.stats.base import Found
+from disthooks.grads.stats.base import Found, Local, Seen
 from tests.support.engines import close, grads_of, loss_of, make
 from tests.support.ranks.harness import Ranks
 

@@ -14,7 +14,7 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import Store
-from disthooks.saved.stores.buffers import room_for
+from disthooks.saved.stores.pools import room_for
 
 # A new store is one line here.
 STORES = {

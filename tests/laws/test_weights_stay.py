@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.recast import WeightCopy
+from disthooks.saved.rebuild import WeightCopy
 from tests.support.models import identical
 from tests.support.replicas import replicate
 

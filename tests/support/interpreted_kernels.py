@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import disthooks as dh
-from disthooks.saved.codecs import cast, fused, noise, quantize
+from disthooks import _hashing
+from disthooks.saved.codecs import blocks, cast, quantize
 from disthooks.saved.codecs.base import Codec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CODECS: dict[str, tuple[Codec, fused.Kind, int]] = {
+CODECS: dict[str, tuple[Codec, blocks.Kind, int]] = {
     "8": (dh.Quantize(8), quantize._KINDS[8], 128),
     "4": (dh.Quantize(4), quantize._KINDS[4], 128),
     "8, nearest": (dh.Quantize(8, stochastic=False), quantize._KINDS[8], 128),
@@ -63,19 +64,19 @@ def numbers(kind: str, n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_codes_scales_and_numbers(name: str, dtype: torch.dtype, kind: str, n: int, seed: int) -> None:
     codec, codes, block = CODECS[name]
     x, key = numbers(kind, n, dtype, seed), (seed * 40503, -seed)
-    drawn, noise.key = noise.key, lambda device: key
+    drawn, _hashing.key = _hashing.key, lambda device: key
     try:
         (*parts,), spec = codec.encode(x)
     finally:
-        noise.key = drawn
+        _hashing.key = drawn
     if parts[0] is x:  # it would not get smaller
         return
     stochastic = getattr(codec, "stochastic", False)
-    mine, scales = fused.encode(x, block, codes, key if stochastic else None)
+    mine, scales = blocks.encode(x, block, codes, key if stochastic else None)
     assert torch.equal(bits(scales), bits(parts[1]))
     assert torch.equal(bits(mine), bits(parts[0]))
     back, into = codec.decode(tuple(parts), spec), torch.empty_like(x)
-    fused.decode(mine, scales, into, block, codes)
+    blocks.decode(mine, scales, into, block, codes)
     same = (back == into) | (back.isnan() & into.isnan())
     assert same.all(), (into[~same][:3], back[~same][:3])
 
@@ -84,9 +85,9 @@ def test_codes_scales_and_numbers(name: str, dtype: torch.dtype, kind: str, n: i
 def test_bools(n: int) -> None:
     bools = (torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.4).view(torch.uint8)
     run = -(-n // 128) * 16
-    packed = fused.pack(bools, run)
+    packed = blocks.pack(bools, run)
     filled = torch.zeros(8 * run, dtype=torch.uint8)
     filled[:n] = bools
     assert torch.equal(packed, sum(filled[k * run : (k + 1) * run] << k for k in range(8)).to(torch.uint8))
-    assert torch.equal(fused.unpack(packed, n), bools)
-    assert torch.equal(fused.pack(bools * 254, run), packed)  # whatever is not 0 is true
+    assert torch.equal(blocks.unpack(packed, n), bools)
+    assert torch.equal(blocks.pack(bools * 254, run), packed)  # whatever is not 0 is true

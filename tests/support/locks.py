@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from disthooks import _locks
-from disthooks._locks import Order
+from disthooks import _fork_safe
+from disthooks._fork_safe import Order
 
 
 class Orders:
@@ -76,16 +76,16 @@ class Watched:
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
     """What is asked for under what, by everything that is made in this test."""
-    from disthooks.saved import classes, inplace
-    from disthooks.saved.stores import disk, pinned, transfer
+    from disthooks.saved import attach, module_class
+    from disthooks.saved.stores import disk, pools, transfer
 
     found = Orders()
-    monkeypatch.setattr(_locks, "make", lambda order, again: Watched(found, order, again))
-    monkeypatch.setattr(classes, "_lock", _locks.shared(Order.CLASSES))
-    monkeypatch.setattr(inplace, "_attaching", _locks.shared(Order.ATTACH))
-    monkeypatch.setattr(disk, "_lock", _locks.shared(Order.OPENING))
-    pinned.pool_of.cache_clear()
+    monkeypatch.setattr(_fork_safe, "make", lambda order, again: Watched(found, order, again))
+    monkeypatch.setattr(module_class, "_lock", _fork_safe.shared(Order.CLASSES))
+    monkeypatch.setattr(attach, "_attaching", _fork_safe.shared(Order.ATTACH))
+    monkeypatch.setattr(disk, "_lock", _fork_safe.shared(Order.OPENING))
+    pools.pool_of.cache_clear()
     transfer.link_of.cache_clear()
     yield found
-    pinned.pool_of.cache_clear()
+    pools.pool_of.cache_clear()
     transfer.link_of.cache_clear()

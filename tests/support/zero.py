@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
-from disthooks.engines.find import find
+from disthooks.engines.detect import find
 from tests.support.engines import data
 
 LR = 0.1

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks.engines.find import find
-from disthooks.grads import checksum
-from disthooks.grads.checksum import Checksums
-from disthooks.grads.copies import Copies
-from disthooks.grads.replicas import _Comparison, _factor, check_replicas
+from disthooks import _hashing
+from disthooks._hashing import Checksums
+from disthooks.engines.detect import find
+from disthooks.watch.replicas import Copies, _Comparison, _factor, check_replicas
 
 DTYPES = [
     torch.float32,
@@ -51,12 +50,12 @@ def test_every_bit_counts_in_every_dtype(dtype: torch.dtype) -> None:
     assert len(found) == 1 + content.numel() * len(bits)
 
 
-@pytest.mark.parametrize("a", [0, 3, 9, checksum._ROW - 1, 2 * checksum._ROW, 2 * checksum._ROW + 7])
+@pytest.mark.parametrize("a", [0, 3, 9, _hashing._ROW - 1, 2 * _hashing._ROW, 2 * _hashing._ROW + 7])
 def test_places_count_also_across_rows(a: int) -> None:
-    tensor = torch.full((9 * checksum._ROW + 3,), 1.0)
+    tensor = torch.full((9 * _hashing._ROW + 3,), 1.0)
     tensor[a] = -1.0
     before = of(tensor)
-    for b in (1, 10, checksum._ROW, 2 * checksum._ROW + a, 4 * checksum._ROW + a):
+    for b in (1, 10, _hashing._ROW, 2 * _hashing._ROW + a, 4 * _hashing._ROW + a):
         swapped = tensor.clone()
         swapped[[a, b]] = tensor[[b, a]]
         assert of(swapped) != before, b
@@ -81,7 +80,7 @@ def test_zeros_and_nans_are_told_by_their_bits() -> None:
     assert of(quiet) == of(quiet.clone())
 
 
-@pytest.mark.parametrize("size", [0, 1, 5, checksum._ROW * 2, checksum._ROW * 2 + 1, checksum._ROW * 9 + 5])
+@pytest.mark.parametrize("size", [0, 1, 5, _hashing._ROW * 2, _hashing._ROW * 2 + 1, _hashing._ROW * 9 + 5])
 @pytest.mark.parametrize("rows", [2, 3, 64])
 def test_rows_at_a_time_change_nothing(size: int, rows: int) -> None:
     tensor = torch.randn(size)

@@ -14,140 +14,13 @@ from tests.support import ROOT as REPOSITORY
 ROOT = REPOSITORY / "disthooks"
 FILES = sorted(ROOT.rglob("*.py"))
 
-# (floor, step inside the floor): a file may import from a lower floor, or from its own part at a lower step.
-PARTS: dict[str, tuple[int, str, int]] = {
-    "_version": (0, "", 0),
-    "_front": (7, "", 0),  # all public names; __init__ imports it when the first is asked for
-    "__main__": (7, "", 0),
-    "errors": (0, "", 0),
-    "_torch": (0, "", 0),
-    "_device": (0, "", 0),
-    "_events": (0, "", 1),
-    "_forks": (0, "", 1),
-    "_locks": (0, "", 0),
-    "_tensors": (0, "", 1),
-    "_described": (0, "", 0),
-    "_match": (0, "", 1),
-    "_handles": (0, "", 1),
-    "memory": (0, "", 2),
-    "saved.codecs": (1, "saved", 0),
-    "saved.codecs.blocks": (1, "saved", 0),
-    "saved.codecs.fused": (1, "saved", 0),
-    "saved.codecs.kernels": (1, "saved", 0),
-    "saved.codecs.noise": (1, "saved", 0),
-    "saved.codecs.base": (1, "saved", 0),
-    "saved.codecs.cast": (1, "saved", 0),
-    "saved.codecs.compact": (1, "saved", 0),
-    "saved.codecs.compress": (1, "saved", 0),
-    "saved.codecs.quantize": (1, "saved", 0),
-    "saved.stores.base": (1, "saved", 0),
-    "saved.stores.buffers": (1, "saved", 0),
-    "saved.stores.prefetch": (1, "saved", 0),
-    "saved.stores.traffic": (1, "saved", 0),
-    "saved.stores.transfer": (1, "saved", 1),
-    "saved.stores.pinned": (1, "saved", 1),
-    "saved.stores.lane": (1, "saved", 1),
-    "saved.stores.parcel": (1, "saved", 1),
-    "saved.stores.courier": (1, "saved", 1),
-    "saved.stores.arena": (1, "saved", 1),
-    "saved.stores.gpu_direct": (1, "saved", 2),
-    "saved.stores.staging": (1, "saved", 2),
-    "saved.stores.ticket": (1, "saved", 3),
-    "saved.stores.carrier": (1, "saved", 4),
-    "saved.stores.crew": (1, "saved", 0),
-    "saved.stores.ahead": (1, "saved", 4),
-    "saved.stores.mover": (1, "saved", 5),
-    "saved.stores.cpu": (1, "saved", 2),
-    "saved.stores.disk": (1, "saved", 6),
-    "saved.stores.turns": (1, "saved", 1),
-    "saved.stores.device": (1, "saved", 1),
-    "saved.stores.tiers": (1, "saved", 2),
-    "saved.entry": (1, "saved", 0),
-    "saved.region": (1, "saved", 0),
-    "saved.index": (1, "saved", 1),
-    "saved.report": (1, "saved", 1),
-    "saved.ledger": (1, "saved", 2),
-    "saved.kept": (1, "saved", 1),
-    "saved.weights": (1, "saved", 1),
-    "saved.called": (1, "saved", 3),
-    "saved.packed": (1, "saved", 3),
-    "saved.contents": (1, "saved", 3),
-    "saved.recast": (1, "saved", 3),
-    "saved.sharded": (1, "saved", 3),
-    "saved.recompute": (1, "saved", 0),
-    "saved.recompute.stage": (1, "saved", 1),
-    "saved.recompute.places": (1, "saved", 1),
-    "saved.recompute.reader": (1, "saved", 4),
-    "saved.recompute.formulas": (1, "saved", 5),
-    "saved.recompute.program": (1, "saved", 5),
-    "saved.recompute.planner": (1, "saved", 6),
-    "saved.recompute.again": (1, "saved", 7),
-    "saved.recompute.value": (1, "saved", 8),
-    "saved.pipeline": (1, "saved", 2),
-    "saved.frame": (1, "saved", 9),
-    "saved.site": (1, "saved", 10),
-    "saved.classes": (1, "saved", 11),
-    "saved.saving": (1, "saved", 11),
-    "saved.wrap": (1, "saved", 11),
-    "saved.inplace": (1, "saved", 12),
-    "engines.shard": (1, "engines", 0),
-    "engines.skip": (1, "engines", 0),
-    "engines.steps": (1, "engines", 1),
-    "engines.clipping": (1, "engines", 0),
-    "engines.base": (1, "engines", 1),
-    "watch": (1, "watch", 0),
-    "grads.order": (2, "grads", 0),
-    "grads.measures": (2, "grads", 1),
-    "grads.collect": (2, "grads", 2),
-    "grads.step_counts": (2, "grads", 2),
-    "grads.rules": (2, "grads", 2),
-    "grads.stats": (2, "grads", 2),
-    "grads.sinks.base": (2, "grads", 0),
-    "grads.sinks.records": (2, "grads", 0),
-    "grads.sinks.runs": (2, "grads", 0),
-    "grads.sinks.plain": (2, "grads", 1),
-    "grads.sinks.tensorboard": (2, "grads", 1),
-    "grads.sinks.wandb": (2, "grads", 1),
-    "grads.sinks.mlflow": (2, "grads", 1),
-    "grads.sinks.trackers": (2, "grads", 1),
-    "grads.sinks": (2, "grads", 2),
-    "grads.held": (2, "grads", 2),
-    "grads.plan": (2, "grads", 3),
-    "grads.looking": (2, "grads", 3),
-    "grads.record": (2, "grads", 4),
-    "grads.alarm": (2, "grads", 5),
-    "grads.nonfinite": (2, "grads", 5),
-    "grads.rounds": (2, "grads", 6),
-    "grads.attached": (2, "grads", 7),
-    "grads.attach": (2, "grads", 8),
-    "watch.blame": (3, "config", 0),  # it asks other ranks as grads do; a configuration attaches it
-    "config.source": (3, "config", 0),
-    "config.find": (3, "config", 0),
-    "config.values": (3, "config", 0),
-    "config.schema": (3, "config", 0),
-    "config.attached": (3, "config", 0),
-    "config.ranks": (3, "config", 0),
-    "config.watchers": (3, "config", 0),
-    "config.kinds": (3, "config", 1),
-    "config.paths": (3, "config", 1),
-    "config.budget": (3, "config", 1),
-    "config.conflicts": (3, "config", 1),
-    "config.recipe": (3, "config", 2),
-    "config.dump": (3, "config", 2),
-    "config.plan": (3, "config", 3),
-    "config.read": (3, "config", 4),
-    "config.jsonschema": (3, "config", 4),
-    "config.front": (3, "config", 5),
-    "config": (3, "config", 6),
-    "integrations._shared": (4, "integrations", 0),
-    "integrations.accelerate": (4, "integrations", 1),
-    "integrations.lightning": (4, "integrations", 0),
-    "integrations.transformers": (4, "integrations", 2),
-    "run": (5, "run", 0),
-    "launching": (5, "run", 1),
-    "cli": (6, "", 0),
-}
-DISTRIBUTED = ("engines", "grads.collect", "grads.gather", "grads.step_counts", "saved.budget", "launching", "cli")
+# The floor of a package or of a file: a file imports only from lower floors and from its own package.
+FLOORS = {
+    "_version": 0, "errors": 0, "memory": 0, "_torch": 0, "_streams": 0, "_tensors": 0, "_match": 0, "_handles": 0,
+    "_fork_safe": 0, "_hashing": 0, "saved": 1, "engines": 1, "grads": 2, "watch": 3, "config": 4, "integrations": 5,
+    "launcher": 6, "run": 7, "cli": 7, "_front": 8, "__main__": 8,
+}  # fmt: skip
+DISTRIBUTED = ("engines", "grads.collectives", "launcher", "cli")
 
 
 def _name(file: pathlib.Path) -> str:
@@ -175,29 +48,14 @@ def _imports(file: pathlib.Path) -> list[tuple[str, bool]]:
     return found
 
 
-def _place(name: str) -> tuple[int, str, int]:
-    part = name.split(".")[0]
-    while name:  # of a package all files have its place, unless they have their own
-        if name in PARTS:
-            return PARTS[name]
-        name = name.rpartition(".")[0]
-    floor = {"saved": 1, "engines": 1, "watch": 1, "grads": 2}.get(part)
-    assert floor is not None, f"{name} has no floor: add it to PARTS"
-    return floor, part, 2
-
-
 @pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=_name)
 def test_a_file_imports_only_from_lower_floors(file: pathlib.Path) -> None:
-    mine = _place(_name(file))
-    for imported, typing_only in _imports(file):
-        if typing_only or not imported.startswith("disthooks."):
-            continue
-        name = imported.removeprefix("disthooks.")
-        if name in ("saved", "engines", "grads", "watch", "saved.stores", "__version__"):
-            continue  # the package itself, which holds names only
-        theirs = _place(name)
-        allowed = theirs[0] < mine[0] or (theirs[:2] == mine[:2] and theirs[2] <= mine[2])
-        assert allowed, f"{_name(file)} (floor {mine[0]}) imports {name} (floor {theirs[0]})"
+    mine = _name(file).split(".")[0]
+    for imported, _ in _imports(file):
+        if imported.startswith("disthooks."):
+            theirs = imported.removeprefix("disthooks.").split(".")[0].replace("__version__", "_version")
+            allowed = theirs == mine or FLOORS[theirs] < FLOORS[mine] or FLOORS[mine] == 0 == FLOORS[theirs]
+            assert allowed, f"{_name(file)} imports {imported}"
 
 
 def test_distributed_is_imported_where_it_belongs() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure
+from disthooks.grads.stats.base import Measure
 
 State = dict[str, torch.Tensor]
 

@@ -10,9 +10,9 @@ import torch
 
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure, onto, wide
-from disthooks.grads.measures.power import Power, norm_label, norms, scaled_norm
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
+from disthooks.grads.stats.base import Measure, onto, wide
+from disthooks.grads.stats.norms import Power, norm_label, norms, scaled_norm
 
 
 @dataclass(frozen=True)

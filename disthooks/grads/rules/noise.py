@@ -11,8 +11,8 @@ import torch
 
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import wide
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, check_whole, number
+from disthooks.grads.stats.base import wide
 
 _CHUNK = 2**20  # elements whose noise is made at a time: some 40 MB of temporary memory
 

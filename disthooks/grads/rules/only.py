@@ -11,8 +11,8 @@ import torch
 from disthooks._match import Pattern, listed, match
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, as_rule
+from disthooks.grads.stats.base import Measure
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,7 @@ from disthooks.grads.sinks.base import as_numbers as as_numbers
 from disthooks.grads.sinks.base import close_all as close_all
 from disthooks.grads.sinks.base import open_all as open_all
 from disthooks.grads.sinks.base import write as write
-from disthooks.grads.sinks.mlflow import MLflow
-from disthooks.grads.sinks.plain import Console, Jsonl
-from disthooks.grads.sinks.tensorboard import TensorBoard
-from disthooks.grads.sinks.trackers import AccelerateTracker, DeepSpeedMonitor
-from disthooks.grads.sinks.wandb import WandB
+from disthooks.grads.sinks.local import Console, Jsonl
+from disthooks.grads.sinks.trackers import AccelerateTracker, DeepSpeedMonitor, MLflow, TensorBoard, WandB
 
 __all__ = ["AccelerateTracker", "Console", "DeepSpeedMonitor", "Jsonl", "MLflow", "Sink", "TensorBoard", "WandB"]

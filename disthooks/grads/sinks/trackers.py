@@ -1,14 +1,235 @@
-"""What a training framework logs with already: Accelerate's trackers, DeepSpeed's monitor."""
+"""TensorBoard, by torch's own writer.
+
+Weights & Biases: the run that is active, online or offline.
+
+MLflow: the run that is active.
+
+What a training framework logs with already: Accelerate's trackers, DeepSpeed's monitor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from disthooks.errors import UsageError
-from disthooks.grads.sinks.base import check_prefix
-from disthooks.grads.sinks.records import portable, scalars
+from disthooks.grads.sinks.base import (
+    Histogram,
+    Opened,
+    Unopened,
+    check_prefix,
+    histograms,
+    needed,
+    portable,
+    scalars,
+    texts,
+)
+
+
+@dataclass(frozen=True)
+class TensorBoard(Unopened):
+    """Numbers as scalars, histograms as histograms, lists and words as text; there as soon as they are written.
+
+    Scalars are float32 there, as always in TensorBoard. Text is logged only when there is some: ``nonfinite_at`` in
+    the steps that have non-finite gradients.
+
+    Args:
+        log_dir: the directory of the run; it is made. ``torch.utils.tensorboard.SummaryWriter`` writes in it.
+        prefix: put in front of every name; up to the first ``/`` it is the section in which TensorBoard shows it.
+
+    Raises:
+        UsageError: when attached, if tensorboard is not installed or the directory cannot be written.
+
+    >>> TensorBoard("runs/7", prefix="train/")
+    TensorBoard(log_dir='runs/7', prefix='train/')
+    """
+
+    log_dir: str | os.PathLike[str]
+    prefix: str = "gradients/"
+
+    def __post_init__(self) -> None:
+        check_prefix(self, self.prefix)
+        if not isinstance(self.log_dir, (str, os.PathLike)):
+            raise UsageError(f"TensorBoard: log_dir is the directory of the run, got {self.log_dir!r}")
+
+    def open(self) -> Opened:
+        """Start a file of events."""
+        writer = needed("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
+        try:
+            return _Events(self, writer(os.fspath(self.log_dir)))
+        except OSError as error:
+            raise UsageError(f"TensorBoard: {os.fspath(self.log_dir)!r} cannot be written: {error.strerror}") from error
+
+
+class _Events(Opened):
+    """One file of events."""
+
+    def __init__(self, sink: TensorBoard, writer: Any) -> None:
+        super().__init__(sink)
+        self._prefix, self._writer = sink.prefix, writer
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        step = record["step"]
+        for name, number in scalars(record).items():
+            self._writer.add_scalar(self._prefix + name, number, step)
+        for name, histogram in histograms(record).items():
+            self._writer.add_histogram_raw(self._prefix + name, **_raw(histogram), global_step=step)
+        for name, text in texts(record, most=None).items():
+            self._writer.add_text(self._prefix + name, text, step)
+        self._writer.flush()  # its thread may lag behind; less than a millisecond, and a killed process loses nothing
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _raw(histogram: Histogram) -> dict[str, Any]:
+    """The arguments of ``add_histogram_raw``; sums are those of the middles of the buckets.
+
+    TensorBoard draws the outermost bucket that is not empty as far as ``min`` and ``max``.
+    """
+    edges, counts = histogram
+    filled = [i for i, count in enumerate(counts) if count] or [0, len(counts) - 1]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+    return {
+        "min": edges[filled[0]],
+        "max": edges[filled[-1] + 1],
+        "num": sum(counts),
+        "sum": sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+        "sum_squares": sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+        "bucket_limits": edges[1:],
+        "bucket_counts": counts,
+    }
+
+
+_BUCKETS = 512  # as many as wandb.Histogram takes
+
+
+@dataclass(frozen=True)
+class WandB(Unopened):
+    """Numbers, histograms (``wandb.Histogram``), and lists and words as short strings, in a run of Weights & Biases.
+
+    What is logged has a step axis of its own, ``<prefix>step``, declared with ``define_metric``: a record is one step
+    late, and wandb drops what comes late on its own axis. Records join the row that your next ``run.log()`` completes,
+    so that its step does not move; only when you did not log since the last record do they become a row themselves.
+
+    Args:
+        run: what ``wandb.init()`` returned; None means the run that is active when this is attached.
+        prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
+
+    Raises:
+        UsageError: when attached, if wandb is not installed or no run is active.
+
+    >>> WandB(prefix="train/")
+    WandB(run=None, prefix='train/')
+    """
+
+    run: Any = None
+    prefix: str = "gradients/"
+
+    def __post_init__(self) -> None:
+        check_prefix(self, self.prefix)
+        if self.run is not None and not callable(getattr(self.run, "define_metric", None)):
+            raise UsageError(f"WandB: run is what wandb.init() returned, or None for the active run; got {self.run!r}")
+
+    def open(self) -> Opened:
+        """Find the run."""
+        wandb = needed("wandb", "wandb", self)
+        run = wandb.run if self.run is None else self.run
+        if run is None:
+            raise UsageError("WandB: no run is active: call wandb.init() before, on the first rank, or give run=")
+        return _Rows(self, run, wandb.Histogram)
+
+
+class _Rows(Opened):
+    """Rows of one run."""
+
+    def __init__(self, sink: WandB, run: Any, histogram: Callable[..., Any]) -> None:
+        super().__init__(sink)
+        self._prefix, self._run, self._histogram = sink.prefix, run, histogram
+        self._defined: set[str] = set()
+        self._row: int | None = None
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        values = self._values(record)
+        self._define(values)
+        row = self._next_row()
+        if row is not None and row == self._row:  # it has the last record still, which this one would overwrite
+            self._run.log({}, commit=True)
+            row = self._next_row()
+        self._run.log(values, commit=row is None)
+        self._row = row
+
+    def _values(self, record: dict[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = {"step": record["step"], **scalars(record), **texts(record)}
+        for name, histogram in histograms(record).items():
+            edges, counts = histogram.at_most(_BUCKETS)
+            values[name] = self._histogram(np_histogram=(counts, edges))
+        return {portable(self._prefix + name): value for name, value in values.items()}
+
+    def _define(self, values: dict[str, Any]) -> None:
+        """One by one: a pattern would take the axis of other metrics that begin with the same prefix."""
+        step = portable(self._prefix + "step")
+        for name in values.keys() - self._defined:
+            self._run.define_metric(name, step_metric=None if name == step else step)
+        self._defined |= values.keys()
+
+    def _next_row(self) -> int | None:
+        """Which row the next ``log()`` writes in; None in a shared run, whose rows nobody counts."""
+        try:
+            return int(self._run.step)
+        except Exception:
+            return None
+
+
+@dataclass(frozen=True)
+class MLflow(Unopened):
+    """Numbers as metrics of the MLflow run that is active when this is attached; lists and words are left out.
+
+    It stays that run, also when its ``with`` block ends before the attachment does. MLflow takes numbers that are not
+    finite; a database keeps an infinite one as the largest float64.
+
+    Args:
+        prefix: put in front of every name. In names only letters, digits, ``_-.`` and blanks stay as they are, since
+            MLflow refuses others; ``/`` becomes ``.``: ``gradients/grad_norm.param.fc.bias``.
+
+    Raises:
+        UsageError: when attached, if mlflow is not installed or no run is active.
+
+    >>> MLflow(prefix="train/")
+    MLflow(prefix='train/')
+    """
+
+    prefix: str = "gradients/"
+
+    def __post_init__(self) -> None:
+        check_prefix(self, self.prefix)
+
+    def open(self) -> Opened:
+        """Find the run."""
+        mlflow = needed("mlflow", "mlflow-skinny", self)
+        run = mlflow.active_run()
+        if run is None:
+            raise UsageError("MLflow: no run is active: call mlflow.start_run() before, on the first rank")
+        return _Metrics(self, mlflow.log_metrics, run.info.run_id)
+
+
+class _Metrics(Opened):
+    """Metrics of one run."""
+
+    def __init__(self, sink: MLflow, log: Callable[..., object], run_id: str) -> None:
+        super().__init__(sink)
+        self._prefix, self._log, self._run_id = sink.prefix, log, run_id
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        values = {self._name(name): float(number) for name, number in scalars(record).items()}
+        self._log(values, step=record["step"], run_id=self._run_id)
+
+    def _name(self, name: str) -> str:
+        """A store of files has one for each metric: ``grad_norm`` cannot be a folder, of ``grad_norm/param/w``, too."""
+        return portable(self._prefix + name.replace("/", "."))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """Named statistics of gradients; those of the final gradient are of what backward left, before any rule."""
 
-from disthooks.grads.stats.agreement import Agreement
+from disthooks.grads.stats.across_ranks import Agreement, Spread
 from disthooks.grads.stats.base import Found, Stat
-from disthooks.grads.stats.basic import MaxAbs, NonFinite, Norm
-from disthooks.grads.stats.elements import Extremes, Moments, Zeros
-from disthooks.grads.stats.magnitudes import Histogram
+from disthooks.grads.stats.elements import Extremes, Histogram, Moments, Zeros
 from disthooks.grads.stats.noise import NoiseScale
-from disthooks.grads.stats.spread import Spread
+from disthooks.grads.stats.norms import MaxAbs, NonFinite, Norm
 from disthooks.grads.stats.updates import Updates, Weights
 
 __all__ = [

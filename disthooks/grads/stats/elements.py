@@ -1,17 +1,188 @@
-"""What the elements are like: mean and deviation, extremes, zeros."""
+"""Sums of squares for each output unit of a parameter, however the parameter is split over the ranks.
+
+Sums that give mean and variance, largest and smallest elements, zeros; each merges over parameters and ranks.
+
+What the elements are like: mean and deviation, extremes, zeros.
+
+The distribution of magnitudes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from disthooks.engines.base import Engine
-from disthooks.engines.shard import Shard
-from disthooks.grads.measures.base import Measure
-from disthooks.grads.measures.moments import ExtremeValues, MomentSums, ZeroCount
-from disthooks.grads.stats.base import Stat, check_real
+from disthooks.engines.shard import Part, Shard
+from disthooks.errors import UsageError
+from disthooks.grads.sortable import ordered, unordered
+from disthooks.grads.stats.base import (
+    Fact,
+    Found,
+    Local,
+    Measure,
+    Merge,
+    Stat,
+    State,
+    check_real,
+    onto,
+    real,
+    row_norms,
+)
+from disthooks.grads.stats.histogram import MagnitudeCounts, edges, quantile
+from disthooks.grads.stats.norms import norms
+from disthooks.grads.stats.scan import known
+
+
+@dataclass(frozen=True)
+class UnitSquares(Measure):
+    """The sum of squares of each unit of the gradients, or of the parameters themselves; see :func:`units`."""
+
+    of: Literal["gradient", "parameter"]
+    merge: ClassVar[Merge] = "sum"
+
+    def width(self, shard: Shard | None) -> int:
+        """One number for each unit."""
+        return 0 if shard is None else units(_part(shard).shape)
+
+    def local(self, local: Local) -> torch.Tensor:
+        """What this rank has of each unit, and owns."""
+        rows = []
+        for shard, grad in zip(local.shards, local.grads, strict=True):
+            tensor = grad if self.of == "gradient" else shard.values().detach() if shard.owned else None
+            rows += _squares(tensor, _part(shard), local.device)
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=local.device)
+
+
+def units(shape: torch.Size) -> int:
+    """How many units a parameter has: its rows, along dimension 0; one if it has no or one dimension.
+
+    >>> units(torch.Size([5, 3, 3])), units(torch.Size([7])), units(torch.Size([]))
+    (5, 1, 1)
+    """
+    return shape[0] if len(shape) > 1 else 1
+
+
+def pieces(tensor: torch.Tensor, part: Part) -> list[tuple[int, torch.Tensor]]:
+    """Views of ``tensor``, the local part, that lie along units: dimension 0 of each counts them from the first one.
+
+    A range of the flattened parameter may begin and end in the middle of a row, so there are up to three.
+
+    >>> part = Part(torch.Size([4, 3]), span=(2, 10))
+    >>> [(first, view.tolist()) for first, view in pieces(torch.arange(2, 10), part)]
+    [(0, [[2]]), (1, [[3, 4, 5], [6, 7, 8]]), (3, [[9]])]
+    """
+    if tensor.numel() == 0:
+        return []
+    if len(part.shape) < 2:
+        return [(0, tensor.view(1, 1) if tensor.ndim == 0 else tensor.unsqueeze(0))]
+    if part.box is not None:
+        return [(part.box[0][0], tensor)]
+    assert part.span is not None
+    row, (start, stop) = part.shape[1:].numel(), part.span
+    head = min(-start % row, stop - start)
+    rows = (stop - start - head) // row
+    cut = torch.split(tensor, [head, rows * row, stop - start - head - rows * row])
+    found = [(start // row, cut[0][None])] if head else []
+    found += [(-(-start // row), cut[1].view(rows, row))] if rows else []
+    return found + ([((stop - 1) // row, cut[2][None])] if cut[2].numel() else [])
+
+
+def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> list[torch.Tensor]:
+    """The numbers of all units of one parameter, in pieces to be joined; 0 where this rank has nothing."""
+    found, at = [], 0
+    for first, piece in [] if tensor is None else pieces(tensor, part):
+        lengths = onto(_norms(piece), device, torch.float64)
+        found += [torch.zeros(first - at, dtype=torch.float64, device=device), lengths.square()]
+        at = first + len(lengths)
+    return [*found, torch.zeros(units(part.shape) - at, dtype=torch.float64, device=device)]
+
+
+def _norms(piece: torch.Tensor) -> torch.Tensor:
+    if len(piece) == 1:  # a long vector on the CPU, which torch would sum less exactly
+        return norms([piece], 2.0)[0][None]
+    return row_norms(real(piece).flatten(1))
+
+
+def _part(shard: Shard) -> Part:
+    assert shard.part is not None, f"{shard.name!r}: which elements are here is not known"
+    return shard.part
+
+
+@dataclass(frozen=True)
+class MomentSums(Measure):
+    """Number n, n mean, sum of squared distances to the mean, n mean²: all of them merge by adding.
+
+    >>> sums = torch.tensor([[2.0, 2.0, 0.0, 2.0], [2.0, 6.0, 0.0, 18.0]])  # of 1, 1 and of 3, 3
+    >>> MomentSums().mean_std(sums.sum(0))
+    (tensor(2.), tensor(1.))
+    """
+
+    merge: ClassVar[Merge] = "sum"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"count", "sum", "m2"})
+
+    def width(self, shard: Shard | None) -> int:
+        """Four."""
+        return 4
+
+    def local(self, local: Local) -> torch.Tensor:
+        """The four numbers of each parameter."""
+        found = known(local, self.facts)
+        count, total = found["count"], found["sum"]
+        return torch.stack([count, total, found["m2"], total.square() / count.clamp(min=1)], dim=1).flatten()
+
+    def mean_std(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation (divided by n) from merged numbers; NaN of nothing.
+
+        The variance is that inside the parts plus that of the parts' means (Chan, Golub and LeVeque 1979). Only the
+        second is a difference, of float64 numbers as large as the means are, not as the elements' squares.
+        """
+        count, total, inside, means = values.unbind(-1)
+        between = (means - total.square() / count).clamp(min=0)
+        return total / count, ((inside + between) / count).sqrt()
+
+
+@dataclass(frozen=True)
+class ExtremeValues(Measure):
+    """The largest element, and the largest of the negatives; NaN if any element is."""
+
+    merge: ClassVar[Merge] = "max"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"high", "low"})
+
+    def width(self, shard: Shard | None) -> int:
+        """Two."""
+        return 2
+
+    def local(self, local: Local) -> torch.Tensor:
+        """Both for each parameter; minus infinity where it has no elements here."""
+        found = known(local, self.facts)
+        return ordered(torch.stack([found["high"], found["low"]], dim=1).flatten())
+
+    def low_high(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smallest and largest from merged numbers; NaN of nothing."""
+        high, low = unordered(values).unbind(-1)
+        nothing = (high == -torch.inf) & (low == -torch.inf)
+        return torch.where(nothing, torch.nan, -low), torch.where(nothing, torch.nan, high)
+
+
+@dataclass(frozen=True)
+class ZeroCount(Measure):
+    """How many elements are exactly zero, and of how many."""
+
+    merge: ClassVar[Merge] = "sum"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"count", "zeros"})
+
+    def width(self, shard: Shard | None) -> int:
+        """Two."""
+        return 2
+
+    def local(self, local: Local) -> torch.Tensor:
+        """Both for each parameter."""
+        found = known(local, self.facts)
+        return torch.stack([found["zeros"], found["count"]], dim=1).flatten()
 
 
 @dataclass(frozen=True)
@@ -57,7 +228,7 @@ class Extremes(Stat):
     Raises:
         UsageError: when attached, if a parameter is complex.
 
-    >>> from disthooks.grads.order import ordered
+    >>> from disthooks.grads.sortable import ordered
     >>> found = Extremes().numbers([ordered(torch.tensor([[3.0, 4.0]]))])  # the largest, and of the negatives
     >>> {name: column.tolist() for name, column in found.items()}
     {'grad_min': [-4.0], 'grad_max': [3.0]}
@@ -98,3 +269,62 @@ class Zeros(Stat):
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The share."""
         return {"grad_zeros": values[0][:, 0] / values[0][:, 1]}
+
+
+@dataclass(frozen=True)
+class Histogram(Stat):
+    """How magnitudes are distributed: ``grad_histogram`` and quantiles, ``grad_abs_q50`` being the median.
+
+    Bins are on a logarithmic scale and the same in every step, every run and on every rank, so counts are exact:
+    four in each octave from 2**-64 to 2**32, one for what is smaller (zeros too), one for what is larger, infinite
+    or NaN. ``grad_histogram`` is ``{"edges": [...], "counts": [...]}`` from the first bin that is not empty to the
+    last, with one more edge than counts. A quantile is off by less than the width of its bin, which is at most a
+    quarter of its lower edge; 0 in the lowest bin, infinite in the highest.
+
+    Args:
+        quantiles: which, each from 0 to 1, as ``grad_abs_q<percent>``.
+        per_parameter: also of each parameter; 3 KiB for each are then added up over the ranks, in logged steps.
+
+    Raises:
+        UsageError: when a quantile is not between 0 and 1.
+
+    >>> from disthooks import gradients
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> layer.weight.grad = torch.tensor([[1.0, -1.5]])
+    >>> with gradients(layer, torch.optim.SGD(layer.parameters()), stats=[Histogram((0.5,))]) as watch:
+    ...     watch._optimizer.step()
+    >>> watch.latest["grad_histogram"], watch.latest["grad_abs_q50"]
+    ({'edges': [1.0, 1.25, 1.5, 1.75], 'counts': [1, 0, 1]}, 1.25)
+    """
+
+    quantiles: tuple[float, ...] = (0.01, 0.5, 0.99)
+
+    alone: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        given = self.quantiles if isinstance(self.quantiles, (list, tuple)) else (self.quantiles,)
+        object.__setattr__(self, "quantiles", tuple(given))  # a list from a file
+        for q in self.quantiles:
+            if not isinstance(q, (int, float)) or isinstance(q, bool) or not 0 <= q <= 1:
+                raise UsageError(f"Histogram(quantiles={self.quantiles!r}): each is a number from 0 to 1, not {q!r}")
+
+    def measures(self) -> tuple[Measure, ...]:
+        """The counts."""
+        return (MagnitudeCounts(self.per_parameter),)
+
+    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The quantiles."""
+        return {f"grad_abs_q{100 * q:.12g}": quantile(values[0], q) for q in self.quantiles}
+
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        """The quantiles, and the bins that are not empty."""
+        rows = self.scoped(found, *self.measures())
+        return super().record(found, state) | self.named(found, {"grad_histogram": [_filled(row) for row in rows]})
+
+
+def _filled(counts: torch.Tensor) -> dict[str, list[Any]]:
+    places = counts.nonzero().flatten().tolist()
+    if not places:
+        return {"edges": [], "counts": []}
+    first, last = places[0], places[-1] + 1
+    return {"edges": edges()[first : last + 1].tolist(), "counts": counts[first:last].long().tolist()}

@@ -12,10 +12,9 @@ import torch
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.measures.base import Measure
-from disthooks.grads.measures.power import Power
-from disthooks.grads.measures.ranks import RankNorms
-from disthooks.grads.stats.base import Found, Stat, State, check_own_data
+from disthooks.grads.stats.across_ranks import RankNorms
+from disthooks.grads.stats.base import Found, Measure, Stat, State, check_own_data
+from disthooks.grads.stats.norms import Power
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,76 @@
-"""How long the parameters are, and how far a step moves them."""
+"""The parameters themselves: how long they are before an update, and how far the update moved them.
+
+How long the parameters are, and how far a step moves them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from disthooks.grads.measures.base import Measure
-from disthooks.grads.measures.weights import UpdatePower, WeightPower
-from disthooks.grads.stats.base import Stat
+from disthooks.grads.stats.base import Local, Measure, Merge, Stat, stack, wide
+from disthooks.grads.stats.norms import norms, squares
+
+_BLOCK = 2**17  # elements of a difference that are in memory at a time, on the CPU
+_SMALL = 2**14  # elements of what is taken together
+
+
+@dataclass(frozen=True)
+class WeightPower(Measure):
+    """The sum of the squares of a parameter's elements, before the update."""
+
+    merge: ClassVar[Merge] = "sum"
+
+    def local(self, local: Local) -> torch.Tensor:
+        """For each parameter, on the rank that owns the elements."""
+        values = [shard.values() if shard.owned else None for shard in local.shards]
+        return squares(values, local.device)
+
+
+@dataclass(frozen=True)
+class UpdatePower(Measure):
+    """The sum of the squares of what an update added to a parameter's elements."""
+
+    merge: ClassVar[Merge] = "sum"
+    after: ClassVar[bool] = True
+
+    def local(self, local: Local) -> torch.Tensor:
+        """For each parameter, on the rank that owns the elements."""
+        now = [shard.values() for shard in local.shards]
+        pairs = [(a, b) for a, b in zip(now, local.before, strict=True) if b is not None and b.numel()]
+        return stack(local.before, lambda before: _moves(pairs), local.device).square()
+
+
+def _moves(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """The norm of each difference; small ones together, of a large one on the CPU a block in memory at a time."""
+    found: dict[int, torch.Tensor] = {}
+    small = [i for i, (now, _) in enumerate(pairs) if now.numel() <= _SMALL]
+    if small:
+        moved = torch._foreach_sub([_wide(pairs[i][0]) for i in small], [_like(*pairs[i]) for i in small])
+        found = dict(zip(small, norms(list(moved), 2.0), strict=True))
+    return [found[i] if i in found else _move(now, before) for i, (now, before) in enumerate(pairs)]
+
+
+def _move(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    size = _BLOCK if now.device.type == "cpu" else now.numel()
+    room = torch.empty(min(size, now.numel()), dtype=_wide(now[:0]).dtype, device=now.device)
+    parts = []
+    for one, other in zip(torch.split(now.reshape(-1), size), torch.split(before.reshape(-1), size), strict=True):
+        parts += norms([torch.sub(_wide(one), _like(one, other), out=room[: len(one)])], 2.0)
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts).double())
+    return whole
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32 at the least: the difference of two halves is often not one."""
+    return tensor.to(torch.promote_types(tensor.dtype, wide(tensor.dtype)))
+
+
+def _like(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return _wide(before.to(now.device))
 
 
 @dataclass(frozen=True)

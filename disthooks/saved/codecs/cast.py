@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from disthooks.errors import UsageError
-from disthooks.saved.codecs import fused
+from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
 from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
@@ -17,8 +17,8 @@ _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _SCALED = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BLOCK = 128  # elements that share a scale
 _KINDS = {
-    torch.float8_e4m3fn: fused.Kind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
-    torch.float8_e5m2: fused.Kind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
+    torch.float8_e4m3fn: blocks.Kind(8, Codes(448.0, 416.0, math.nan), mantissa=3, bias=120),
+    torch.float8_e5m2: blocks.Kind(8, Codes(57344.0, 49152.0, math.nan), mantissa=2, bias=112),
 }
 
 
@@ -83,8 +83,8 @@ class Cast(Codec):
 
     def _scaled(self, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         kind = _KINDS[self.dtype]
-        if fused.usable(elements, _BLOCK):
-            codes, scales = fused.encode(elements, _BLOCK, kind, None)
+        if blocks.usable(elements, _BLOCK):
+            codes, scales = blocks.encode(elements, _BLOCK, kind, None)
             return codes.view(self.dtype), scales
         parts = [scaled(some, _BLOCK, kind.codes) for some in torch.split(elements, _piece(elements))]
         numbers = [limited(it, kind.codes).to(self.dtype).view(-1) for it in parts]
@@ -100,8 +100,8 @@ class Cast(Codec):
         numbers, scales = tensors
         decoded = torch.empty(shape, dtype=dtype, device=scales.device)
         into, kind = decoded.view(-1), _KINDS[self.dtype]
-        if fused.usable(into, _BLOCK):
-            fused.decode(numbers.view(torch.uint8), scales, into, _BLOCK, kind)
+        if blocks.usable(into, _BLOCK):
+            blocks.decode(numbers.view(torch.uint8), scales, into, _BLOCK, kind)
             return decoded
         piece = _piece(into)
         encoded = torch.split(numbers, piece), torch.split(scales, piece // _BLOCK)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from disthooks.errors import UsageError
-from disthooks.saved.codecs import fused
+from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
 
 #: Encoded bytes over bytes, above which a tensor is left as it is. Packing and unpacking take as long with few zeros as
@@ -87,9 +87,9 @@ def _sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 
 def _packed(bools: torch.Tensor) -> torch.Tensor:
     """1-D bools as m >= n / 8 bytes; byte i has elements i, i + m, i + 2 m, ...: whole runs at once."""
-    n, units = fused.run_of(bools), bools.view(torch.uint8)
-    if fused.packs(units, n):
-        return fused.pack(units, n)
+    n, units = blocks.run_of(bools), bools.view(torch.uint8)
+    if blocks.packs(units, n):
+        return blocks.pack(units, n)
     units = units.clamp(max=1)  # a mask that was bytes of 255 is as true
     packed = units[:n].clone()
     for k in range(1, 8):
@@ -100,8 +100,8 @@ def _packed(bools: torch.Tensor) -> torch.Tensor:
 
 def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
     n = packed.numel()
-    if fused.unpacks(packed, count):
-        return fused.unpack(packed, count).view(torch.bool)
+    if blocks.unpacks(packed, count):
+        return blocks.unpack(packed, count).view(torch.bool)
     units = torch.empty(8 * n, dtype=torch.uint8, device=packed.device)
     for k in range(8):
         torch.bitwise_and(packed >> k, 1, out=units[k * n : (k + 1) * n])

@@ -7,13 +7,14 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from disthooks import _hashing
 from disthooks.errors import UsageError
-from disthooks.saved.codecs import fused, noise
+from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
 from disthooks.saved.codecs.blocks import Codes, limited, scaled, unscaled, wide
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_KINDS = {8: fused.Kind(8, Codes(127.0, 126.0, -128.0)), 4: fused.Kind(4, Codes(7.0, 6.0, -8.0))}
+_KINDS = {8: blocks.Kind(8, Codes(127.0, 126.0, -128.0)), 4: blocks.Kind(4, Codes(7.0, 6.0, -8.0))}
 
 
 class _Spec(NamedTuple):
@@ -90,9 +91,9 @@ class Quantize(Codec):
         if tensor.dtype not in _FLOATS or self._encoded_bytes(tensor) >= tensor.nbytes:
             return (tensor,), spec
         elements = flat(tensor)
-        key = noise.key(elements.device) if self.stochastic else None
-        if fused.usable(elements, self.block):
-            codes, scales = fused.encode(elements, self.block, _KINDS[self.bits], key)
+        key = _hashing.key(elements.device) if self.stochastic else None
+        if blocks.usable(elements, self.block):
+            codes, scales = blocks.encode(elements, self.block, _KINDS[self.bits], key)
             return (codes if self.bits == 4 else codes.view(torch.int8), scales), spec
         piece = self._piece(elements)
         parts = [self._codes(some, key, place * piece) for place, some in enumerate(torch.split(elements, piece))]
@@ -110,7 +111,7 @@ class Quantize(Codec):
         codes, n = _KINDS[self.bits].codes, elements.numel()
         it = scaled(elements, self.block, codes)
         if key:
-            random = noise.noise(it.values.numel(), key, first, elements.device)
+            random = _hashing.noise(it.values.numel(), key, first, elements.device)
             it.values.add_(random.view_as(it.values), alpha=2.0**-16)  # round(x / s + u - 1/2) is floor(x / s + u)
         it.values.round_()
         found = limited(it, codes).to(torch.int8).view(-1)[:n]
@@ -127,8 +128,8 @@ class Quantize(Codec):
         codes, scales = tensors
         decoded = torch.empty(spec.shape, dtype=spec.dtype, device=scales.device)
         into = decoded.view(-1)
-        if fused.usable(into, self.block):
-            fused.decode(codes.view(torch.uint8), scales, into, self.block, _KINDS[self.bits])
+        if blocks.usable(into, self.block):
+            blocks.decode(codes.view(torch.uint8), scales, into, self.block, _KINDS[self.bits])
             return decoded
         piece = self._piece(into)
         encoded = torch.split(codes, piece * self.bits // 8), torch.split(scales, piece // self.block)

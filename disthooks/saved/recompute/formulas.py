@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from disthooks.saved.kept import Kept
-from disthooks.saved.recompute.reader import Reader, Saved, Source, Unknown
+from disthooks.saved.in_place import Kept
+from disthooks.saved.recompute.graph import Reader, Saved, Source, Unknown
 
 Run = Callable[..., torch.Tensor]
 _aten: Any = torch.ops.aten

@@ -1,30 +1,134 @@
-"""The bytes of tensors, from memory to an arena and back."""
+"""A tensor on its way to an arena and back.
+
+The bytes of tensors, from memory to an arena and back.
+
+What is read before it is wanted, within a budget.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import ctypes
+import itertools
+import math
 import os
 import sys
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from disthooks._device import current_stream, event_on, handed_over, on
-from disthooks._locks import Order, shared
+from disthooks._fork_safe import Order, shared
+from disthooks._streams import current_stream, event_on, handed_over, on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.arena import CHUNK, Arena
-from disthooks.saved.stores.buffers import PAGE, Buffers, memory_at, memory_of, tensor_over
-from disthooks.saved.stores.gpu_direct import GpuDirect
-from disthooks.saved.stores.staging import Incoming, arriving, brought, pinned, sent, shaped, source_of, taken
-from disthooks.saved.stores.ticket import Slab, Ticket, padded
-from disthooks.saved.stores.traffic import Traffic
+from disthooks.saved.stores.base import Traffic
+from disthooks.saved.stores.pools import PAGE, Buffers, memory_at, memory_of, tensor_over
+from disthooks.saved.stores.scratch_file import (
+    CHUNK,
+    Arena,
+    Extent,
+    GpuDirect,
+    Incoming,
+    arriving,
+    brought,
+    pinned,
+    sent,
+    shaped,
+    source_of,
+    taken,
+)
 from disthooks.saved.stores.transfer import Link, Outgoing, link_of
+
+if TYPE_CHECKING:
+    from disthooks.saved.stores.order import Stream
+
+QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
+
+
+class Ticket:
+    """One stored tensor: in memory until it is written, then in a slab, and for a while in memory again."""
+
+    __slots__ = (
+        "ahead",
+        "at",
+        "checksum",
+        "device",
+        "dropped",
+        "dtype",
+        "filled",
+        "nbytes",
+        "offset",
+        "outgoing",
+        "owed",
+        "position",
+        "reading",
+        "said",
+        "seconds",
+        "shape",
+        "slab",
+        "state",
+        "stream",
+        "tensor",
+    )
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device, stream: Stream) -> None:
+        self.tensor: torch.Tensor | None = tensor  # until it is written
+        self.outgoing: Outgoing | None = None  # how it got from its device to where it is written from
+        self.at: torch.Stream | None = None  # of the device: on which it was filled, and will be wanted
+        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
+        self.stream = stream
+        self.filled: torch.Event | None = None  # there: of what goes to disk from the device itself
+        self.state = GONE  # until it is put
+        self.said = 0  # how many failures had been said when it was put
+        self.seconds = 0.0  # during which it was written and read, not yet asked for
+        self.owed = 0  # bytes of it that an account counts
+        self.slab: Slab | None = None
+        self.offset = 0  # in the slab
+        self.checksum = 0
+        self.dropped = False
+        self.reading = False  # somebody is to read it
+        self.ahead: torch.Tensor | Incoming | None = None  # what was read
+        self.position = 0
+
+
+class Slab:
+    """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
+
+    __slots__ = ("arena", "extent", "freed", "live", "members", "start")
+
+    def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
+        self.arena, self.extent, self.members = arena, extent, members
+        self.live = set(members)
+        self.freed = False
+        self.start = 0.0  # when to begin to read it, by ``time.perf_counter``
+
+
+def taken_together(writes: collections.deque[Ticket], small: int, joined: int) -> list[Ticket]:
+    """Take what to write in one go from the front of ``writes``: one tensor, or several of up to ``small`` bytes, until
+    they are ``joined`` bytes."""
+    found: list[Ticket] = []
+    total = 0
+    while writes and total < joined:
+        if found and writes[0].nbytes > small:
+            break
+        ticket = writes.popleft()
+        if ticket.state == QUEUED:
+            ticket.state = WRITING
+            found.append(ticket)
+            total += padded(ticket.nbytes)  # what it takes in the slab, and in the memory it is joined in
+            if ticket.nbytes > small:
+                break
+    return found
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` up to where the next one of joined tensors begins: each has whole pages, which go when it goes."""
+    return -(-nbytes // PAGE) * PAGE
+
 
 _STAGING = 2 * CHUNK  # bytes of memory to write from that is kept: it is used all the time
 _MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
@@ -323,3 +427,93 @@ def _check_memory(tensor: torch.Tensor, arena: Arena) -> None:
     if tensor.untyped_storage().nbytes() < last:
         what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
         raise arena.error(what, None, last)
+
+
+_MOST = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
+_MARGIN = 1.5  # a read may take so many times what the last ones took
+
+
+class Ahead:
+    """The tickets that are in memory again, or will be, before they are wanted; used under the lock of its mover.
+
+    Args:
+        budget: most bytes of them; one that is larger is read alone.
+        traffic: counts those that were read in vain, and knows how fast reads are.
+    """
+
+    def __init__(self, budget: int, traffic: Traffic) -> None:
+        self._budget, self._traffic = budget, traffic
+        self._tickets: dict[Ticket, None] = {}  # the oldest first
+        self._bytes = 0
+        self._enough = 0  # so many tickets that are wanted need no look at what follows
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        """``ticket`` is in memory, or will be."""
+        if ticket not in self._tickets:
+            self._tickets[ticket] = None
+            self._bytes += ticket.nbytes
+
+    def remove(self, ticket: Ticket) -> None:
+        """``ticket`` is wanted now, or not at all; what was read is somebody else's, or goes."""
+        ticket.ahead = None
+        if ticket in self._tickets:
+            del self._tickets[ticket]
+            self._bytes -= ticket.nbytes
+
+    def after(self, ticket: Ticket) -> list[Slab]:
+        """What to read because ``ticket`` is wanted now, and when (``start``); room for it is made.
+
+        Each is to be there just in time: what is read early takes memory, and most of all while an operation that
+        takes long works with large tensors.
+        """
+        following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.stream.after(ticket)), _MOST)
+        first = next(following, None)
+        if first is None:
+            return []
+        if self._enough and (first[0] in self._tickets or first[0].tensor is not None):
+            self._enough -= 1
+            return []
+        due: dict[Ticket, float] = {}  # in order
+        room = self._budget
+        for other, seconds in itertools.chain([first], following):
+            room -= other.nbytes
+            if due and room < 0:
+                break
+            due[other] = seconds
+        self._enough = len(due) // 4
+        found = [self.one(other, {ticket, *due}) for other in due]
+        self._set_starts(due)
+        return [slab for slab in found if slab is not None]
+
+    def _set_starts(self, due: dict[Ticket, float]) -> None:
+        """One read after the other, and the last moment for each that all behind it can be in time."""
+        now, latest = time.perf_counter(), math.inf
+        for ticket, seconds in reversed(due.items()):
+            if ticket.reading and ticket.slab is not None:
+                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._traffic.pace
+                ticket.slab.start = now + latest
+
+    def one(self, ticket: Ticket, wanted: set[Ticket]) -> Slab | None:
+        """What to read for ``ticket``, if it has to be read and fits; others than ``wanted`` make room for it."""
+        slab = ticket.slab
+        if ticket.state != WRITTEN or ticket.reading or ticket.dropped or ticket in self._tickets or slab is None:
+            return None
+        for other in [other for other in self._tickets if other.ahead is not None and other not in wanted]:
+            if self._bytes + ticket.nbytes <= self._budget:
+                break
+            self._traffic.in_vain += other.nbytes
+            self.remove(other)
+        if self._tickets and self._bytes + ticket.nbytes > self._budget:
+            return None
+        for member in slab.members:
+            if not member.dropped and member.ahead is None:
+                member.reading = True
+                self.add(member)
+        slab.start = 0.0  # at once, if nobody knows better
+        return slab

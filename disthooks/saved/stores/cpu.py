@@ -8,14 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from disthooks._device import on_accelerator
+from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import Account, Store
-from disthooks.saved.stores.courier import Courier
-from disthooks.saved.stores.parcel import Carried
-from disthooks.saved.stores.traffic import StoreReport
+from disthooks.saved.stores.base import Account, Store, StoreReport
+from disthooks.saved.stores.courier import Carried, Courier
 
 
 class _Held(NamedTuple):

@@ -10,19 +10,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from disthooks._device import on_accelerator
-from disthooks._locks import Order, shared
+from disthooks._fork_safe import Order, shared
+from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.arena import Arena
-from disthooks.saved.stores.base import Account, Store
-from disthooks.saved.stores.buffers import PAGE
-from disthooks.saved.stores.carrier import Transfer
-from disthooks.saved.stores.gpu_direct import GpuDirect, opened
+from disthooks.saved.stores.base import Account, Store, StoreReport
+from disthooks.saved.stores.carrier import Ticket, Transfer
 from disthooks.saved.stores.mover import Mover
-from disthooks.saved.stores.ticket import Ticket
-from disthooks.saved.stores.traffic import StoreReport
+from disthooks.saved.stores.pools import PAGE
+from disthooks.saved.stores.scratch_file import Arena, GpuDirect, opened
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined in other memory
 _Directory = str | os.PathLike[str]

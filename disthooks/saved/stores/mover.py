@@ -12,15 +12,23 @@ from collections.abc import Sequence
 
 import torch
 
-from disthooks._device import work_for
+from disthooks._streams import work_for
 from disthooks.errors import StoreError
-from disthooks.saved.stores.ahead import Ahead
-from disthooks.saved.stores.arena import Arena, Waste
-from disthooks.saved.stores.carrier import Transfer
-from disthooks.saved.stores.crew import Crew
-from disthooks.saved.stores.prefetch import Own, Stream
-from disthooks.saved.stores.staging import Incoming, let_go
-from disthooks.saved.stores.ticket import FAILED, GONE, QUEUED, WRITTEN, Slab, Ticket, padded, taken_together
+from disthooks.saved.stores.carrier import (
+    FAILED,
+    GONE,
+    QUEUED,
+    WRITTEN,
+    Ahead,
+    Slab,
+    Ticket,
+    Transfer,
+    padded,
+    taken_together,
+)
+from disthooks.saved.stores.order import Own, Stream
+from disthooks.saved.stores.scratch_file import Arena, Incoming, Waste, let_go
+from disthooks.saved.stores.transfer import Crew
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
 _JOINED = 1 << 20  # bytes of small ones that are worth a write

@@ -4,18 +4,29 @@ Everything is ordered by events; nothing here waits for the device but :meth:`Ou
 
 Who frees memory that another stream reads or writes gives wrong numbers, so a link holds both ends of each copy until
 its event has happened. That is looked at whenever the link is used.
+
+What one thread puts into a store from a device: which of it comes back soon, and when each is wanted, there.
+
+A few threads that work as long as there is something to do.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
 import functools
-from collections.abc import Callable
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-from disthooks._device import capturing, current_stream, event_on, new_stream, on, used_on
-from disthooks._locks import Order, shared
+from disthooks._fork_safe import Order, care_for, shared
+from disthooks._streams import capturing, current_stream, event_on, new_stream, on, used_on
+from disthooks.errors import StoreError
+from disthooks.saved.stores.order import _ORDERS, Ordered, Stream
 
 _LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
 
@@ -237,3 +248,268 @@ def _count(copy: _Copy, total: Rate) -> None:
 def link_of(device: torch.device) -> Link:
     """The link of ``device`` in this process."""
     return Link(device)
+
+
+class Sized(Ordered, Protocol):
+    """What a :class:`Lane` remembers besides: its bytes."""
+
+    nbytes: int
+
+
+class Lane(Stream):
+    """A :class:`Stream` that learns two things more, from one backward for the next.
+
+    How many bytes are put between the put of a tensor and its first read: few for the last modules of a forward, or
+    for the last stage of a pipeline. And when each read comes, in the time of the device: the host runs ahead of it,
+    so its clock says nothing. Both only make things faster; nothing is wrong when they are.
+
+    >>> class Ticket:
+    ...     position, dropped, nbytes = 0, False, 8
+    >>> lane = Lane()
+    >>> for _ in range(2):
+    ...     tickets = [Ticket(), Ticket(), Ticket()]
+    ...     for ticket in tickets: lane.put(ticket)
+    ...     stays = [lane.is_back_soon(ticket, 16) for ticket in tickets]
+    ...     for ticket in reversed(tickets): lane.read(ticket); ticket.dropped = True; lane.drop(ticket)
+    >>> stays
+    [False, True, True]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: list[int] = []  # bytes put before each position
+        self._total = 0
+        self._turns: dict[int, int] = {}  # by position: bytes put between put and first read
+        self._expected: Mapping[int, int] = {}  # the same of the last time
+        self._marks: dict[int, tuple[torch.Event, torch.Event]] = {}  # before a read, and when it could go on
+        self._rounds: dict[int, int] = {}  # by how many were put: how often
+        self._unread: dict[int, dict[int, tuple[torch.Event, torch.Event]]] = {}  # marks, not asked yet
+        self._times: dict[int, dict[int, float]] = {}
+
+    def put(self, ticket: Ordered) -> None:
+        """``ticket`` is the next one."""
+        super().put(ticket)
+        place = ticket.position
+        if place != len(self._before):  # all of it is new, or was numbered anew: what is not known is long ago
+            self._before = [0] * place
+            self._total = 0 if place == 0 else self._total
+        self._before.append(self._total)
+        self._total += cast(Sized, ticket).nbytes
+
+    def is_back_soon(self, ticket: Sized, room: int) -> bool:
+        """Whether ``ticket``, just put, was read last time before it and what was put after it had ``room`` bytes."""
+        turn = self._expected.get(ticket.position)
+        return turn is not None and turn + ticket.nbytes <= room
+
+    def read(self, ticket: Ordered) -> None:
+        """``ticket`` is wanted."""
+        place = ticket.position
+        if place not in self._turns and place < len(self._before):
+            self._turns[place] = self._total - self._before[place] - cast(Sized, ticket).nbytes
+        super().read(ticket)
+
+    def drop(self, ticket: Ordered) -> None:
+        """``ticket`` is dropped; after the last of them what was learned is what the next time expects."""
+        count = len(self._tickets)
+        super().drop(ticket)
+        if not count or self._tickets:
+            return
+        if self._turns:
+            self._expected = self._turns
+            self._rounds[count] = self._rounds.get(count, 0) + 1
+        if self._marks:
+            self._unread[count] = self._marks
+        for known in (self._rounds, self._unread, self._times):
+            while len(known) > _ORDERS:
+                known.pop(next(iter(known)))
+        self._turns, self._marks, self._before, self._total = {}, {}, [], 0
+
+    # -- the time of the device
+
+    def is_timed(self, ticket: Ordered) -> bool:
+        """Whether to note when this read is: the first of a ticket, the 1st, 2nd, 3rd, 5th, 9th, ... time around."""
+        rounds = self._rounds.get(len(self._tickets), 0)
+        return rounds.bit_count() <= 1 and ticket.position not in self._marks
+
+    def mark(self, ticket: Ordered, came: torch.Event, went: torch.Event) -> None:
+        """The computation ``came`` to this read, and ``went`` on from it."""
+        self._marks[ticket.position] = came, went
+
+    def times(self) -> Mapping[int, float]:
+        """By position: seconds of computation before its read, from the last time that it was measured; or nothing.
+
+        The device is not waited for: what it has not said yet is not known yet.
+        """
+        count = len(self._tickets)
+        marks = self._unread.get(count)
+        # The last of them first, but another stream or thread may be behind it.
+        if marks is not None and all(event.query() for _, event in reversed(marks.values())):
+            self._times[count] = _seconds(marks)
+            del self._unread[count]
+        return self._times.get(count, {})
+
+
+def _seconds(marks: Mapping[int, tuple[torch.Event, torch.Event]]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    at, last = 0.0, None
+    for position, (came, went) in marks.items():
+        at += 0.0 if last is None else max(0.0, last.elapsed_time(came)) / 1000
+        found[position], last = at, went
+    return found
+
+
+Job = TypeVar("Job")
+
+_IDLE = 1.0  # seconds after which a thread without work ends
+_LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
+
+_REMEDY = (
+    "The process, its user or its container has as many threads as it may have: raise the limit (ulimit -u, pids.max, "
+    "docker run --pids-limit), or use fewer (OMP_NUM_THREADS, workers of a DataLoader). What was saved so far is still "
+    "in memory, and its backward can run"
+)
+
+
+class Crew(ABC, Generic[Job]):
+    """Up to ``most`` threads, started when there is work, ended when there is none for a second.
+
+    Who waits for something to be done waits by :meth:`_wait`, which finds out when a thread has died, and has its job
+    counted as :meth:`_lost`: no wait is without an owner.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._jobs: dict[threading.Thread, Job | None] = {}  # what each thread is at
+        self._closed = False
+        self._lock = shared(Order.MOVER)
+        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        care_for(self)
+        _crews.add(self)
+
+    # -- what there is to do, asked and told under the lock
+
+    @abstractmethod
+    def _next(self) -> Job | None:
+        """The next thing to do."""
+
+    def _pause(self) -> float | None:
+        """Seconds after which there is something to do, when there is nothing now; None when nobody knows of any."""
+        return None
+
+    @abstractmethod
+    def _do(self, job: Job) -> None:
+        """Do it; without the lock, in one of the threads. It must not raise."""
+
+    @abstractmethod
+    def _lost(self, job: Job) -> None:
+        """The thread that was at it has died."""
+
+    def _settle(self) -> None:
+        """Do what had to be put off; called whenever the lock was taken."""
+
+    # -- for all
+
+    def after_fork(self) -> None:
+        """A child has none of the threads."""
+        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._jobs.clear()
+
+    def end_idle(self) -> None:
+        """End the threads, if none of them has anything to do, and wait until they have ended."""
+        with self._lock:
+            self._settle()
+            busy = any(job is not None for job in self._jobs.values())
+            ending = [] if busy else list(self._jobs)
+            for thread in ending:
+                del self._jobs[thread]
+            self._work.notify_all()
+        _join(ending)
+
+    def close(self) -> None:
+        """The process ends: threads do no more than what they are at."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._jobs)
+            self._work.notify_all()
+        _join(threads)
+
+    # -- under the lock
+
+    def _call_for_work(self) -> None:
+        """There is something to do: see to it that somebody does it.
+
+        Raises:
+            StoreError: when there is no thread, and the system lets none start.
+        """
+        for thread, job in list(self._jobs.items()):
+            if not thread.is_alive():
+                del self._jobs[thread]
+                if job is not None:
+                    self._lost(job)
+        if len(self._jobs) < self._most and None not in self._jobs.values() and not self._closed:
+            thread = threading.Thread(target=self._serve, name=f"disthooks {type(self).__name__}", daemon=True)
+            self._jobs[thread] = None
+            try:
+                thread.start()
+            except RuntimeError as error:
+                del self._jobs[thread]
+                if not self._jobs:
+                    raise StoreError(f"no thread can be started to move saved tensors: {error}. {_REMEDY}") from error
+        self._work.notify()
+
+    def _is_over(self, job: Job) -> None:
+        """``job`` is done, whatever the thread that was at it does besides."""
+        for thread, at in self._jobs.items():
+            if at is job:
+                self._jobs[thread] = None
+
+    def _wait(self) -> None:
+        """Wait until something is done, or a while."""
+        self._call_for_work()
+        try:
+            self._done.wait(_LOOK)
+        except BaseException:
+            # An interrupt in a moment in which the lock is not held: who leaves its "with" has to have it.
+            if not self._lock._is_owned():
+                self._lock.acquire()
+            raise
+        self._settle()
+
+    # -- in the threads
+
+    def _serve(self) -> None:
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                self._settle()
+                job = self._next() if me in self._jobs and not self._closed else None
+                if job is None and me in self._jobs and not self._closed:
+                    pause = self._pause()
+                    if self._work.wait(_IDLE if pause is None else pause) or pause is not None:
+                        continue
+                if job is None:
+                    job = self._next() if me in self._jobs and not self._closed else None  # in the last moment
+                if job is None:
+                    self._jobs.pop(me, None)
+                    return
+                self._jobs[me] = job
+            self._do(job)
+            with self._lock:
+                if me in self._jobs:
+                    self._jobs[me] = None
+            job = None  # nothing is held while there is nothing to do
+
+
+_crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.ident is not None and thread is not threading.current_thread():  # Ctrl-C may come before it starts
+            thread.join(_IDLE)
+
+
+@atexit.register
+def _close_all() -> None:
+    for crew in list(_crews):
+        crew.close()

@@ -24,9 +24,10 @@ import disthooks as dh
 from disthooks.cli import app as cli_app
 from disthooks.cli import env as env_command
 from disthooks.cli import explain as explain_command
-from disthooks.cli import machine, speeds
+from disthooks.cli import doctor
+from disthooks.cli import doctor
 from disthooks.cli.app import app
-from disthooks.cli.problems import problems
+from disthooks.cli.doctor import problems
 from tests.support import ROOT
 from tests.support.models import Tiny, step, tokens
 
@@ -50,7 +51,7 @@ FROZEN = {
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules beside the tests can be imported, and nobody's launcher is told of."""
     monkeypatch.setattr(sys, "path", [str(JOBS), *sys.path])
-    for name in machine.environment():
+    for name in doctor.environment():
         monkeypatch.delenv(name)
 
 
@@ -573,7 +574,7 @@ def test_env_is_a_document(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speeds, "MOST", speeds._LEAST)
+    monkeypatch.setattr(doctor, "MOST", doctor._LEAST)
 
 
 @pytest.mark.usefixtures("quick")
@@ -630,7 +631,7 @@ def test_env_needs_nothing_that_is_optional(tmp_path: pathlib.Path) -> None:
 # -- what would not work
 
 GOOD: dict[str, Any] = {
-    "versions": dict.fromkeys(machine.PACKAGES, "1.0"),
+    "versions": dict.fromkeys(doctor.PACKAGES, "1.0"),
     "torch": {"cuda": None, "driver": None, "devices": [], "backends": ["gloo"]},
     "cpu": {"there": 8, "usable": 8},
     "memory": {"shm_bytes": 8 << 30, "memlock_bytes": 8 << 20},
@@ -726,12 +727,12 @@ def test_what_would_not_work(changed: dict[str, Any], says: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_directory_that_is_memory_or_is_not_there(tmp_path: pathlib.Path) -> None:
-    there = speeds.directory_facts(str(tmp_path), ["temporary"])
+    there = doctor.directory_facts(str(tmp_path), ["temporary"])
     assert there["error"] is None
     assert there["read_bytes_per_s"] > 0
-    assert "No such file" in speeds.directory_facts(str(tmp_path / "no"), [])["error"]
-    if machine.file_system("/dev/shm") == "tmpfs":
-        assert speeds.directory_facts("/dev/shm", [])["in_memory"]
+    assert "No such file" in doctor.directory_facts(str(tmp_path / "no"), [])["error"]
+    if doctor.file_system("/dev/shm") == "tmpfs":
+        assert doctor.directory_facts("/dev/shm", [])["in_memory"]
 
 
 def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ import yaml
 import disthooks as dh
 from disthooks.config import dump, find
 from disthooks.config import jsonschema as jsonschema_command
+from disthooks.config.build import KINDS
 from disthooks.config.jsonschema import FILE, text
-from disthooks.config.kinds import KINDS
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from tests.support import ROOT
 from tests.support.models import Tiny, identical, step, tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks.engines.partitions import Place, _cut
+from disthooks.engines.zero_shards import Place, _cut
 
 
 def _layout(sizes: list[int], align: int, world: int) -> tuple[list[int], int]:

@@ -20,13 +20,12 @@ from torch import nn
 import disthooks as dh
 from disthooks import sinks, stats
 from disthooks.engines.base import Engine
-from disthooks.grads.collect import Layout
-from disthooks.grads.measures.base import Local, Seen
-from disthooks.grads.measures.finite import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
-from disthooks.grads.measures.power import Power
-from disthooks.grads.order import unordered
-from disthooks.grads.sinks import runs
-from disthooks.grads.stats.base import Found
+from disthooks.grads.collectives import Layout
+from disthooks.grads.sinks import local
+from disthooks.grads.sortable import unordered
+from disthooks.grads.stats.base import Found, Local, Seen
+from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from tests.support.engines import close, grads_of, loss_of, make
 
 CPU = torch.device("cpu")
@@ -139,7 +138,7 @@ def test_jsonl_is_strict_and_appends(tmp_path: pathlib.Path) -> None:
     assert lines[0].startswith('{"step": 0, "a": "nan", "b": [{"c": "-inf"}], "run": ')
     record = json.loads(lines[1])
     assert before - 1e-3 <= record.pop("time") <= time.time()
-    assert record == {"step": 1, "a": 1.5, "run": runs.run(), "restart": 0}
+    assert record == {"step": 1, "a": 1.5, "run": local.run(), "restart": 0}
 
 
 def test_lines_tell_runs_apart(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +165,8 @@ def test_lines_tell_runs_apart(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 
 RUNS = """
 import os
-from disthooks.grads.sinks import runs
-print(runs.run(), runs.restart())
+from disthooks.grads.sinks import local
+print(local.run(), local.restart())
 """
 
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.engines.shard import Part, Shard
-from disthooks.grads.collect import Layout
-from disthooks.grads.measures.base import Local, Seen
+from disthooks.grads.collectives import Layout
 from disthooks.grads.rules import Work
+from disthooks.grads.stats.base import Local, Seen
 from tests.support.engines import close
 from tests.support.rules import stepped, tensors
 

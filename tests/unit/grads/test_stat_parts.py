@@ -16,15 +16,14 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.engines.base import Engine
 from disthooks.errors import UsageError
-from disthooks.grads.collect import Layout
-from disthooks.grads.measures import scan as scanning
-from disthooks.grads.measures.base import Local, Measure, Seen
-from disthooks.grads.measures.cosine import CosineSums
-from disthooks.grads.measures.finite import NonFiniteCount
-from disthooks.grads.measures.histogram import BINS, MagnitudeCounts, edges, quantile
-from disthooks.grads.measures.moments import ExtremeValues, MomentSums, ZeroCount
-from disthooks.grads.measures.power import Power
-from disthooks.grads.stats.base import Found
+from disthooks.grads.collectives import Layout
+from disthooks.grads.stats import scan as scanning
+from disthooks.grads.stats.across_ranks import CosineSums
+from disthooks.grads.stats.base import Found, Local, Measure, Seen
+from disthooks.grads.stats.elements import ExtremeValues, MomentSums, ZeroCount
+from disthooks.grads.stats.histogram import BINS, MagnitudeCounts, edges, quantile
+from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.scan import NonFiniteCount
 from tests.support.engines import close
 
 CPU = torch.device("cpu")

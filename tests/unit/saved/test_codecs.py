@@ -311,10 +311,10 @@ def test_torchs_random_numbers_are_not_advanced() -> None:
 
 
 def test_a_seed_repeats_a_process_and_ranks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    from disthooks.saved.codecs import noise
+    from disthooks import _hashing
 
     def drawn(seed: int, rank: str = "0") -> torch.Tensor:
-        monkeypatch.setattr(noise, "_counts", {})  # as in a new process
+        monkeypatch.setattr(_hashing, "_counts", {})  # as in a new process
         monkeypatch.setenv("RANK", rank)
         torch.manual_seed(seed)
         return dh.Quantize(8).encode(torch.linspace(-1, 1, 1000))[0][0]
@@ -490,11 +490,11 @@ def test_codecs_from_a_file(tmp_path: object) -> None:
 
 def test_the_noise_is_even_and_independent() -> None:
     """Each of 16 bits, either half of a word, neighbours, and tensors at one place and at another: five sigma."""
-    from disthooks.saved.codecs import noise
+    from disthooks import _hashing
 
     cpu, n = torch.device("cpu"), 2**20
-    one, two = (noise.noise(n, noise.key(cpu), 0, cpu) for _ in range(2))
-    across = torch.stack([noise.noise(64, noise.key(cpu), 0, cpu) for _ in range(n // 64)]).view(-1)
+    one, two = (_hashing.noise(n, _hashing.key(cpu), 0, cpu) for _ in range(2))
+    across = torch.stack([_hashing.noise(64, _hashing.key(cpu), 0, cpu) for _ in range(n // 64)]).view(-1)
     for drawn in (one[::2], one[1::2], across[::2], across[1::2]):
         for bit in range(1, 16):
             assert abs(float((drawn >> bit & 1).double().mean()) - 0.5) * 2 * (n / 2) ** 0.5 < 5, bit
@@ -502,4 +502,4 @@ def test_the_noise_is_even_and_independent() -> None:
     halves = torch.stack([one[::2], one[1::2], two[::2], two[1::2], one[::2].roll(1), two[1::2].roll(-1)]).double()
     off = torch.corrcoef(halves) - torch.eye(6, dtype=torch.float64)
     assert off.abs().max() * (n / 2) ** 0.5 < 5
-    assert torch.equal(noise.noise(100, (1, 2), 40, cpu), noise.noise(140, (1, 2), 0, cpu)[40:])
+    assert torch.equal(_hashing.noise(100, (1, 2), 40, cpu), _hashing.noise(140, (1, 2), 0, cpu)[40:])

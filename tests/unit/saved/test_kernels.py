@@ -13,7 +13,7 @@ import warnings
 import pytest
 import torch
 
-from disthooks.saved.codecs import cast, fused, quantize
+from disthooks.saved.codecs import blocks, cast, quantize
 from disthooks.saved.codecs.blocks import limits
 from tests.support import ROOT
 
@@ -34,15 +34,15 @@ def test_on_a_cpu_triton_is_not_even_imported() -> None:
 
 
 def test_a_device_where_kernels_do_not_work_is_said_once() -> None:
-    fused._works.cache_clear()
+    blocks._works.cache_clear()
     try:
         with pytest.warns(UserWarning, match="many torch operations instead of one kernel on meta"):
-            assert not fused._works(torch.device("meta"))
+            assert not blocks._works(torch.device("meta"))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not fused._works(torch.device("meta"))
+            assert not blocks._works(torch.device("meta"))
     finally:
-        fused._works.cache_clear()
+        blocks._works.cache_clear()
 
 
 @needs_triton
@@ -96,10 +96,10 @@ def accesses(ptx: str) -> collections.Counter:
 @pytest.mark.parametrize(("name", "capability"), [("8", 90), ("4", 90), ("e4m3", 90), ("e5m2", 80)])
 def test_compiled_they_read_and_write_wide(name: str, capability: int, dtype: str) -> None:
     kind, (largest, smallest) = KINDS[name], limits(torch.float32)
-    shared = {**fused._shape(128), "BITS": kind.bits, "M": kind.mantissa, "BIAS": kind.bias}
+    shared = {**blocks._shape(128), "BITS": kind.bits, "M": kind.mantissa, "BIAS": kind.bias}
     shared |= {"HARDWARE": capability >= 89, "MOST": kind.codes.most}
     constants = {"STOCHASTIC": name in "84", "LESS": kind.codes.less, "NAN": kind.codes.nan, "LIMIT": largest}
-    constants |= {"TINY": smallest, "M0": fused.MULTIPLIERS[0], "M1": fused.MULTIPLIERS[1], "ODD": fused.ODD}
+    constants |= {"TINY": smallest, "M0": blocks.MULTIPLIERS[0], "M1": blocks.MULTIPLIERS[1], "ODD": blocks.ODD}
     types = {"x_ptr": f"*{dtype}", "codes_ptr": "*u8", "scales_ptr": "*fp32", "n": "i64", "key0": "i32", "key1": "i32"}
     ptx = compiled("encode", types, shared | constants, capability)
     wide = 16 // (4 if dtype == "fp32" else 2)

@@ -11,8 +11,8 @@ import warnings
 import pytest
 import torch
 
-from disthooks.saved.stores import pinned
-from disthooks.saved.stores.pinned import Pinned
+from disthooks.saved.stores import pools
+from disthooks.saved.stores.pools import Pinned
 
 CPU = torch.device("cpu")
 KiB = 1 << 10
@@ -72,7 +72,7 @@ def test_it_is_pinned_by_torch(device: torch.device) -> None:
 
 def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a limit on locked memory; said once."""
-    monkeypatch.setattr(pinned, "pinned_block", lambda device, room, node: None)
+    monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
     pool = Pinned(CPU)
     with pytest.warns(UserWarning, match=r"(?s)the host waits.*limit=.*ulimit -l"):
         first = tensor(pool, 100)
@@ -87,29 +87,29 @@ def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("6500000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000\nother 3\n")
-    container = pinned._container_memory(str(tmp_path))
+    container = pools._container_memory(str(tmp_path))
     assert container == (2_000_000, 8_000_000, "this container")
-    find = pinned._container_memory
-    monkeypatch.setattr(pinned, "_container_memory", lambda: container)
-    assert pinned.too_little_left(900_000) == ""
-    assert "this container" in pinned.too_little_left(1_100_000)
+    find = pools._container_memory
+    monkeypatch.setattr(pools, "_container_memory", lambda: container)
+    assert pools.too_little_left(900_000) == ""
+    assert "this container" in pools.too_little_left(1_100_000)
     (tmp_path / "memory.max").write_text("max\n")
     assert find(str(tmp_path)) is None
     monkeypatch.undo()
-    assert "this node" in pinned.too_little_left(1 << 60)
+    assert "this node" in pools.too_little_left(1 << 60)
 
 
 def test_memory_near_a_device_is_as_good_as_any() -> None:
-    block = pinned.mapped_block(64 * KiB, 0)
-    assert not pinned.prefer_node(None, block.address, 64 * KiB)
-    assert not pinned.prefer_node(1 << 20, block.address, 64 * KiB)
+    block = pools.mapped_block(64 * KiB, 0)
+    assert not pools.prefer_node(None, block.address, 64 * KiB)
+    assert not pools.prefer_node(1 << 20, block.address, 64 * KiB)
     ctypes.memset(block.address, 7, 64 * KiB)
     assert ctypes.string_at(block.address + 64 * KiB - 1, 1) == b"\x07"
 
 
 def test_a_block_is_unpinned_before_it_is_unmapped() -> None:
     freed = []
-    block = pinned.mapped_block(64 * KiB, None)
+    block = pools.mapped_block(64 * KiB, None)
     address = block.address
 
     def unpin(address: int) -> None:
@@ -124,7 +124,7 @@ def test_a_block_is_unpinned_before_it_is_unmapped() -> None:
 def test_a_child_leaves_it_alone() -> None:
     """It may have something else at the address by then."""
     freed: list[int] = []
-    block = pinned.mapped_block(64 * KiB, None)
+    block = pools.mapped_block(64 * KiB, None)
     block._unpin = freed.append
     address = block.address
     child = os.fork()

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks.errors import AttachError, NonFiniteError
-from disthooks.watch._blamed import Blamed
-from disthooks.watch._finite import zero_or_nan
+from disthooks.watch.blame import Blamed
+from disthooks.watch.finite import zero_or_nan
 from tests.support.replicas import data_parallel, replicate
 
 
@@ -250,7 +250,7 @@ def test_training_is_bit_identical_and_host_syncs_are_none() -> None:
     plain, _ = train(False)
     with (
         NoSync(),
-        mock.patch("disthooks.watch._finite._FEW", 4),  # put together within these few steps
+        mock.patch("disthooks.watch.finite._FEW", 4),  # put together within these few steps
     ):
         watched, found = train(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))

@@ -18,7 +18,7 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
-from disthooks import _events
+from disthooks import _handles
 from disthooks._torch import StorageRef, top_hooks
 from disthooks.errors import MatchError, MutationError, UsageError
 from disthooks.watch.trace import KINDS, Trace
@@ -105,7 +105,7 @@ def test_outputs_and_gradients_are_bit_identical_and_nothing_is_left(make: Calla
     assert traced.events
     assert hooks_of(model) == 0
     assert top_hooks(True) is None
-    assert _events.listeners == ()
+    assert _handles.listeners == ()
 
 
 def test_the_order_of_the_kinds() -> None:

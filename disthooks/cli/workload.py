@@ -1,0 +1,402 @@
+"""What each entry of ``save`` is on a model: the modules it takes, and what stands in its way.
+
+What in a model keeps hooks from working, or makes them cost more than they should.
+
+A model from its name: ``package.module:function`` or ``path/to/file.py:function``.
+
+One forward and backward for real, and what each module saved in it.
+
+What ``watch`` is on a model: the parameters of each rule and group, and what stands in its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import pathlib
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._match import Pattern, canonical, inside, match_modules
+from disthooks.cli.doctor import missing_sinks
+from disthooks.config.agree import check_conflicts
+from disthooks.config.build import stores_within
+from disthooks.engines.base import is_a
+from disthooks.engines.detect import find
+from disthooks.errors import DisthooksError, UsageError
+from disthooks.grads.attach import gradients
+from disthooks.grads.plan import groups_of, scope_of
+from disthooks.grads.rules.base import as_rule
+from disthooks.saved.attach import Saving, chosen, save_activations
+from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.report import SavedReport
+from disthooks.watch.features import tensors_of
+
+
+@dataclass
+class Found:
+    """What a check has to say, worst first."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def failed(self, where: str, error: BaseException | str) -> None:
+        """One error, in one line."""
+        text = " ".join(str(error).split())
+        self.errors.append(f"{where}: {text}" if where else text)
+
+
+@dataclass
+class Entry:
+    """One entry of ``save``.
+
+    Attributes:
+        where: its name in the file.
+        at: file and line.
+        patterns: as they stand there.
+        line: the pipeline.
+        matched: for each pattern the names of the modules that it matches.
+        placed: the pipeline with what a ``budget`` puts in front.
+        modules: those that the hooks are on: not those inside others, not containers that nobody calls.
+    """
+
+    where: str
+    at: str
+    patterns: tuple[Pattern, ...]
+    line: Pipeline
+    matched: dict[str, list[str]] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    placed: Pipeline | None = None
+
+    def parameters(self) -> int:
+        """Elements of the parameters inside, each once."""
+        every = {id(p): _size(p) for module in self.modules.values() for p in module.parameters()}
+        return sum(every.values())
+
+
+def entries_of(plan: Any) -> list[Entry]:
+    """The entries of ``save``, before there is a model."""
+    return [
+        Entry(f"save.{i}", plan.source.at(("save", i, "modules")), tuple(patterns), line)
+        for i, (patterns, line) in enumerate(plan.saves)
+    ]
+
+
+def place(plan: Any, entries: list[Entry], model: nn.Module, found: Found) -> None:
+    """Attach all entries to ``model`` as a run does, write down where they are, and take them off again."""
+    before = len(found.errors)
+    for entry in entries:
+        _match(entry, model, found)
+    try:
+        if len(found.errors) == before:  # all of this stops at the first error
+            check_conflicts(model, [entry.patterns for entry in entries], plan.source)
+            lines = stores_within(plan.budget, model, plan.saves, plan.source)
+            _attach_entries(entries, [line for _, line in lines], model, found)
+    except DisthooksError as error:
+        found.failed("", error)
+    for entry in entries:
+        _conflicts(entry, model, found)
+
+
+def _match(entry: Entry, model: nn.Module, found: Found) -> None:
+    for pattern in entry.patterns:
+        try:
+            names = [name for name, _ in match_modules(model, [pattern])]
+            entry.matched[str(pattern)] = list(dict.fromkeys(names))
+        except DisthooksError as error:
+            found.failed(f"{entry.at}: {entry.where}", error)
+
+
+def _attach_entries(entries: list[Entry], lines: list[Pipeline], model: nn.Module, found: Found) -> None:
+    with contextlib.ExitStack() as attached:
+        for entry, line in zip(entries, lines, strict=True):
+            try:
+                attached.enter_context(save_activations(model, entry.patterns, line))
+            except DisthooksError as error:
+                found.failed(f"{entry.at}: {entry.where}", error)
+            else:
+                entry.modules, entry.placed = dict(chosen(model, entry.patterns)), line
+
+
+def _conflicts(entry: Entry, model: nn.Module, found: Found) -> None:
+    lost, warned = conflicts(model, entry.modules)
+    found.warnings += [f"{entry.where}: {text}" for text in warned]
+    if lost and len(lost) == len(entry.modules):
+        found.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
+    else:
+        found.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
+
+
+def _size(parameter: nn.Parameter) -> int:
+    """How many elements it has; none before a lazy module has run."""
+    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()
+
+
+_GONE = "what is saved there is computed again anyway; take {whole!r} itself, or a module around it"
+
+
+def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
+    """Why some of ``modules`` would save nothing; and warnings about them."""
+    regions, compiled = list(_checkpointed(model)), list(_compiled(model))
+    lost: dict[str, str] = {}
+    warned: list[str] = []
+    for name, module in modules.items():
+        for whole, region, what in regions:
+            if _is_inside(module, region):
+                lost[name] = f"it is inside {whole!r}, {what}: {_GONE.format(whole=whole)}"
+        for whole, part in compiled:
+            if _is_inside(module, part):
+                warned.append(
+                    f"{name!r} is inside {whole!r}, which is compiled: its graph breaks there; compile the "
+                    "modules that have the hooks, each by itself"
+                )
+    return lost, warned + _unsure(model, modules)
+
+
+def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
+    return module is not outer and any(part is module for part in outer.modules())
+
+
+def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules whose inside is computed again in backward, and by what."""
+    for name, module in inside(model).named_modules():
+        if is_a(module, "CheckpointWrapper"):
+            yield canonical(name), module, "a CheckpointWrapper of torch"
+        elif is_a(module, "GradientCheckpointingLayer") and _is_on(module):
+            yield canonical(name), module, "which transformers' gradient_checkpointing computes again"
+
+
+def _is_on(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def _unsure(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Models that checkpoint their layers in a forward of their own: which, only running them tells."""
+    found = []
+    for name, module in inside(model).named_modules():
+        known = any(is_a(part, "GradientCheckpointingLayer") for part in module.modules())
+        taken = [each for each, part in modules.items() if _is_inside(part, module)]
+        if _is_on(module) and not known and taken:
+            found.append(
+                f"gradient_checkpointing is on in {canonical(name) or 'the model'!r}: if it checkpoints {taken[0]!r}, "
+                "the hooks there save nothing; give example inputs, and a run will tell"
+            )
+    return found
+
+
+def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in inside(model).named_modules():
+        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+            yield canonical(name) or "the model", module
+
+
+def build(name: str) -> tuple[Any, Any]:
+    """The module that the function makes, and example inputs, None when it gives none.
+
+    Raises:
+        UsageError: when there is no such function, when it raises, or what it returns holds no module.
+    """
+    from torch import nn
+
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
+    if where.endswith(".py") and not pathlib.Path(where).is_file():
+        beside = [path.name for path in pathlib.Path(where).parent.glob("*.py")]
+        raise UsageError(f"{name}: there is no file {where!r}{_near(pathlib.Path(where).name, beside)}")
+    try:
+        module = _imported(where)
+        if not hasattr(module, function):
+            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+            own = [each for each in there if inspect.getmodule(getattr(module, each)) is module]
+            raise UsageError(f"{name}: {where} has no {function!r}{_near(function, own or there)}")
+        made = getattr(module, function)()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{name}: {said(error)}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} gave {type(made).__name__}: it has to return a module, or (module, example inputs)")
+    return model, inputs
+
+
+def _imported(where: str) -> ModuleType:
+    """A module by name or by path; one beside the working directory too, as for ``python -m``."""
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(pathlib.Path.cwd()))
+        return importlib.import_module(where)
+    path = pathlib.Path(where).resolve()
+    sys.path.insert(0, str(path.parent))  # as when it is run
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{where} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _near(name: str, known: list[str]) -> str:
+    """The nearest of ``known`` to ``name``, or the first of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; there are {', '.join(sorted(known)[:8])}" if known else ""
+
+
+def said(error: BaseException) -> str:
+    """What an error of somebody's code says, and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+Placed = Sequence[tuple[str, nn.Module, Pipeline]]
+
+
+def step(model: nn.Module, inputs: Any) -> None:
+    """One forward and backward, after which there are no gradients again.
+
+    Raises:
+        UsageError: when the model raises, or nothing in what it returns could be differentiated.
+    """
+    try:
+        torch.autograd.backward(_loss(_called(model, inputs)))
+    except DisthooksError:
+        raise
+    except Exception as error:
+        raise UsageError(f"one forward and backward of {type(model).__name__}: {said(error)}") from error
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """The loss that the output names, or the sum of all in it that has a gradient."""
+    given = getattr(output, "loss", None)
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        return given.sum()
+    parts = [tensor.abs().sum() for tensor in tensors_of(output) if tensor.requires_grad]
+    if not parts:
+        raise UsageError("nothing in what the model returned requires a gradient, so there is no backward")
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedReport]:
+    """What became of the saved tensors of each module of ``placed`` in one forward and backward."""
+    attached: dict[str, Saving] = {}
+    try:
+        for name, module, line in placed:
+            attached[name] = save_activations(model, _the_one(module), line)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they would say is told with the conflicts
+            step(model, inputs)
+        return {name: saving.report() for name, saving in attached.items()}
+    finally:
+        for saving in attached.values():
+            saving.remove()
+
+
+def figures(report: SavedReport) -> dict[str, Any]:
+    """Bytes by what became of them; ``kept`` without the weights, which nobody would move."""
+    weights = report.kept_by.get("parameter", 0)
+    keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "passed", "errors")
+    return {key: getattr(report, key) for key in keys} | {"kept": report.kept - weights, "weights": weights}
+
+
+def _the_one(module: nn.Module) -> Pattern:
+    return lambda _, other: other is module
+
+
+def made(plan: Any, what: str) -> list[Any]:
+    """The rules, statistics or sinks of ``plan``; a sink is not opened by being made."""
+    return [make() for make in plan.watches.get(what, ())]
+
+
+def check_sinks(plan: Any, found: Found) -> None:
+    """Packages that are missing and files that could not be written."""
+    for name, remedy in missing_sinks(plan):
+        found.failed("watch.sinks", f"{name}: its package is not installed: {remedy}")
+    for sink in made(plan, "sinks"):
+        path = getattr(sink, "path", None) or getattr(sink, "log_dir", None)
+        if isinstance(path, (str, os.PathLike)) and (why := _unwritable(pathlib.Path(path))):
+            found.failed("watch.sinks", f"{type(sink).__name__}: {why}")
+
+
+def _unwritable(path: pathlib.Path) -> str | None:
+    """Why nothing can be written at ``path``, whose directories are made when they are missing."""
+    if path.exists():
+        return None if os.access(path, os.W_OK) else f"{path} cannot be written"
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        return f"{path} cannot be made: {above} is no directory"
+    return None if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: {above} cannot be written"
+
+
+def scopes(plan: Any, model: nn.Module, found: Found) -> dict[str, dict[str, list[str]]]:
+    """For each rule and each group the names of its parameters; what a run would raise goes to ``found``."""
+    before = len(found.errors)
+    try:
+        shards = find(model).shards
+    except DisthooksError as error:
+        found.failed("watch", error)
+        return {"rules": {}, "groups": {}}
+    rules = _rules(plan, shards, found)
+    groups: dict[str, list[str]] = {}
+    for name, patterns in plan.watches.get("groups", {}).items():
+        try:
+            groups[name] = [shards[i].name for i in groups_of({name: patterns}, shards)[name]]
+        except DisthooksError as error:
+            found.failed(f"{plan.source.at(('watch', 'groups', name))}: watch.groups.{name}", error)
+    if len(found.errors) == before:
+        _attach(plan, model, found)
+    return {"rules": rules, "groups": groups}
+
+
+def _rules(plan: Any, shards: Sequence[Any], found: Found) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for i, rule in enumerate(map(as_rule, made(plan, "rules"))):
+        where = f"{plan.source.at(('watch', 'rules', i))}: watch.rules.{i}"
+        try:
+            names[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
+        except DisthooksError as error:
+            found.failed(where, error)
+        if rule.withholds:
+            found.warnings.append(
+                f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
+                "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"
+            )
+    return names
+
+
+def _attach(plan: Any, model: nn.Module, found: Found) -> None:
+    """As a run does, but for the sinks, which would begin files: a function that does nothing stands for them."""
+    given: dict[str, Any] = {key: made(plan, key) for key in ("rules", "stats")}
+    given["sinks"] = [_nowhere] * bool(made(plan, "sinks"))
+    given |= {key: plan.watches[key] for key in ("every", "groups") if key in plan.watches}
+    try:
+        gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **given).remove()
+    except (DisthooksError, ValueError) as error:
+        found.failed("watch", error)
+
+
+def _nowhere(record: dict[str, Any]) -> None:
+    """The sink of a check."""

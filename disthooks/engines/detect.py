@@ -1,0 +1,60 @@
+"""Which engine has taken a model."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from disthooks.engines.base import (
+    DataParallel,
+    Engine,
+    Plain,
+    is_a,
+    refuse_lazy,
+    refuse_mixed,
+    refuse_nested,
+    refuse_unwrapped,
+)
+from disthooks.errors import AttachError, UsageError
+
+
+def find(model: nn.Module) -> Engine:
+    """The engine of ``model``, which stays as it is; parameters that FSDP2 holds gathered are sharded again.
+
+    Raises:
+        UsageError: when ``model`` is no module.
+        AttachError: for an engine on which hooks would not fire; the message says what works.
+
+    >>> find(nn.DataParallel(nn.Linear(2, 2))).label
+    'DataParallel'
+    >>> [shard.name for shard in find(nn.Linear(2, 2)).shards]
+    ['weight', 'bias']
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    while is_a(model, "OptimizedModule", "_FabricModule"):  # what torch.compile and Fabric.setup return
+        inner = "_orig_mod" if is_a(model, "OptimizedModule") else "_forward_module"
+        model = cast(nn.Module, getattr(model, inner))
+    refuse_lazy(model)
+    found = next(kind for kind in _kinds() if kind.recognises(model))(model)
+    refuse_nested(found.model)
+    refuse_mixed(found)
+    if not is_a(model, "DeepSpeedEngine"):
+        refuse_unwrapped(model)
+    if not found.shards:
+        raise AttachError(f"{type(model).__name__} has no parameters")
+    return found
+
+
+def _kinds() -> list[type[Engine]]:
+    kinds: list[type[Engine]] = [DataParallel]
+    if torch.distributed.is_available():
+        from disthooks.engines.base import Ddp
+        from disthooks.engines.deepspeed import DeepSpeed
+        from disthooks.engines.fsdp1 import Fsdp1
+        from disthooks.engines.fsdp2 import Fsdp2
+
+        kinds += [Ddp, DeepSpeed, Fsdp1, Fsdp2]
+    return [*kinds, Plain]

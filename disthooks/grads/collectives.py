@@ -1,0 +1,333 @@
+"""Small collectives of whole numbers: a sum, and what every rank has.
+
+The two collectives of a round: local numbers of all measures into one SUM and one MAX, and out again.
+
+Agreement of all ranks about the count of steps, before collectives of different sizes could meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from disthooks._torch import name_of_next_group
+from disthooks.engines.shard import Shard
+from disthooks.errors import AttachError
+from disthooks.grads.stats.base import Local, Measure
+from disthooks.grads.stats.scan import known
+
+_LOW = 0xFFFFFFFF
+_MOST = 1 << 21  # numbers that are received at once, 16 MiB
+
+
+def world() -> tuple[int, ...]:
+    """All ranks of the default process group; one alone where there is none.
+
+    >>> world()
+    (0,)
+    """
+    ready = dist.is_available() and dist.is_initialized()
+    return tuple(range(dist.get_world_size())) if ready else (0,)
+
+
+def rank() -> int:
+    """This process's global rank; 0 where there is no process group.
+
+    >>> rank()
+    0
+    """
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def total(group: Any, numbers: torch.Tensor) -> torch.Tensor:
+    """The sum of int64 ``numbers`` over the ranks, modulo 2**64: one all-reduce of twice their size.
+
+    The halves of each number are summed apart, so that no backend has to add beyond 63 bits.
+
+    >>> total(None, torch.tensor([-3, 2**62]))
+    tensor([                 -3, 4611686018427387904])
+    """
+    if group is None:
+        return numbers
+    halves = torch.stack((numbers & _LOW, (numbers >> 32) & _LOW))
+    dist.all_reduce(halves, dist.ReduceOp.SUM, group=group)
+    return halves[0] + (halves[1] << 32)
+
+
+def gather(group: Any, numbers: torch.Tensor) -> list[list[int]]:
+    """The int64 ``numbers`` (one dimension, as many on every rank) of each rank, on the host.
+
+    One all-gather for every 16 MiB received, so that memory stays bounded however many ranks there are.
+
+    >>> gather(None, torch.tensor([1, 2]))
+    [[1, 2]]
+    """
+    if group is None:
+        return [numbers.tolist()]
+    size = dist.get_world_size(group)
+    found: list[list[int]] = [[] for _ in range(size)]
+    for part in torch.split(numbers, max(1, _MOST // size)):
+        rows = part.new_empty(size, part.numel())
+        dist.all_gather(list(rows), part, group=group)
+        for mine, row in zip(found, rows.tolist(), strict=True):
+            mine += row
+    return found
+
+
+# A group is kept for as long as the default group it was made under: making one anew can meet the keys that its
+# namesake left in the store, and with NCCL each holds device memory.
+# Weakly: once torch.distributed has destroyed them, they must not live on here with their threads.
+_groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+_asked: dict[tuple[int, ...], int] = {}
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """The process group of disthooks for ``ranks``, made at the first call; None for one rank alone.
+
+    A group of its own, so that no collective of the training can be mistaken for one of ours; it gives up waiting
+    for a rank when the default group does. Every one of ``ranks`` must call it, the others need not.
+    """
+    if len(ranks) == 1:
+        return None
+    default, group = (ref() for ref in _groups.get(tuple(ranks), (_nothing, _nothing)))
+    if group is None or default is not dist.group.WORLD:
+        group = _made(list(ranks))
+        _groups[tuple(ranks)] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
+    return group
+
+
+def _made(ranks: list[int]) -> Any:
+    """A new group; of all ranks by the way that needs nothing but that all make it.
+
+    torch names a group of some ranks after how many groups this process is in, and ranks of overlapping groups are in
+    different numbers of them: under torch's names they would wait for each other for ever. The name that disthooks
+    gives depends on the ranks of the group alone.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(timeout=_timeout())
+    with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_made_before(ranks)}"):
+        return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+
+
+def _made_before(ranks: list[int]) -> int:
+    """How often this was asked for ``ranks``, alike on all of them."""
+    _asked[tuple(ranks)] = _asked.get(tuple(ranks), 0) + 1
+    return _asked[tuple(ranks)]
+
+
+def _timeout() -> timedelta | None:
+    """That of the default group, which ``new_group`` would not take over."""
+    world: Any = dist.group.WORLD
+    backends = [world._get_backend(device) for device in world._device_types]
+    found: list[timedelta] = [b.options._timeout for b in backends if hasattr(getattr(b, "options", None), "_timeout")]
+    return found[0] if found else None
+
+
+def seconds_to_wait(group: Any) -> float:
+    """How long a collective of ``group`` waits for a rank; no time where there is none to wait for."""
+    known = None if group is None else _timeout()
+    return 0.0 if group is None else 1800.0 if known is None else known.total_seconds()
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+def device_for(group: Any, device: torch.device) -> torch.device:
+    """``device`` if the group can reduce there, else one where it can (gradients offloaded to the CPU, with NCCL)."""
+    if group is None:
+        return device
+    kinds = [able.type for able in group._device_types]
+    if device.type in kinds or not kinds:
+        return device
+    if kinds[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool, bool]:
+    """Whether ``flag`` is true on any rank, and whether ``what`` is the same text on all: one collective."""
+    if group is None:
+        return flag, True
+    mark = float(zlib.crc32(what.encode()))  # of 32 bits, so exact in float64
+    found = torch.tensor([float(flag), mark, -mark], dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    any_flag, most, least = found.tolist()
+    return bool(any_flag), most == -least
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which measures are taken in a round, of which parameters, and where their numbers lie in its two vectors.
+
+    The vectors are a float64 one for the SUM and an int64 one for the MAX; as long on every rank.
+
+    Attributes:
+        uses: for each measure the parameters it is taken of, as indices into ``shards``.
+        shards: all parameters.
+        scopes: for each scope its parameters, as indices into ``shards``.
+    """
+
+    uses: Mapping[Measure, tuple[int, ...]]
+    shards: Sequence[Shard]
+    scopes: Sequence[Sequence[int]] = ()
+
+    def sizes(self, measure: Measure) -> list[int]:
+        """How many numbers a measure has for each of its parameters, or for each scope."""
+        return self._sizes[measure]
+
+    @functools.cached_property
+    def _sizes(self) -> dict[Measure, list[int]]:
+        """Found once: with thousands of parameters asking for each takes longer than measuring it."""
+        found = {}
+        for measure, indices in self.uses.items():
+            scopes = [measure.width(None)] * len(self.scopes) if measure.per != "parameter" else []
+            each = [measure.width(self.shards[i]) for i in indices] if measure.per != "scope" else []
+            found[measure] = scopes + each
+        return found
+
+    def pack(self, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's numbers: what to SUM, and what to MAX."""
+        vectors: dict[str, list[torch.Tensor]] = {
+            "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
+            "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],
+        }
+        local = self._scanned(local)
+        for measure, indices in self.uses.items():
+            vectors[measure.merge].append(measure.local(local.of(indices)))
+        return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
+
+    def _scanned(self, local: Local) -> Local:
+        """With what several measures need of the gradients, found in one reading; a single norm reads as few times."""
+        facts = frozenset(fact for measure in self.uses for fact in measure.facts)
+        if facts <= {"squares"}:
+            return local
+        wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
+        grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
+        return local._replace(known=known(local._replace(grads=grads), facts))
+
+    def unpack(self, merged: tuple[torch.Tensor, torch.Tensor]) -> dict[Measure, torch.Tensor]:
+        """The numbers of each measure in one row."""
+        found, at = {}, {"sum": 0, "max": 0}
+        for measure in self.uses:
+            start, length = at[measure.merge], sum(self.sizes(measure))
+            found[measure] = merged[measure.merge == "max"][start : start + length]
+            at[measure.merge] = start + length
+        return found
+
+    def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
+        """The numbers for the parameters ``wants``, by slices alone, so that the host never waits."""
+        has = self.uses[measure]
+        if has == tuple(wants):
+            return values[measure]
+        parts = dict(zip(has, torch.split(values[measure], self.sizes(measure)), strict=True))
+        return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
+
+    def collectives(self) -> int:
+        """How many all-reduces it takes: none, one or two."""
+        return len({measure.merge for measure in self.uses})
+
+    def bytes(self) -> int:
+        """How much each rank gives to them."""
+        return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
+
+
+def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge over the ranks, in place; an empty vector is empty on every rank and is left alone."""
+    if group is not None:
+        for vector, op in zip(packed, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+            if vector.numel():
+                dist.all_reduce(vector, op, group=group)
+    return packed
+
+
+# [Note: the count of steps is agreed on]
+# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
+# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
+# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
+# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
+# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
+
+_attached: dict[tuple[int, ...], itertools.count[int]] = {}
+_WARN_AFTER = 30.0  # seconds
+
+
+class StepCounts:
+    """What one attachment's ranks tell each other of their count of steps.
+
+    Args:
+        ranks: the global ranks that are attached together, this one among them.
+        rank: this one.
+        timeout: how many seconds to wait for the others.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout: float) -> None:
+        self._ranks, self._rank, self._timeout = tuple(ranks), rank, timeout
+        # The backend "fake" simulates the other ranks: nobody answers.
+        self._is_alone = len(self._ranks) == 1 or dist.get_backend() == "fake"
+        self._is_agreed, self._round, self._prefix = self._is_alone, 0, ""
+        if not self._is_alone:
+            number = next(_attached.setdefault(self._ranks, itertools.count()))
+            self._prefix = f"disthooks steps {self._ranks} {number}"
+
+    def loaded(self) -> None:
+        """Compare in the next step again, for this rank has loaded a state."""
+        self._is_agreed = self._is_alone
+
+    def check(self, steps: int) -> None:
+        """Wait until all ranks have said how many steps they count; only in the first step after :meth:`loaded`.
+
+        Raises:
+            AttachError: when two ranks count otherwise, or one says nothing in time.
+        """
+        if self._is_agreed:
+            return
+        default = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d.PrefixStore(f"{self._prefix} {self._round}", default)
+        self._round += 1
+        said = f"rank {self._rank} counts {steps} steps"
+        store.set(f"rank {self._rank}", said)
+        first = store.compare_set("first", "", f"{steps}, {said}").decode()
+        if first.partition(",")[0] != str(steps):
+            store.set("another", said)
+        if store.add("there", 1) == len(self._ranks):
+            store.set("all", "yes")
+        self._wait(store)
+        if store.check(["another"]):
+            two = f"{first.partition(', ')[2]}, {store.get('another').decode()}"
+            raise AttachError(
+                f"the ranks {list(self._ranks)} do not go on from the same state ({two}): call load_state_dict() on "
+                "every rank, between the same two steps, with what state_dict() gave"
+            )
+        self._is_agreed = True
+
+    def _wait(self, store: Any) -> None:
+        start, pause, warned = time.monotonic(), 0.001, False
+        while not store.check(["all"]):
+            waited = time.monotonic() - start
+            if waited > _WARN_AFTER and not warned:
+                warned = True
+                warnings.warn(f"{self._waiting(store)}, {waited:.0f} seconds so far", stacklevel=5)
+            if waited > self._timeout:
+                raise AttachError(f"{self._waiting(store)}, and gave up after {waited:.0f} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _waiting(self, store: Any) -> str:
+        missing = [rank for rank in self._ranks if not store.check([f"rank {rank}"])]
+        return (
+            f"rank {self._rank} waits in the first step after load_state_dict() or after attaching for the ranks "
+            f"{missing}, which have made no such step: each rank has to make the same steps, and to load its state "
+            "when the others do"
+        )

@@ -1,0 +1,150 @@
+"""Rules that keep the optimizer from moving: everything for a step, or some parameters for many."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from disthooks.engines.shard import Shard
+from disthooks.errors import NonFiniteError, UsageError
+from disthooks.grads.rules.base import Rule, State, Work
+from disthooks.grads.stats.across_ranks import NonFiniteApart
+from disthooks.grads.stats.base import Measure
+from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.scan import OwnNonFinite
+
+
+@dataclass(frozen=True)
+class SkipNonFinite(Rule):
+    """Where any element of a gradient is not finite, the optimizer does not move in this step, on any rank.
+
+    Each element is looked at once: of gradients that several ranks have alike, those of one.
+
+    Parameters and the optimizer's state, its count of steps too, stay bit for bit as they were; there is no weight
+    decay and no momentum. The gradients themselves are left as they are. All ranks decide alike, by the norm that
+    :class:`~disthooks.ClipNorm` needs too, so both together cost one SUM. A float64 norm that overflows (elements
+    above 1e154) counts as not finite.
+
+    The step of the optimizer is not made at all, whatever optimizer it is. Torch's fused optimizers take the decision
+    on the device, once they have their state; for any other one the host reads one bool in every step, and waits for
+    the device. Under a ``GradScaler`` the steps that the scaler itself leaves out never reach the rule.
+
+    Logged are ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; these two are in ``state_dict()`` of
+    the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
+    were not finite and the first parameters (:mod:`disthooks.grads.nonfinite`).
+
+    Args:
+        max_consecutive: after more skipped steps in a row than this, the next step raises on every rank; None: never.
+
+    Raises:
+        UsageError: when ``max_consecutive`` is neither None nor an int of at least 0.
+        NonFiniteError: from ``optimizer.step()``, one step after there were too many.
+
+    >>> from disthooks import gradients
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> before = model.weight.clone()
+    >>> with gradients(model, optimizer, rules=[SkipNonFinite()], every=1) as watch:
+    ...     model(torch.full((1, 1), float("nan"))).sum().backward()
+    ...     optimizer.step()
+    >>> torch.equal(model.weight, before), watch.latest["skipped"]
+    (True, 1.0)
+    """
+
+    rewrites: ClassVar[bool] = False
+    max_consecutive: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps("SkipNonFinite", "max_consecutive", self.max_consecutive, 0)
+
+    def measures(self) -> tuple[Measure, ...]:
+        """The norm, what of gradients that nobody reduces is on one rank alone, and the ranks where it began."""
+        return Power(2.0), NonFiniteApart(), OwnNonFinite()
+
+    def logs(self) -> frozenset[str]:
+        """How often it skipped."""
+        return frozenset({"skipped", "skipped_in_a_row", "skipped_total"})
+
+    def start(self, shards: Sequence[Shard], device: torch.device) -> State:
+        """Nothing was skipped."""
+        return {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("in_a_row", "total")}
+
+    def rewrite(self, work: Work) -> None:
+        """Decide, and count."""
+        squares, apart, _ = work.values
+        bad = ~torch.isfinite(squares.sum()) | (apart.sum() > 0)
+        in_a_row, total = work.state["in_a_row"], work.state["total"]
+        in_a_row.add_(1).mul_(bad)
+        total.add_(bad)
+        work.skips.append(bad)
+        work.log.update(skipped=bad.double(), skipped_in_a_row=in_a_row.double(), skipped_total=total.double())
+        if self.max_consecutive is not None:
+            work.alarms.append((in_a_row.double(), functools.partial(_too_many, self.max_consecutive, work.step)))
+
+    def local_error(self) -> str:
+        """It decides for all parameters on all ranks."""
+        return f"{self!r} decides about the optimizer's step, for all ranks alike; leave at='local' out"
+
+
+def _too_many(limit: int, step: int, in_a_row: float) -> None:
+    if in_a_row > limit:
+        raise NonFiniteError(
+            f"gradients were not finite in {in_a_row:.0f} steps in a row, {step - int(in_a_row) + 1} to {step}, and "
+            f"SkipNonFinite(max_consecutive={limit}) left them all out: the parameters are as they were before. "
+            "The log names the parameters and the ranks where it begins, and so does last_nonfinite of what "
+            "gradients() returned; check the data and the loss of these steps, lower the learning rate, or go back to "
+            "an earlier checkpoint"
+        )
+
+
+@dataclass(frozen=True)
+class Freeze(Rule):
+    """The optimizer does not move these parameters: no update, no momentum, no weight decay, no step counted.
+
+    For the step they are taken out of the optimizer's groups, and their gradients are taken away; both are back when
+    it is over. Rules that come later find no gradients, so that a :class:`~disthooks.ClipNorm` behind it measures the
+    others alone. It measures nothing and costs no collective. Unlike ``requires_grad_(False)`` it can be put on and
+    ended at any time, on every engine that lets single parameters rest, and backward computes the gradients all the
+    same.
+
+    Args:
+        until: how many steps it lasts, counted by the attachment; None: for as long as it is attached.
+
+    Raises:
+        UsageError: when ``until`` is neither None nor an int of at least 1.
+        AttachError: when the engine updates them in one piece with others (a flat parameter of FSDP1).
+
+    >>> from disthooks import gradients, only
+    >>> model = torch.nn.Linear(1, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> before = model.weight.clone(), model.bias.clone()
+    >>> with gradients(model, optimizer, rules=[only("weight", Freeze())]):
+    ...     model(torch.ones(1, 1)).sum().backward()
+    ...     optimizer.step()
+    >>> torch.equal(model.weight, before[0]), torch.equal(model.bias, before[1])
+    (True, False)
+    """
+
+    withholds: ClassVar[bool] = True
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps("Freeze", "until", self.until, 1)
+
+    def rewrite(self, work: Work) -> None:
+        """Withhold them."""
+        if self.until is None or work.step < self.until:
+            work.withheld.extend(work.shards)
+
+    def local_error(self) -> str:
+        """It is about the step."""
+        return f"{self!r} keeps parameters from the optimizer's step; leave at='local' out"
+
+
+def _check_steps(rule: str, name: str, value: object, least: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise UsageError(f"{rule}({name}={value!r}): None, or an int of at least {least}")

@@ -1,0 +1,176 @@
+"""Which run a line of a log belongs to: several write to one file, and a run that is restarted goes on in it.
+
+A run is what one launcher started: its restarts have its name. The name is ``DISTHOOKS_RUN`` if that is set, and
+otherwise made of the time when the launcher, or this process without one, was started, and of the number of that
+process. A second training in one process, after the first was detached, is a run of its own: its name ends in ``.1``.
+
+Sinks that need nothing installed: a file of lines, and the terminal.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from disthooks._fork_safe import Order, shared
+from disthooks.errors import UsageError
+from disthooks.grads.sinks.base import Opened, is_empty, shown
+
+VARIABLE = "DISTHOOKS_RUN"
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+_lock = shared(Order.WATCH)
+#: Of each file: how many attachments write to it now, and how many runs of this process have ended there.
+_writers: dict[str, list[int]] = {}
+
+
+def run() -> str:
+    """The name of the run that this process is part of."""
+    return os.environ.get(VARIABLE) or _made(os.getpid())
+
+
+def restart() -> int:
+    """How often the launcher and the scheduler have started this run again; 0 in its first life."""
+    told = (os.environ.get(name, "") for name in _RESTARTS)
+    return sum(int(value) for value in told if value.isdigit())
+
+
+def begin(path: str) -> str:
+    """The name under which an attachment writes to ``path``: its own, unless another one writes there now."""
+    with _lock:
+        writers = _writers.setdefault(path, [0, 0])
+        writers[0] += 1
+        return f"{run()}.{writers[1]}" if writers[1] else run()
+
+
+def end(path: str) -> None:
+    """An attachment has written its last line to ``path``."""
+    with _lock:
+        writers = _writers.setdefault(path, [1, 0])
+        writers[0] = max(0, writers[0] - 1)
+        writers[1] += writers[0] == 0
+
+
+@functools.cache
+def _made(pid: int) -> str:
+    """A name for the run of process ``pid``; of torchrun, which restarts its workers, the number and the start."""
+    owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else pid
+    began = _started(owner)
+    mark = f"{socket.gethostname()} {owner} {began} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began))
+    return f"{stamp}-{hashlib.sha256(mark.encode()).hexdigest()[:6]}"
+
+
+def _started(pid: int) -> float:
+    """When a process was started, in seconds since 1970, as Linux tells it; the time of this call elsewhere."""
+    try:
+        ticks = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = next(line for line in pathlib.Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        return int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, StopIteration):
+        return time.time()
+
+
+@dataclass(frozen=True)
+class Jsonl:
+    """One line of JSON for each logged step, appended to a file and there as soon as it is written.
+
+    It is strict JSON: a number that is not finite is written as ``"nan"``, ``"inf"`` or ``"-inf"``. Each line also has
+    ``run``, which tells the runs apart that write to one file (a process has one for each file), ``restart``, how
+    often the launcher had restarted it, and ``time``, the seconds since 1970 when the line was written.
+
+    Args:
+        path: of the file; the directories above it are made.
+
+    Raises:
+        UsageError: when attached, if the file cannot be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "run", "gradients.jsonl")
+    ...     opened = Jsonl(path).open()
+    ...     opened({"step": 0, "grad_norm": math.inf})
+    ...     opened.close()
+    ...     line = path.read_text()
+    >>> line.startswith('{"step": 0, "grad_norm": "inf", "run": "'), list(json.loads(line))
+    (True, ['step', 'grad_norm', 'run', 'restart', 'time'])
+    """
+
+    path: str | os.PathLike[str]
+
+    def open(self) -> Lines:
+        """Make the directories and the file; what is returned writes the lines, all of one run."""
+        try:
+            path = pathlib.Path(self.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise UsageError(f"Jsonl: {os.fspath(self.path)!r} cannot be written: {error.strerror}") from error
+        return Lines(self)
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        self.append(record, run())
+
+    def append(self, record: Mapping[str, Any], run: str) -> None:
+        """Append one line of ``run``."""
+        whole = {**record, "run": run, "restart": restart(), "time": round(time.time(), 3)}
+        with pathlib.Path(self.path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_strict(whole), allow_nan=False) + "\n")
+
+
+class Lines(Opened):
+    """The lines of one attachment in the file of a :class:`Jsonl`."""
+
+    def __init__(self, sink: Jsonl) -> None:
+        super().__init__(sink)
+        self._sink, self._path = sink, os.path.abspath(sink.path)
+        self._run = begin(self._path)
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        """Append one line."""
+        self._sink.append(record, self._run)
+
+    def close(self) -> None:
+        """The next attachment that opens the file begins another run."""
+        end(self._path)
+
+
+@dataclass(frozen=True)
+class Console:
+    """One short line for each logged step.
+
+    Args:
+        print: what it is printed with; a progress bar's own function, say.
+
+    >>> Console()({"step": 50, "grad_norm": 1.25, "nonfinite": 2, "nonfinite_at": [{"param": "w", "rank": 1}]})
+    step 50  grad_norm 1.25  nonfinite 2  nonfinite_at w on rank 1
+    """
+
+    print: Callable[[str], object] = print
+
+    def __post_init__(self) -> None:
+        if not callable(self.print):
+            raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Print one line, without what is empty and what is of a single parameter."""
+        told = {name: value for name, value in record.items() if "/param/" not in name and not is_empty(value)}
+        self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    return [_strict(item) for item in value] if isinstance(value, (list, tuple)) else value

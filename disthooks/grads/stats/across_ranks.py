@@ -1,0 +1,362 @@
+"""What a rank has of gradients that nobody reduces, and which no other rank would notice.
+
+The norms of the ranks' own gradients, before any reduction.
+
+Whether a rank's own gradient points where the final one does.
+
+Whether the ranks' own gradients point where the final one does.
+
+How the ranks' own gradients differ, and which rank is unlike the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from disthooks._match import match
+from disthooks.engines.base import Engine
+from disthooks.engines.shard import Shard
+from disthooks.errors import UsageError
+from disthooks.grads.sortable import NONE, held, holder, ordered, unordered
+from disthooks.grads.stats.base import (
+    Fact,
+    Found,
+    Local,
+    Look,
+    Measure,
+    Merge,
+    Per,
+    Stat,
+    State,
+    check_own_data,
+    onto,
+    take,
+)
+from disthooks.grads.stats.scan import known
+
+
+@dataclass(frozen=True)
+class NonFiniteApart(Measure):
+    """How many elements are not finite in gradients that are apart and not owned; no numbers for other parameters."""
+
+    merge: ClassVar[Merge] = "sum"
+
+    def width(self, shard: Shard | None) -> int:
+        """One number for a parameter that is apart."""
+        return int(shard is not None and shard.layout == "apart")
+
+    def local(self, local: Local) -> torch.Tensor:
+        """The count of this rank."""
+        counts, zero = [], torch.zeros((), dtype=torch.float64, device=local.device)
+        for place, shard in enumerate(local.shards):
+            if shard.layout == "apart":
+                grad = local.apart[place] if local.apart else None
+                counts.append(zero if grad is None else onto((~torch.isfinite(grad)).sum(), zero.device, zero.dtype))
+        return torch.stack(counts) if counts else zero.new_zeros(0)
+
+
+@dataclass(frozen=True)
+class RankNorms(Measure):
+    """For each scope the sums over ranks of 1, of the number of micro-batches, of the norm and of its square.
+
+    A rank's norm is the root of the mean over its micro-batches of the squared norm of the scope's gradient, times
+    the number of micro-batches: the norm that the final gradient would have if all of them were like this rank's.
+
+    Attributes:
+        each: whether every parameter is a scope too.
+    """
+
+    each: bool = False
+    merge: ClassVar[Merge] = "sum"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
+    looks: ClassVar[frozenset[Look]] = frozenset({"norms"})
+
+    @property
+    def per(self) -> Per:  # type: ignore[override]
+        """For each scope: a rank's norms cannot be added."""
+        return "both" if self.each else "scope"
+
+    def width(self, shard: Shard | None) -> int:
+        """Four."""
+        return 4
+
+    def local(self, local: Local) -> torch.Tensor:
+        """The four numbers of each scope."""
+        squares = own_squares(local, self.each)
+        batches = torch.full_like(squares, micro_batches(local))
+        return torch.stack([torch.ones_like(squares), batches, squares.sqrt(), squares], dim=1).flatten()
+
+
+@dataclass(frozen=True)
+class RankExtremes(Measure):
+    """For each scope the largest norm and the smallest, negated; then which ranks have them, as keys.
+
+    Attributes:
+        each: whether every parameter is a scope too.
+    """
+
+    each: bool = False
+    merge: ClassVar[Merge] = "max"
+    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
+    looks: ClassVar[frozenset[Look]] = frozenset({"norms"})
+
+    @property
+    def per(self) -> Per:  # type: ignore[override]
+        """For each scope: a rank's norms cannot be added."""
+        return "both" if self.each else "scope"
+
+    def width(self, shard: Shard | None) -> int:
+        """Four."""
+        return 4
+
+    def local(self, local: Local) -> torch.Tensor:
+        """The four keys of each scope."""
+        norm = own_squares(local, self.each).sqrt()
+        keys = [ordered(norm), ordered(-norm), held(norm, local.position), held(-norm, local.position)]
+        return torch.stack(keys, dim=1).flatten()
+
+
+def own_squares(local: Local, each: bool) -> torch.Tensor:
+    """This rank's squared norm of each scope, in the units of the final gradient."""
+    own = known(local, frozenset({"own"}))["own"] * micro_batches(local)
+    if local.scale is not None:
+        own = own / local.scale.double().square()
+    scopes = torch.stack([take(own, places).sum() for places in local.scopes])
+    return torch.cat([scopes, own]) if each else scopes
+
+
+def micro_batches(local: Local) -> int:
+    """How many backward passes this rank made since the last step."""
+    return max((len(seen.norms) for seen in local.seen), default=0)
+
+
+@dataclass(frozen=True)
+class _Cosine(Measure):
+    """The cosine between this rank's own gradient and the final one, for each scope.
+
+    Attributes:
+        patterns: of the parameters it is of.
+        each: whether every parameter is a scope too.
+    """
+
+    patterns: tuple[str, ...]
+    each: bool = False
+    facts: ClassVar[frozenset[Fact]] = frozenset({"dot", "kept", "final"})
+    looks: ClassVar[frozenset[Look]] = frozenset({"kept"})
+
+    @property
+    def per(self) -> Per:  # type: ignore[override]
+        """For each scope: a rank's cosines cannot be added."""
+        return "both" if self.each else "scope"
+
+    def width(self, shard: Shard | None) -> int:
+        """Two."""
+        return 2
+
+    def keeps(self, shards: Sequence[Shard]) -> Sequence[int]:
+        """The parameters that the patterns match."""
+        names = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
+        return [i for i, shard in enumerate(shards) if shard.name in names]
+
+
+@dataclass(frozen=True)
+class CosineSums(_Cosine):
+    """For each scope the number of ranks that have a cosine, and their sum."""
+
+    merge: ClassVar[Merge] = "sum"
+
+    def local(self, local: Local) -> torch.Tensor:
+        """Both for each scope."""
+        cosine, there = _cosines(self, local)
+        return torch.stack([there.double(), torch.where(there, cosine, 0.0)], dim=1).flatten()
+
+
+@dataclass(frozen=True)
+class CosineLowest(_Cosine):
+    """For each scope the smallest cosine, negated, and which rank has it, as keys."""
+
+    merge: ClassVar[Merge] = "max"
+
+    def local(self, local: Local) -> torch.Tensor:
+        """Both for each scope."""
+        cosine, there = _cosines(self, local)
+        keys = torch.stack([ordered(-cosine), held(-cosine, local.position)], dim=1)
+        return torch.where(there[:, None], keys, NONE).flatten()
+
+
+def _cosines(measure: _Cosine, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cosine of each scope, and whether there is one: not where either gradient is zero."""
+    found = known(local, measure.facts)
+    table = torch.stack([found["dot"], found["kept"], found["final"]])
+    mine = set(measure.keeps(local.shards))
+    rows = torch.stack([take(table, [i for i in places if i in mine]).sum(-1) for places in local.scopes], dim=1)
+    dot, kept, final = torch.cat([rows, table], dim=1) if measure.each else rows
+    there = (kept != 0) & (final != 0)
+    return dot / (kept.sqrt() * final.sqrt()), there
+
+
+_LEAST_ALIKE = "grad_cosine/argmin_rank"
+
+
+@dataclass(frozen=True)
+class Agreement(Stat):
+    """The cosine between each rank's own gradient, summed over its micro-batches, and the final one.
+
+    Logged are ``grad_cosine/mean_rank``, ``grad_cosine/min_rank`` and ``grad_cosine/argmin_rank``, a global rank. With
+    n ranks that agree in nothing the mean is about 1/sqrt(n), as each is a part of the final one. A rank whose gradient
+    is zero has no cosine and is left out; None for the rank, and NaN, if all are.
+
+    A copy of each matching gradient is kept from backward to the step, in steps that are logged.
+
+    Args:
+        patterns: globs over the parameters' names; one, or several.
+        per_parameter: also of each matching parameter, as ``grad_cosine/min_rank/param/<name>`` and so on.
+
+    Raises:
+        UsageError: when attached, if no rank has all of the final gradient (FSDP), or ranks share their data.
+        MatchError: when attached, if a pattern matches no parameter.
+
+    >>> Agreement(["head.*", "embed.*"]).patterns
+    ('head.*', 'embed.*')
+    """
+
+    patterns: str | Iterable[str] = "*"
+
+    alone: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        patterns = (self.patterns,) if isinstance(self.patterns, str) else tuple(self.patterns)
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise UsageError(f"Agreement({self.patterns!r}): a glob over names of parameters is needed, or several")
+        object.__setattr__(self, "patterns", patterns)
+
+    def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
+        """Every rank must have all of the final gradient."""
+        check_own_data(self, engine)
+        for shard in (shards[i] for i in self._sums().keeps(shards)):
+            if shard.layout not in ("whole", "replica"):
+                raise UsageError(
+                    f"Agreement: under {engine.label} no rank has all of the final gradient of {shard.name!r} to "
+                    "compare its own with; use DDP for it, or Spread, which compares norms, on any engine"
+                )
+
+    def measures(self) -> tuple[Measure, ...]:
+        """Sums, and the smallest with its rank."""
+        return self._sums(), CosineLowest(self._globs(), self.per_parameter)
+
+    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Mean, smallest, and the place of its rank: -1 for none."""
+        count, total = values[0].unbind(-1)
+        lowest, who = -unordered(values[1][:, 0]), holder(values[1][:, 1])
+        return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: who}
+
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        """The numbers, with places as global ranks; of parameters that the patterns match."""
+        columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
+        lists: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
+        lists[_LEAST_ALIKE] = [found.ranks[int(at)] if at >= 0 else None for at in lists[_LEAST_ALIKE]]
+        others = set(found.names) - {
+            name for name, _ in match([(name, name) for name in found.names], self._globs(), "")
+        }
+        unmatched = {f"{name}/param/{other}" for name in lists for other in others}
+        return {name: value for name, value in self.named(found, lists).items() if name not in unmatched}
+
+    def _sums(self) -> CosineSums:
+        return CosineSums(self._globs(), self.per_parameter)
+
+    def _globs(self) -> tuple[str, ...]:
+        assert isinstance(self.patterns, tuple)
+        return self.patterns
+
+
+_WHICH = ("grad_norm/argmin_rank", "grad_norm/argmax_rank", "grad_norm/outlier_rank")
+_LEAST = 0.1  # of the mean of the others: what their deviation is taken for at least
+
+
+@dataclass(frozen=True)
+class Spread(Stat):
+    """The norms of the ranks' own gradients, before any reduction: the smallest, the largest, and whose they are.
+
+    A rank's norm is the root of the mean over its micro-batches of the squared norm, times their number: the norm that
+    the final gradient would have if every micro-batch were like this rank's. Loss scales are taken out. Logged are
+    ``grad_norm/min_rank``, ``max_rank``, ``mean_rank`` and ``std_rank`` (over ranks), ``grad_norm/argmin_rank`` and
+    ``argmax_rank``, which are global ranks, and ``grad_norm/outlier_rank``: a global rank, or None.
+
+    An outlier is the rank with the largest norm, or else the smallest, if that is further from the mean of the other
+    ranks than ``outlier`` times their standard deviation, which is taken for a tenth of their mean if it is less. With
+    all ranks counted in mean and deviation, one of n could never be further than (n - 1) / sqrt(n) deviations. With
+    two ranks it cannot be told which one is unlike the other. A norm that is not finite is an outlier in any case.
+
+    Hooks take the norms in backward, in steps that are logged.
+
+    Args:
+        outlier: how many deviations from the others make an outlier.
+        per_parameter: also of each parameter, as ``grad_norm/max_rank/param/<name>`` and so on.
+
+    Raises:
+        UsageError: when ``outlier`` is not above 0; when attached, if ranks share their data (tensor parallelism).
+
+    >>> from disthooks.grads.sortable import held, ordered
+    >>> norms = torch.tensor([1.0, 1.1, 0.9, 5.0], dtype=torch.float64)
+    >>> sums = torch.tensor([[4.0, 4.0, float(norms.sum()), float(norms.square().sum())]])
+    >>> keys = [torch.stack([ordered(n), ordered(-n), held(n, i), held(-n, i)]) for i, n in enumerate(norms)]
+    >>> found = Spread().numbers([sums, torch.stack(keys).amax(0)[None]])
+    >>> [int(found[f"grad_norm/{name}_rank"]) for name in ("argmin", "argmax", "outlier")]
+    [2, 3, 3]
+    """
+
+    outlier: float = 5.0
+
+    alone: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outlier, (int, float)) or isinstance(self.outlier, bool) or not self.outlier > 0:
+            raise UsageError(f"Spread(outlier={self.outlier!r}): a number of deviations above 0 is needed")
+
+    def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
+        """Ranks must have different data."""
+        check_own_data(self, engine)
+
+    def measures(self) -> tuple[Measure, ...]:
+        """Sums, and extremes with their ranks."""
+        return RankNorms(self.per_parameter), RankExtremes(self.per_parameter)
+
+    def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """All but the ranks are what is logged; those are places among the ranks, -1 for none."""
+        ranks, _, total, squares = values[0].unbind(-1)
+        high, low = unordered(values[1][:, 0]), -unordered(values[1][:, 1])
+        who_high, who_low = holder(values[1][:, 2]), holder(values[1][:, 3])
+        mean = total / ranks
+        std = (squares / ranks - mean.square()).clamp(min=0).sqrt()
+        far_high, far_low = (_far(ranks, total, squares, norm, self.outlier) for norm in (high, low))
+        outlier = torch.where(far_high, who_high, torch.where(far_low, who_low, -1))
+        found = {"min": low, "max": high, "mean": mean, "std": std}
+        which = dict(zip(_WHICH, (who_low, who_high, outlier), strict=True))
+        return {f"grad_norm/{name}_rank": column for name, column in found.items()} | which
+
+    def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
+        """The numbers, with places as global ranks."""
+        columns: dict[str, list[Any]] = {}
+        for name, column in self.numbers([self.scoped(found, measure) for measure in self.measures()]).items():
+            places = name in _WHICH
+            columns[name] = [_rank(found, int(x)) if places else x for x in column.tolist()]
+        return self.named(found, columns)
+
+
+def _rank(found: Found, place: int) -> int | None:
+    return found.ranks[place] if place >= 0 else None
+
+
+def _far(
+    ranks: torch.Tensor, total: torch.Tensor, squares: torch.Tensor, norm: torch.Tensor, outlier: float
+) -> torch.Tensor:
+    """Whether one rank's norm is far from those of the others."""
+    others = ranks - 1
+    mean = (total - norm) / others
+    std = ((squares - norm.square()) / others - mean.square()).clamp(min=0).sqrt()
+    far = (norm - mean).abs() > outlier * torch.maximum(std, _LEAST * mean)
+    return (far & (ranks > 2)) | ~norm.isfinite()

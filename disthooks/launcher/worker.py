@@ -1,0 +1,272 @@
+"""What stands on the command line: options of disthooks, then the script; everything after it is the script's.
+
+Running a script or a module the way python does: as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
+
+From the command line to the exit code.
+"""
+
+from __future__ import annotations
+
+import builtins
+import difflib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from disthooks.config.locate import Found, find, read_found
+from disthooks.errors import DisthooksError, UsageError, as_line
+from disthooks.launcher import records
+from disthooks.launcher.session import Session
+
+USAGE = """usage: python -m disthooks.run [--hooks FILE] [--] SCRIPT ARGS...
+       python -m disthooks.run [--hooks FILE] -m MODULE ARGS...
+
+Runs SCRIPT (or MODULE) as python would and attaches what FILE says when it trains. Without --hooks the file is
+what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml or
+./hooks.yaml."""
+
+# The deepspeed launcher puts these in front, for the script.
+_OF_THE_LAUNCHER = ("--local_rank=", "--local-rank=")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script or module, its arguments, and the file of hooks if one is named."""
+
+    target: str
+    module: bool = False
+    args: tuple[str, ...] = ()
+    hooks: str | None = None
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Read the options in front of the script.
+
+    Raises:
+        UsageError: for an unknown option, or without a script.
+
+    >>> parse(["--hooks", "h.yaml", "train.py", "--hooks", "mine"])
+    Command(target='train.py', module=False, args=('--hooks', 'mine'), hooks='h.yaml')
+    >>> parse(["--local_rank=1", "-m", "pkg.train", "-m"]).args
+    ('--local_rank=1', '-m')
+    """
+    rest, hooks, module = list(argv), None, False
+    passed: list[str] = []
+    while rest and rest[0].startswith("-") and not module:
+        option, _, value = rest.pop(0).partition("=")
+        if option == "--":
+            break
+        if option in ("-h", "--help"):
+            print(USAGE)
+            sys.exit(0)
+        if f"{option}=".startswith(_OF_THE_LAUNCHER):
+            passed.append(f"{option}={value}")
+        elif option == "--hooks":
+            hooks = value or (rest.pop(0) if rest else None)
+            if not hooks:
+                raise UsageError("--hooks needs the path of a file")
+        elif option in ("-m", "--module"):
+            module = True
+        else:
+            raise UsageError(f"{option} is no option of disthooks.run; the script's own options stand after it")
+    return _command(rest, module, passed, hooks)
+
+
+def check_target(target: str, module: bool) -> None:
+    """Whether there is a script or a module of that name, before a configuration is looked for.
+
+    Raises:
+        UsageError: when there is none; it names the script beside it that has nearly this name.
+    """
+    if module:
+        if not _is_module(target.partition(".")[0]):
+            raise UsageError(
+                f"there is no module {target!r}: Python finds none in {os.getcwd()} or where it is installed"
+            )
+    elif not os.path.exists(target):
+        path = pathlib.Path(target)
+        there = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.6)
+        hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+        raise UsageError(f"there is no script {target!r} in {path.parent.resolve()}{hint}")
+
+
+def _is_module(name: str) -> bool:
+    here = pathlib.Path(name)
+    try:
+        return here.is_dir() or here.with_suffix(".py").exists() or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None) -> Command:
+    if rest and rest[0] in ("-m", "--module") and not module:  # after --
+        module, rest = True, rest[1:]
+    if not rest:
+        raise UsageError("there is no script to run")
+    return Command(rest[0], module, (*passed, *rest[1:]), hooks)
+
+
+_HERE = str(pathlib.Path(__file__).parent)
+
+
+def execute(command: Command) -> None:
+    """Run it to its end; what it raises passes through, ``SystemExit`` too."""
+    if command.module:
+        _module(command)
+    elif pathlib.Path(command.target).is_dir() or command.target.endswith((".zip", ".pyz")):
+        sys.argv = [command.target, *command.args]
+        _first_on_path(command.target)
+        runpy.run_path(command.target, run_name="__main__")
+    else:
+        _script(command)
+
+
+def shortened(error: BaseException) -> types.TracebackType | None:
+    """The traceback of ``error`` from the script on, as python would show it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return trace
+
+
+def _script(command: Command) -> None:
+    path = command.target
+    sys.argv = [path, *command.args]
+    _first_on_path(os.path.dirname(os.path.realpath(path)))
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {os.path.abspath(path)!r}: {error}", file=sys.stderr)
+        sys.exit(2)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main = _main(__file__=path, __loader__=loader, __spec__=None, __package__=None, __cached__=None)
+    exec(loader.source_to_code(source, path), main.__dict__)
+
+
+def _module(command: Command) -> None:
+    sys.argv = ["-m", *command.args]
+    _first_on_path(os.getcwd())
+    spec = importlib.util.find_spec(command.target)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{command.target}.__main__")
+    code: Any = spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, _Coded) else None
+    if spec is None or code is None:
+        print(f"{sys.executable}: No module named {command.target}", file=sys.stderr)
+        sys.exit(1)
+    sys.argv[0] = spec.origin or command.target
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__cached__": spec.cached}
+    main = _main(__spec__=spec, __package__=spec.parent, **names)
+    exec(code, main.__dict__)
+
+
+_Coded = (importlib.machinery.SourceFileLoader, importlib.machinery.SourcelessFileLoader)
+
+
+def _main(**names: Any) -> types.ModuleType:
+    """A new ``__main__``; it stays when the script has ended: threads and exit functions still use it."""
+    main = types.ModuleType("__main__")
+    vars(main).update(names, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    return main
+
+
+def _first_on_path(folder: str) -> None:
+    """``python -m disthooks.run`` put the working directory first; python would put ``folder`` there."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[:1] = [folder]
+
+
+_FAULTY = 2
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run what the command line says; ends the process as the script would.
+
+    Args:
+        argv: the arguments; those of this process by default. Exit code 2, before the script starts, when they or
+            the configuration are wrong.
+    """
+    try:
+        command = parse(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
+        sys.exit(_FAULTY)
+    record = records.Record(os.environ.get(records.VARIABLE) or None)
+    session = _session(command, record)
+    record.catch_signals()
+    _run(command, record, session)
+
+
+def _session(command: Command, record: records.Record) -> Session:
+    try:
+        check_target(command.target, command.module)
+        found = configuration(command)
+        session = Session(read_found(found), found, command.hooks)
+    except DisthooksError as error:
+        record.end("configuration", error)
+        print(as_line(error), file=sys.stderr)
+        sys.exit(_FAULTY)
+    session.arm()
+    return session
+
+
+def _run(command: Command, record: records.Record, session: Session) -> NoReturn:
+    here = os.getpid()
+    try:
+        execute(command)
+    except SystemExit as error:
+        code = _code(error)
+        more = session.finish(here, failed=bool(code))
+        record.end("exit" if code else "finished", error if code else None, code, **more)
+        raise
+    except KeyboardInterrupt as error:
+        record.end("interrupted", error)
+        session.finish(here, failed=True)
+        raise
+    except BaseException as error:
+        # What is attached is taken off last: it may wait for the device, and the time of the error is now.
+        record.end("exception", error)
+        sys.excepthook(type(error), error.with_traceback(shortened(error)), shortened(error))
+        session.finish(here, failed=True)
+        sys.exit(1)
+    record.end("finished", None, 0, **session.finish(here))
+    sys.exit(0)
+
+
+def _code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    return 1
+
+
+def configuration(command: Command) -> Found:
+    """Which configuration is taken; that of DeepSpeed is looked for in the JSON files among the script's arguments.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    return find(command.hooks, _of_deepspeed(command.args))
+
+
+def _of_deepspeed(args: Sequence[str]) -> dict[str, Any] | None:
+    named = [argument.rpartition("=")[2] for argument in args]
+    for name in [*named, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]:
+        if name.endswith(".json") and pathlib.Path(name).is_file():
+            try:
+                found = json.loads(pathlib.Path(name).read_text())
+            except (OSError, ValueError):
+                continue
+            if isinstance(found, dict) and "disthooks" in found:
+                return found
+    return None

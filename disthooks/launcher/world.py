@@ -1,0 +1,102 @@
+"""How many processes there should be, how many there are, and who can be attached to."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from torch import nn
+
+from disthooks.engines.base import DataParallel, Plain, is_a
+from disthooks.engines.detect import find
+from disthooks.errors import AttachError
+
+
+def started() -> int:
+    """How many processes the launcher started, or the process group has.
+
+    >>> started()
+    1
+    """
+    try:
+        told = int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        told = 1
+    return max(told, joined())
+
+
+def joined() -> int:
+    """How many processes the process group has; 0 without one."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 0
+
+
+def alone() -> str | None:
+    """What to do when several were started and this one believes to be the only one; None if all is well."""
+    if started() == 1 or joined() > 1:
+        return None
+    there = "a process group of one" if joined() else "no process group"
+    return (
+        f"{started()} processes were started and this one has {there}: each trains alone. Call "
+        "torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs set "
+        "ACCELERATE_USE_CPU=true"
+    )
+
+
+def one_of_several() -> str | None:
+    """What to say in a process that accelerate started alone although several were asked for; None if all is well.
+
+    For CPUs accelerate leaves the other processes to mpirun. It sets a port for them to meet at, and no WORLD_SIZE.
+    """
+    of_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if not of_accelerate or any("WORLD_SIZE" in name or name == "PMI_SIZE" for name in os.environ):
+        return None
+    return (
+        "WARNING: accelerate was told to start several processes and started this one alone: on CPUs it leaves the "
+        "others to mpirun. This is one process's training. disthooks launch starts all of them; so does accelerate "
+        "launch --multi_gpu with ACCELERATE_USE_CPU=true"
+    )
+
+
+def _started_by_lightning() -> bool:
+    """Whether Lightning ran the script again for each other rank; it says so in variables of its own, without RANK."""
+    of_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
+    modules = ("lightning", "pytorch_lightning", "lightning_fabric")
+    return joined() > 1 and of_lightning and any(name in sys.modules for name in modules)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given."""
+    while is_a(module, "OptimizedModule"):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why a model that is called cannot be the one to attach to; None if it can."""
+    try:
+        engine = find(model)
+    except AttachError as error:
+        return str(error)
+    if _started_by_lightning():
+        return (
+            "Lightning started the other processes itself, without disthooks.run: they would not take part in what "
+            "this one asks of them. Start all with torchrun --nproc-per-node N -m disthooks.run, or give the Trainer "
+            "disthooks.integrations.lightning's DisthooksCallback"
+        )
+    if isinstance(engine, (Plain, DataParallel)) and started() > 1:
+        return alone() or (
+            f"{type(model).__name__} was called without a wrapper, and there are {started()} processes: wrap it with "
+            "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
+            "Accelerator.prepare, and call what that returns; on CPUs accelerate wraps only under "
+            "ACCELERATE_USE_CPU=true"
+        )
+    return alone()
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 put its own parameters back: after a forward without gradients the root's are still whole ones."""
+    for part in model.modules():
+        if is_a(part, "FSDPModule"):
+            part.reshard()  # type: ignore[operator]

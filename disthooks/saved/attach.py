@@ -1,0 +1,257 @@
+"""Saved-tensor hooks around any code of this thread: a block, or every call of a function.
+
+Attach to modules where they stand: no name, class or ``state_dict`` key changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from disthooks._fork_safe import Order, shared
+from disthooks._handles import Attachment, shown
+from disthooks._match import Pattern, inside, listed, match_modules
+from disthooks._torch import uncompiled
+from disthooks.errors import AttachError, UsageError
+from disthooks.saved.counters import Ledger
+from disthooks.saved.eligibility import BREAK, never_runs, nothing_to_hook, why_not
+from disthooks.saved.hooks import Frame, Site
+from disthooks.saved.module_class import attach, detach, refusal, site_of
+from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.recompute.verify import proofs_here, proofs_of
+from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class saving:
+    """Have what autograd saves inside a ``with`` block, or in the calls of a function, go through ``stages``.
+
+    As a block it is like ``torch.autograd.graph.save_on_cpu``, and so has no effect in the threads that
+    ``nn.DataParallel`` starts: use a wrapper or :func:`~disthooks.save_activations` there. The block can be entered
+    again, also while it is open.
+
+    As a decorator it takes a function, a method (static and class methods too), a generator function, or a class
+    derived from ``torch.autograd.Function``: what ``ctx.save_for_backward`` gets in its calls goes through the
+    stages, and what is saved beside them stays. A decorated Function is a subclass of the same name; the one that was
+    given is as it was.
+
+    Args:
+        stages: a store, or what :func:`~disthooks.pipeline` takes or gives.
+
+    Raises:
+        UsageError: when ``stages`` make no pipeline, or what is decorated is none of these.
+
+    >>> import torch
+    >>> from disthooks import OnDisk
+    >>> x = torch.ones(256, 256, requires_grad=True)
+    >>> with saving(OnDisk("/tmp")) as saved:
+    ...     y = x.exp().sum()
+    >>> y.backward()
+    >>> saved.report().moved, saved.report().held
+    (262144, 0)
+
+    >>> to_disk = saving(OnDisk("/tmp"))
+    >>> svd = to_disk(torch.linalg.svd)
+    >>> svd(x, full_matrices=False).S.sum().backward()
+    >>> to_disk.report().calls, to_disk.report().moved > 0
+    (1, True)
+    """
+
+    @uncompiled(BREAK)
+    def __init__(self, *stages: Stage | Pipeline) -> None:
+        self._site = Site(pipeline(*stages), Ledger())
+        if self._site.pipeline.recompute is not None:
+            self._site.ledger.proofs = proofs_here()
+        self._open = threading.local()  # frames entered and not left, this thread's own
+
+    def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
+        return saving, (self._site.pipeline,)  # a copy has saved nothing yet and is not open
+
+    def report(self) -> SavedReport:
+        """Bytes stored, shared, kept and held, on this rank."""
+        return self._site.ledger.report(self._site.pipeline.store)
+
+    @uncompiled(BREAK)
+    def __enter__(self) -> saving:
+        line, ledger, where, _ = self._site
+        reason = why_not()
+        if reason is not None:
+            ledger.count_pass(reason, where)
+        frame = None if reason is not None else Frame(line, ledger)
+        self._open.__dict__.setdefault("frames", []).append(frame and frame.__enter__())
+        return self
+
+    @uncompiled(BREAK)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        frame: Frame | None = self._open.frames.pop()
+        if frame is not None:
+            frame.__exit__(kind, error, trace)
+
+    def __call__(self, target: F) -> F:
+        """``target`` with the hooks on in each of its calls."""
+        if isinstance(target, (staticmethod, classmethod)):
+            return cast(F, type(target)(self(target.__func__)))
+        site = self._site._replace(name=getattr(target, "__qualname__", repr(target)))
+        if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+            return cast(F, _function(site, target))
+        if isinstance(target, (nn.Module, type)) or not callable(target):
+            raise UsageError(
+                f"saving(...) decorates a function, a method or a subclass of torch.autograd.Function, not {target!r}; "
+                "for a module there are SaveWith(module, to) and save_activations(model, patterns, to)"
+            )
+        if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
+            raise UsageError(
+                f"{site.name} is asynchronous: other code could run while its hooks are on; decorate what it calls"
+            )
+
+        @functools.wraps(target)
+        @uncompiled(callees=False)
+        def decorated(*args: Any, **kwargs: Any) -> Any:  # a function, so that it becomes a method in a class
+            if nothing_to_hook():
+                return target(*args, **kwargs)
+            return site.call(None, target, *args, **kwargs)
+
+        return cast(F, decorated)
+
+
+def _function(site: Site, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """A subclass of ``target`` whose ``apply`` runs with the hooks on."""
+
+    @uncompiled(callees=False)
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if nothing_to_hook():
+            return super(own, cls).apply(*args, **kwargs)
+        return site.call(None, super(own, cls).apply, *args, **kwargs)
+
+    names = {"__module__": target.__module__, "__qualname__": target.__qualname__, "__doc__": target.__doc__}
+    own: Any = type(target)
+    own = own(target.__name__, (target,), {**names, "apply": classmethod(apply)})
+    return cast("type[torch.autograd.Function]", own)
+
+
+_attaching = shared(Order.ATTACH)
+
+
+_UNUSED = (
+    "it is never called, because MultiheadAttention uses the weights of its out_proj itself; attach to the "
+    "MultiheadAttention"
+)
+
+
+class Saving(Attachment):
+    """What :func:`save_activations` attached."""
+
+    def __init__(self, ledger: Ledger, store: Store, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._ledger, self._store = ledger, store
+        self.on_remove(store.rest)
+        self.names = names
+
+    def __repr__(self) -> str:
+        return f"<Saving of {len(self.names)} modules ({shown(self.names)}) to {self._store}>"
+
+    def report(self) -> SavedReport:
+        """Bytes stored, shared, kept and held under this attachment, on this rank."""
+        return self._ledger.report(self._store, self.names)
+
+
+def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
+    """Have what autograd saves in the forward of the matching modules go through ``to``.
+
+    Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, classes (``type(m)``) and
+    ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. A matching
+    module inside another one that matches is covered by the outer one. A call under ``no_grad``, in a
+    ``torch.func`` transform, while exporting, or inside a checkpointed region goes through without hooks and
+    is counted in ``report().passed``.
+
+    Args:
+        model: the model, or a part of it.
+        patterns: one or several of: a glob over the module's name (``*`` crosses dots), a module class, a
+            predicate of name and module.
+        to: a store, or a :func:`~disthooks.pipeline`.
+
+    Returns:
+        A handle with ``remove()`` and ``report()``; also a context manager.
+
+    Raises:
+        UsageError: when ``model`` is no module, or ``patterns`` are none.
+        MatchError: when a pattern matches no module; the message lists near names.
+        AttachError: when a module cannot take hooks in place (a ``GraphModule``, a scripted module, one that is
+            attached already); the message names the remedy. Nothing is attached then.
+
+    >>> import torch
+    >>> from disthooks import OnDisk
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    >>> with save_activations(model, nn.Linear, OnDisk("/tmp")) as saving:
+    ...     model(torch.ones(512, 64)).sum().backward()
+    >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
+    (('0', '2'), True, True)
+    """
+    line, ledger = pipeline(to), Ledger()
+    found = chosen(model, patterns)
+    if line.recompute is not None:
+        ledger.proofs = proofs_of(inside(model))
+    with _attaching:
+        return _attach(model, found, line, ledger)
+
+
+def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
+    """The modules that :func:`save_activations` would attach to.
+
+    >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
+    ['']
+    """
+    return _outermost(_running(model, match_modules(model, listed(patterns))))
+
+
+def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
+    for name, module in chosen:
+        _refuse(name, module)
+    saving = Saving(ledger, line.store, tuple(name for name, _ in chosen))
+    attach((module, Site(line, ledger, name or type(module).__name__)) for name, module in chosen)
+    # Weakly: a handle that outlives its model does not keep it.
+    saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in chosen)))
+    return saving
+
+
+def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Without containers, which are never called themselves, and would stand for what is inside, and without others
+    that are never called, which is said."""
+    unused = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
+    reasons = {name: _UNUSED if id(module) in unused else never_runs(module) for name, module in matched}
+    if all(reasons.values()):
+        name, why = next(iter(reasons.items()))
+        inside = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""
+        raise AttachError(f"{name or 'the model'!r}: {why}{inside}")
+    found = [(name, module) for name, module in matched if not reasons[name]]
+    inner = {id(part) for _, module in found for part in module.modules()}
+    if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in inner]:
+        warnings.warn(f"no hooks on {', '.join(map(repr, lost))}: {_UNUSED}", stacklevel=4)
+    return found
+
+
+def _outermost(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    inner = {part for _, module in matched for part in module.modules() if part is not module}
+    return [(name, module) for name, module in matched if module not in inner]
+
+
+def _refuse(name: str, module: nn.Module) -> None:
+    if why := refusal(module):
+        raise AttachError(
+            f"{name or 'the model'!r} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)"
+        )
+    if site_of(module) is not None:
+        raise AttachError(f"{name or 'the model'!r} has saved-tensor hooks already: remove() that attachment first")

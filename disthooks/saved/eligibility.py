@@ -1,0 +1,104 @@
+"""Whether hooks may open: asked at every call, and when a module is attached."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import torch
+from torch import nn
+
+from disthooks import _streams
+from disthooks._torch import (
+    being_traced,
+    exporting,
+    hooks_allowed,
+    in_backward,
+    in_transform,
+    recorded_by_jit,
+    top_hooks,
+    uncompiled,
+)
+
+BREAK = (
+    "saved-tensor hooks of disthooks act between compiled graphs, so the graph breaks here; for whole graphs compile "
+    "the modules that have the hooks, each by itself: module.compile(fullgraph=True)"
+)
+
+
+_UNCAPTURED = (
+    "remove() the hooks first, or attach to modules that are not captured; torch.compile(mode='reduce-overhead') makes "
+    "graphs that hooks can be around"
+)
+
+
+@uncompiled()
+def refuse_capture(where: str) -> None:
+    """AttachError while a CUDA graph is captured: asked when hooks open, and whenever they act on a GPU's tensor."""
+    if _streams.capturing():
+        place = f"the saved-tensor hooks of {where!r}" if where else "a saving(...) block"
+        _streams.refuse_capture(place, _UNCAPTURED)
+
+
+_BROKEN = (
+    "torch.compile breaks its graph at each module that disthooks is attached to, because hooks act between compiled "
+    "graphs. The compiler fuses other operators then, so gradients are not bit for bit those of the model compiled "
+    "whole: they are those of the model whose attached modules are compiled each by itself, "
+    "module.compile(fullgraph=True), which is the same with hooks and without, and has no breaks. This is said once"
+)
+_said: set[str] = set()
+
+
+@uncompiled()
+def _say_broken() -> None:
+    """Tell the user that graphs break. The compiler calls this while it traces: to it the answer is a constant."""
+    if _BROKEN not in _said:
+        _said.add(_BROKEN)
+        warnings.warn(_BROKEN, stacklevel=2)
+
+
+_say_broken.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result, without its imports
+
+
+@uncompiled()
+def nothing_to_hook() -> bool:
+    """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    if exporting() or not torch.is_grad_enabled():
+        return True
+    _say_broken()
+    return False
+
+
+@uncompiled(BREAK)
+def why_not() -> str | None:
+    """Why hooks must not be entered now, or None when they may; asked at every call."""
+    if not torch.is_grad_enabled():
+        return "no_grad"
+    if exporting():
+        return "exporting"
+    if recorded_by_jit():
+        return "torch.jit.trace"
+    if being_traced():
+        return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
+    if not hooks_allowed() or in_transform():
+        return "hooks disabled"  # some of torch.func's transforms forbid them, in the others memory is not at hand
+    top = top_hooks(True)
+    if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
+        return "checkpoint"  # non-reentrant ones work by hooks of their own: on top of them ours would defeat it
+    # A reentrant one computes again inside a backward what it will use at once.
+    return "backward" if in_backward() else None
+
+
+def never_runs(module: nn.Module) -> str | None:
+    """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # refused elsewhere; its class has no forward to look at
+    kind = type(module)
+    called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as in torch.compile's modules
+    if kind.forward is nn.Module.forward and not called:
+        return "it is a container without a forward, which nobody calls; take the modules inside it"
+    if inspect.iscoroutinefunction(kind.forward) or inspect.isasyncgenfunction(kind.forward):
+        return "its forward is asynchronous, and other code may run in between; take the modules that it awaits"
+    return None

@@ -1,0 +1,469 @@
+"""Page-aligned memory that is used again: a fresh allocation costs more than the read into it.
+
+Page-locked host memory, which a device reads and writes beside the computation, and which is used again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import pathlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disthooks._fork_safe import Order, care_for, shared
+from disthooks._tensors import format_bytes
+
+PAGE = 4096
+_HUGE = 4 << 20  # from here on it is worth asking for huge pages
+
+
+def room_for(nbytes: int) -> int:
+    """``nbytes`` rounded up to one of eight sizes for each power of two, and to whole pages.
+
+    Few sizes mean that what was freed is soon used again whatever sizes come.
+
+    >>> [room_for(n) for n in (1, 4097, 33000, 100_000)]
+    [4096, 8192, 36864, 106496]
+    """
+    step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // step)) * step
+
+
+class _Returns:
+    """Gives its memory back to the pool when nobody uses it any more."""
+
+    pool: Buffers
+    block: Any
+
+    def __del__(self) -> None:
+        self.pool.returned.append(self.block)  # a destructor takes no lock
+
+
+@functools.cache
+def lease_type(room: int) -> Any:
+    """A ctypes array of ``room`` bytes, which goes back to its pool."""
+    return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
+
+
+class Buffers:
+    """A pool of page-aligned blocks of memory.
+
+    Args:
+        keep: idle blocks are kept to be used again while all blocks together, in use or idle, have at most so many
+            bytes.
+    """
+
+    def __init__(self, keep: int = 0) -> None:
+        self.keep = keep
+        self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
+        self._numbers = 0
+        self._blocks: list[weakref.ref[Any]] = []  # all that there are
+        self._many = 64  # those that are gone are sorted out at so many
+        self.returned: collections.deque[Any] = collections.deque()
+        self._lock = shared(Order.POOL)
+
+    def lease(self, nbytes: int) -> Any:
+        """A writable buffer of ``room_for(nbytes)`` bytes, whatever is in them.
+
+        Its memory comes back when neither it nor a tensor made of it is in use.
+
+        Raises:
+            OSError: when the system has no more memory.
+        """
+        room = room_for(nbytes)
+        with self._lock:
+            self._settle()
+            number = self._fitting(room)
+            block = self._idle.pop(number) if number is not None else None
+            self._shrink(self.keep - (0 if block is not None else room))
+            if block is None:
+                block = self._new(room)
+                self._blocks.append(weakref.ref(block))
+        lease = self._over(block)
+        lease.pool, lease.block = self, block
+        return lease
+
+    def _fitting(self, room: int) -> int | None:
+        """The number of an idle block for ``room`` bytes."""
+        return next((n for n, block in self._idle.items() if len(block) == room), None)
+
+    def _new(self, room: int) -> Any:
+        """A new block; it has a length and can be referenced weakly."""
+        return map_block(room)
+
+    def _over(self, block: Any) -> Any:
+        """A lease of ``block``."""
+        return lease_type(len(block)).from_buffer(block)
+
+    def trim(self, keep: int) -> None:
+        """From now on ``keep`` so many; more is given back to the system."""
+        if self.returned or keep < self.keep:
+            with self._lock:
+                self.keep = keep
+                self._settle()
+                self._shrink(keep)
+        self.keep = keep
+
+    def clear(self) -> None:
+        """Give all idle blocks back to the system."""
+        with self._lock:
+            self._settle()
+            self._shrink(0)
+
+    def _settle(self) -> None:
+        while self.returned:
+            self._numbers += 1
+            self._idle[self._numbers] = self.returned.popleft()
+
+    def _shrink(self, most: int) -> None:
+        """Let go of idle blocks, the oldest first, until all together have at most ``most`` bytes."""
+        if not self._idle and len(self._blocks) < self._many:
+            return  # to count all blocks for each lease would take the square of their number
+        total = self._total()
+        self._many = 2 * len(self._blocks) + 64
+        while self._idle and total > most:
+            total -= len(self._idle.popitem(last=False)[1])
+
+    def _total(self) -> int:
+        """Bytes of all blocks, in use or idle."""
+        self._blocks = [reference for reference in self._blocks if reference() is not None]
+        return sum(0 if block is None else len(block) for block in (reference() for reference in self._blocks))
+
+
+def map_block(room: int) -> mmap.mmap:
+    """Fresh memory of ``room`` bytes, of huge pages where that is worth it."""
+    block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if room >= _HUGE:
+        with contextlib.suppress(AttributeError, OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """A contiguous CPU tensor at ``offset`` in a lease, which lives as long as the tensor's storage.
+
+    >>> pool = Buffers(keep=1 << 20)
+    >>> x = tensor_over(pool.lease(12), torch.Size([3]), torch.float32).fill_(2)
+    >>> x.tolist(), x.data_ptr() % PAGE
+    ([2.0, 2.0, 2.0], 0)
+    >>> address = x.data_ptr()
+    >>> del x
+    >>> tensor_over(pool.lease(12), torch.Size([3]), torch.float32).data_ptr() == address
+    True
+    """
+    nbytes = shape.numel() * dtype.itemsize
+    flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=offset)
+    return flat.view(dtype).view(shape).data  # no view of another
+
+
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+
+def memory_at(address: int, nbytes: int, write: bool = False) -> memoryview:
+    """``nbytes`` from ``address`` on, for the system calls. They are not held: keep whose they are."""
+    view: memoryview = _view_memory(address, nbytes, _WRITE if write else _READ)
+    return view
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency.
+
+    The memory is not held: keep the tensor.
+    """
+    return memory_at(tensor.data_ptr(), tensor.nbytes)
+
+
+_LEFT = 8  # one part in so many of a node's memory is left to others: what is page-locked cannot be swapped out
+_WASTE = 1.5  # an idle block may be so many times too large: a new one costs milliseconds
+_SPARE = 1.25  # idle blocks are kept up to so many times what was ever in use at once
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the system call
+_PREFERRED = 1  # MPOL_PREFERRED: from this node, or another one when it is full
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_ending = threading.Event()
+atexit.register(_ending.set)
+
+
+class Block:
+    """Memory at ``address``, as long as this object lives.
+
+    Attributes:
+        pinned: whether it is page-locked.
+    """
+
+    def __init__(self, memory: Any, address: int, room: int, unpin: Callable[[int], object] | None) -> None:
+        self._memory, self.address, self._room, self._unpin = memory, address, room, unpin
+        self.process = os.getpid()
+        self.pinned = unpin is not None
+
+    def __len__(self) -> int:
+        return self._room
+
+    def __del__(
+        self,
+        _getpid: Callable[[], int] = os.getpid,  # as Python ends, the names of this module may be gone before
+        _is_ending: Callable[[], bool] = _ending.is_set,
+        _hold: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
+        _object: Callable[[Any], Any] = ctypes.py_object,
+    ) -> None:
+        if self.process != _getpid():
+            # In a child there is nothing at this address, or something else: it is never to be unmapped.
+            _hold(_object(self._memory))
+        elif self._unpin is not None and not _is_ending():
+            self._unpin(self.address)  # before it is unmapped; as the process ends the system does both
+
+
+class Pinned:
+    """A pool of page-aligned blocks, page-locked for ``device``.
+
+    A block is used again when no tensor uses it any more; who has a device copy from it or to it holds a tensor over
+    it until that is done. Sizes are those of :func:`~disthooks.saved.stores.pools.room_for`, an eighth of a power of
+    two apart, and what is idle is kept up to a quarter more than was ever in use at once.
+
+    A block is page-locked only while an eighth of the node's memory is left besides (of what the system calls
+    available, or of the container's limit): both count for all processes of the node, and what is page-locked is lost
+    to them. Otherwise, or when the system refuses, it is ordinary memory, to and from which copies make the host wait;
+    that is said once. Where the system says to which part of memory the device is near (NUMA), blocks come from there.
+
+    Args:
+        device: an accelerator.
+        pin: False for ordinary memory.
+    """
+
+    def __init__(self, device: torch.device, pin: bool = True) -> None:
+        self.device = device
+        self.pin = pin
+        self._node = numa_node(device)
+        self._idle: dict[int, collections.deque[Block]] = {}  # by size; that which was used last is the last
+        self._total = self._resting = self._peak = 0  # bytes of all blocks, of those that are idle, most ever in use
+        self.returned: collections.deque[Block] = collections.deque()
+        self.refused = False  # whether the last new one could not be page-locked
+        self._lock = shared(Order.POOL)
+        care_for(self)
+
+    def after_fork(self) -> None:
+        """A child cannot use the device; what is mapped here is its parent's alone (``MADV_DONTFORK``)."""
+        self._idle.clear()
+        self.returned.clear()
+        self._total = self._resting = self._peak = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of all blocks, in use or idle."""
+        with self._lock:
+            self._settle()
+            return self._total
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of host memory, whatever is in it.
+
+        Raises:
+            OSError: when the system has no more memory.
+        """
+        return tensor_over(self.lease(shape.numel() * dtype.itemsize), shape, dtype)
+
+    def lease(self, nbytes: int) -> Any:
+        """A writable buffer of at least ``room_for(nbytes)`` bytes, which comes back when nothing uses it."""
+        room = room_for(nbytes)
+        with self._lock:
+            self._settle()
+            block = self._again(room)
+            if block is None:
+                self._shrink(int(_SPARE * self._peak) - room)
+                block = self._new(room)
+                self._total += room
+            self._peak = max(self._peak, self._total - self._resting)
+        lease = lease_type(len(block)).from_address(block.address)
+        lease.pool, lease.block = self, block
+        return lease
+
+    def clear(self) -> None:
+        """Give all idle blocks back to the system."""
+        with self._lock:
+            self._settle()
+            self._shrink(0)
+            self._peak = self._total
+            self.refused = False  # it may be different next time
+
+    def _again(self, room: int) -> Block | None:
+        """An idle block for ``room`` bytes."""
+        found = room if self._idle.get(room) else 0
+        if not found:
+            found = min((size for size in self._idle if room < size <= _WASTE * room), default=0)
+        if not found:
+            return None
+        blocks = self._idle.pop(found)
+        block = blocks.popleft()
+        if blocks:
+            self._idle[found] = blocks  # used last
+        self._resting -= found
+        return block
+
+    def _settle(self) -> None:
+        while self.returned:
+            block = self.returned.popleft()
+            if block.process != os.getpid():
+                continue
+            self._idle.setdefault(len(block), collections.deque()).append(block)
+            self._resting += len(block)
+
+    def _shrink(self, most: int) -> None:
+        while self._idle and self._total > most:
+            size = next(iter(self._idle))
+            self._idle[size].popleft()  # unpinned and unmapped, if this was the last of it
+            if not self._idle[size]:
+                del self._idle[size]
+            self._total -= size
+            self._resting -= size
+
+    def _new(self, room: int) -> Block:
+        why = "" if self.pin else "not asked for"
+        if self.pin:
+            why = "" if not self.refused else "refused before"
+            why = why or too_little_left(room)
+            block = None if why else pinned_block(self.device, room, self._node)
+            if block is not None:
+                return block
+            if not self.refused:
+                self.refused = True
+                warn_unpinned(room, why or f"the driver or the system refused to lock {format_bytes(room)}")
+        return mapped_block(room, self._node)
+
+
+@functools.cache
+def pool_of(device: torch.device, pin: bool) -> Pinned:
+    """The pool of this process for ``device``."""
+    return Pinned(device, pin)
+
+
+def warn_unpinned(room: int, why: str) -> None:
+    """Say that the host waits for copies from now on, and what to do."""
+    warnings.warn(
+        f"page-locked memory is not to be had ({why}): ordinary memory is used, and the host waits for each copy "
+        'between it and the device. Give OnCpu a smaller limit= ("64 GiB per node" is shared by the node\'s '
+        "processes), raise the limit of locked memory (ulimit -l, or --ulimit memlock=-1 of a container), or say "
+        "pin_memory=False if this is as wanted",
+        stacklevel=4,
+    )
+
+
+# -- blocks
+
+
+def mapped_block(room: int, node: int | None) -> Block:
+    """Ordinary memory, near ``node`` if that is known."""
+    memory = map_block(room)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    prefer_node(node, address, room)
+    return Block(memory, address, room, None)
+
+
+def pinned_block(device: torch.device, room: int, node: int | None) -> Block | None:
+    """Page-locked memory, or None when it is refused."""
+    if device.type != "cuda":  # by torch's own allocator: there is no generic name for locking what one has
+        try:
+            memory = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return None
+        return Block(memory, memory.data_ptr(), room, _nothing)
+    block = mapped_block(room, node)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        if int(runtime.cudaHostRegister(block.address, room, _PORTABLE)) != 0:
+            _forget_error(device)
+            return None
+    with contextlib.suppress(AttributeError, OSError):
+        # After a fork the first write to a page would move it, and the device would go on with the old one.
+        block._memory.madvise(mmap.MADV_DONTFORK)
+    block._unpin, block.pinned = runtime.cudaHostUnregister, True
+    return block
+
+
+def _nothing(address: int) -> None:
+    """Memory of torch's allocator needs no more than to be let go of."""
+
+
+def _forget_error(device: torch.device) -> None:
+    """The runtime keeps a refusal for whoever launches next: let that be this."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+
+
+# -- what the system has
+
+
+def too_little_left(room: int) -> str:
+    """Why ``room`` bytes more should not be page-locked, if they should not."""
+    for left, total, where in filter(None, (_node_memory(), _container_memory())):
+        if left - room < total // _LEFT:
+            return f"{format_bytes(max(0, left))} of the {format_bytes(total)} of {where} are left"
+    return ""
+
+
+def _node_memory() -> tuple[int, int, str] | None:
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines()[:8]:
+            found[line.split(":")[0]] = 1024 * int(line.split()[1])
+    if "MemAvailable" not in found or "MemTotal" not in found:
+        return None
+    return found["MemAvailable"], found["MemTotal"], "this node"
+
+
+def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | None:
+    """What is left under the limit of the control group, whose page cache can be taken back."""
+    for most, now, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((pathlib.Path(root) / most).read_text())
+            used = int((pathlib.Path(root) / now).read_text())
+            stat = (pathlib.Path(root) / now).with_name("memory.stat").read_text().split()
+            used -= int(stat[stat.index(cache) + 1]) if cache in stat else 0
+            return (limit - used, limit, "this container") if limit < 1 << 60 else None
+    return None
+
+
+def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int | None:
+    """The part of memory that ``device`` is near to, where the system tells.
+
+    >>> numa_node(torch.device("cpu")) is None
+    True
+    """
+    if device.type != "cuda":
+        return None
+    with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError, AssertionError):
+        about: Any = torch.cuda.get_device_properties(device)
+        name = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        node = int((pathlib.Path(root) / name / "numa_node").read_text())
+        return node if node >= 0 else None  # -1: there is one part only
+    return None
+
+
+def prefer_node(node: int | None, address: int, room: int) -> bool:
+    """Have the pages at ``address``, which nobody touched yet, come from ``node``; False where that cannot be said."""
+    number = _MBIND.get(os.uname().machine)
+    if node is None or number is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    if node >= 16 * bits:
+        return False
+    mask[node // bits] = 1 << node % bits
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    pages = ctypes.c_void_p(address), ctypes.c_ulong(room)
+    return bool(call(ctypes.c_long(number), *pages, _PREFERRED, mask, ctypes.c_ulong(16 * bits), 0) == 0)

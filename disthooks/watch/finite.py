@@ -1,0 +1,212 @@
+"""Whether tensors are finite, found on their device: flags that nothing waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from disthooks._fork_safe import Order, shared
+from disthooks._tensors import local_part
+from disthooks.watch.features import version_of
+
+# [Note: masks]
+# A mask of ``-inf`` is an input like others, and was made on purpose. If it counted as an input that is not finite,
+# no module that gets a mask could have made anything, and a module inside it, which only got the result first, would be
+# named. So of inputs NaN and ``+inf`` count. ``+inf`` does, although a mask might have it: an overflow in code between
+# two modules gives it, and the second of them must not be named for it. And a module that was given ``-inf`` and
+# returns it has passed it on.
+
+_FEW = 256  # calls whose flags are put together at a time
+
+
+def floats_of(value: object) -> list[torch.Tensor]:
+    """The tensors with floating-point elements in a module's input or output, the local part of a DTensor.
+
+    They are found in tuples, lists, dicts, dataclasses and whatever torch's pytree knows.
+    """
+    if isinstance(value, torch.Tensor):
+        part = local_part(value)
+        return [part] if part.is_floating_point() or part.is_complex() else []
+    found: list[torch.Tensor] = []
+    for inner in _inside(value):
+        found += floats_of(inner)
+    return found
+
+
+def _inside(value: object) -> Iterable[object]:
+    # What is most common does without pytree, which takes longer than to look at a small tensor.
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if value is None or isinstance(value, (int, float, str)):
+        return ()
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return ()
+    return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+
+
+@torch.no_grad()
+def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
+    """Zero if all elements are finite, ``-inf`` if some are ``-inf`` and no others, NaN if any is NaN or ``+inf``.
+
+    Without dimensions, on the device of ``tensor``; sums of it add up. The extremes tell: one pass over the memory and
+    no temporary, and neither loses a NaN. Only 8-bit floats have none, and are copied. None when there is nothing to
+    look at. With ``only_nan`` infinities count as finite.
+
+    >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
+    [nan, -inf, 0.0]
+    """
+    dense = _dense(tensor.detach())
+    if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:  # FSDP frees what it gathered
+        return None
+    if dense.is_complex():
+        dense = torch.view_as_real(dense.resolve_conj())
+    if dense.dtype.itemsize == 1:
+        dense = dense.to(torch.float32)
+    low, high = torch.aminmax(dense)
+    if only_nan:
+        return low.clamp(0, 0)
+    least, high = torch.finfo(dense.dtype).min, high.clamp(min=0)
+    return (low.clamp(max=least) - least) + (high - high)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.values()
+    return tensor
+
+
+class Looked:
+    """Looks at each tensor once: what one module returns, the next one takes.
+
+    Args:
+        only_nan: whether infinities count as finite.
+        unknown: where the kinds of tensor are put that cannot be looked at.
+    """
+
+    def __init__(self, only_nan: bool, unknown: set[str]) -> None:
+        self._only_nan, self._unknown = only_nan, unknown
+        self._flags: Any = WeakIdKeyDictionary()
+
+    def __call__(self, tensors: Iterable[torch.Tensor], known: bool = True) -> torch.Tensor | None:
+        """:func:`zero_or_nan` of all tensors together, on the device of the first.
+
+        Args:
+            tensors: any number of them.
+            known: whether one that is unchanged since it was looked at needs no other look. Not so for weights,
+                whose memory engines fill anew without counting that as a change.
+        """
+        total: torch.Tensor | None = None
+        for tensor in tensors:
+            flag = self._flag(tensor, known)
+            if total is None:
+                total = flag
+            elif flag is not None:
+                total = total + flag.to(total.device, non_blocking=True)
+        return total
+
+    def _flag(self, tensor: torch.Tensor, known: bool) -> torch.Tensor | None:
+        version = version_of(tensor)
+        if not known or version is None:
+            return self._look(tensor)
+        before = self._flags.get(tensor)
+        if before is None or before[0] != version:
+            before = self._flags[tensor] = (version, self._look(tensor))
+        flag: torch.Tensor | None = before[1]
+        return flag
+
+    def _look(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if type(tensor).__name__ != "FakeTensor":
+            try:
+                return zero_or_nan(tensor, self._only_nan)
+            except (NotImplementedError, TypeError):  # a subclass of somebody's
+                pass
+        self._unknown.add(f"{type(tensor).__name__} of {tensor.dtype}")
+        return None
+
+
+class Call(NamedTuple):
+    """One call of a module that returned: three times :func:`zero_or_nan`, and numbers that say which call it was."""
+
+    outputs: torch.Tensor
+    inputs: torch.Tensor | None
+    weights: torch.Tensor | None
+    when: int
+    where: int
+
+
+def made_or_passed_on(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Whether ``outputs`` are not finite, by :func:`zero_or_nan` of both; see [Note: masks].
+
+    A ``-inf`` that was there before is a mask that is passed on.
+    """
+    return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())
+
+
+class FirstCalls:
+    """The first call with a non-finite output, and the first that was given finite inputs: on one device.
+
+    Calls come in the order in which they returned. Their flags are put together some at a time, and a call that
+    is found stays on the device as numbers, so that neither memory nor waiting grows with the calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = shared(Order.WATCH)
+        self._pending: list[Call] = []
+        self._found: torch.Tensor | None = None
+
+    def add(self, call: Call) -> None:
+        """Remember a call."""
+        with self._lock:
+            self._pending.append(call)
+            if len(self._pending) >= _FEW:
+                self._flush()
+
+    def read(self) -> list[list[int]]:
+        """For each of the two ``[when, where, inputs, weights finite]``, ``when`` -1 if there was none.
+
+        ``inputs``: 1 if they were finite, 2 if finite but for ``-inf``, 0 if not.
+
+        Waits for the device.
+        """
+        with self._lock:
+            if self._pending:
+                self._flush()
+        return [[-1, 0, 1, 1]] * 2 if self._found is None else self._found.tolist()
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        calls, self._pending = self._pending, []
+        numbers = torch.tensor([[call.when, call.where] for call in calls], pin_memory=self._device.type == "cuda")
+        outputs, inputs, weights = (self._there([call[i] for call in calls]) for i in range(3))
+        given = (~inputs.isnan()).to(torch.int64) + inputs.isneginf()
+        facts = torch.stack((given, weights.isfinite().to(torch.int64)), 1)
+        rows = torch.cat((numbers.to(self._device, non_blocking=True), facts), 1)
+        wrong = made_or_passed_on(outputs, inputs)
+        now = torch.stack([_first(rows, wrong), _first(rows, wrong & (given > 0))])
+        before = self._found
+        self._found = now if before is None else torch.where(before[:, :1] < 0, now, before)
+
+    def _there(self, flags: list[Any]) -> torch.Tensor:
+        """As a vector on the device; what was not there to be looked at counts as finite."""
+        zero = torch.zeros((), device=self._device)
+        there = [zero if flag is None else flag.to(self._device, torch.float32, non_blocking=True) for flag in flags]
+        return torch.stack(there)
+
+
+def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The first chosen row; -1 in its first place when none is."""
+    row = rows.index_select(0, chosen.to(torch.uint8).argmax().view(1))[0]  # rows[tensor] would wait for the device
+    return torch.cat((torch.where(chosen.any(), row[:1], -1), row[1:]))

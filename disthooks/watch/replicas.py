@@ -1,0 +1,422 @@
+"""What of a model and its optimizer should be the same on several ranks.
+
+Copies of one tensor on several ranks: are they still the same, and if not, which rank's is another.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from disthooks._hashing import Checksums, scrambled, signed
+from disthooks._match import canonical
+from disthooks._tensors import exotic, local_part
+from disthooks.engines.base import Engine
+from disthooks.engines.detect import find
+from disthooks.engines.shard import Shard
+from disthooks.errors import UsageError
+from disthooks.grads import collectives
+from disthooks.grads.plan import wanted_of
+
+Ranks = tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """One tensor of this rank, and the ranks that should have the same.
+
+    ``shape`` is that of the whole; ``part`` is what is here of it, plain and strided.
+    """
+
+    name: str
+    part: torch.Tensor
+    shape: tuple[int, ...]
+    twins: Ranks
+
+
+class Copies:
+    """The tensors of one engine: those that have several copies, and what all ranks must agree on beforehand.
+
+    Args:
+        engine: whose parameters they are.
+        everyone: the ranks that hold a whole copy each of what is on no mesh.
+        alone: whether the engine knows of one process only, so that ``everyone`` is what counts for parameters.
+    """
+
+    def __init__(self, engine: Engine, everyone: Ranks, alone: bool) -> None:
+        self._engine, self._everyone, self._alone = engine, everyone, alone
+        self._found: list[Copy] = []
+
+    def add_parameters(self) -> None:
+        """Every parameter."""
+        for shard in self._engine.copies():
+            cut = hasattr(shard.parameter, "device_mesh")
+            shape = tuple(shard.part.shape) if shard.part is not None else ()
+            self._add(shard.name, shard.parameter if cut else shard.values(), self._twins(shard.twins), shape)
+
+    def add_buffers(self) -> None:
+        """Every buffer, those that ``state_dict`` leaves out as well."""
+        for name, buffer in self._engine.model.named_buffers():
+            self._add(canonical(name), buffer, self._everyone, tuple(buffer.shape))
+
+    def add_state(self, optimizer: Any) -> None:
+        """What ``optimizer`` keeps for each parameter: tensors, and Python's numbers; a parameter's ranks are its."""
+        if not self._engine.keeps_named_state:
+            raise UsageError(
+                f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
+                "of which no rank has a copy: leave it out"
+            )
+        inner, seen = self._engine.stepping(optimizer), set[int]()
+        for i in wanted_of(self._engine, self._engine.held(inner)):
+            shard = self._engine.shards[i]
+            if id(shard.parameter) in seen:  # FSDP1's flat ones are several of the user's
+                continue
+            seen.add(id(shard.parameter))
+            if shard.layout == "sharded" and not hasattr(shard.parameter, "device_mesh"):
+                self._must_be_alone(shard)  # and a rank that has no element of it may have no state
+                continue
+            for key, value in _leaves(inner.state.get(shard.parameter, {})):
+                self._add(f"{shard.name}: {key}", value, self._twins(shard.twins), tuple(value.shape))
+
+    def _must_be_alone(self, shard: Shard) -> None:
+        if len(shard.twins) > 1:
+            raise UsageError(
+                f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat parameters "
+                f"({self._engine.label}), and not every rank has the same entries of it: leave the optimizer out"
+            )
+
+    def replicated(self) -> list[Copy]:
+        """Those that other ranks have as well."""
+        return [copy for copy in self._found if len(copy.twins) > 1]
+
+    def signature(self) -> int:
+        """64 bits that are the same on ranks that hold tensors of the same names, shapes and dtypes, in one order."""
+        lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.twins)}" for c in self._found)
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+        return signed(int.from_bytes(digest, "little"))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def _twins(self, twins: Ranks) -> Ranks:
+        return self._everyone if self._alone else twins
+
+    def _add(self, name: str, tensor: torch.Tensor, twins: Ranks, shape: tuple[int, ...]) -> None:
+        """With the shape that all ranks know it by: none where each has another part of it."""
+        if hasattr(tensor, "device_mesh"):  # its own placements tell, those of a parameter's state too
+            twins = self._engine.shard(0, name, tensor).twins  # type: ignore[arg-type]
+            shape = tuple(tensor.shape)
+        for key, part in _plain(name, tensor):
+            self._found.append(Copy(name + key, part, shape, twins))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors and numbers in nested dicts and lists, by path; in an order that does not depend on insertion."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (bool, int)):
+        yield path, torch.tensor(signed(value))
+    elif isinstance(value, (float, complex)):
+        yield path, torch.tensor(value, dtype=torch.complex128)
+    else:
+        for key, inner in _items(value):
+            yield from _leaves(inner, f"{path}.{key}".lstrip("."))
+
+
+def _items(value: Any) -> Iterable[tuple[object, Any]]:
+    if isinstance(value, dict):
+        return sorted(value.items(), key=lambda item: str(item[0]))
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The local part as a strided tensor; of a subclass that is made of several tensors, each of them."""
+    part = local_part(tensor).detach()
+    reason = exotic(part)
+    if reason == "subclass" and hasattr(part, "__tensor_flatten__"):
+        for key in part.__tensor_flatten__()[0]:
+            yield from ((f".{key}{deeper}", leaf) for deeper, leaf in _plain(name, getattr(part, key)))
+    elif reason is not None:
+        raise UsageError(f"{name!r} cannot be compared: its {type(part).__name__} is {reason}, not dense memory")
+    else:
+        yield "", part
+
+
+def named(ranks: Sequence[int], last: str = ", ") -> str:
+    """Some ranks in words; ``last`` stands before the last one.
+
+    >>> named([3]), named([0, 5]), named(range(12))
+    ('rank 3', 'ranks 0, 5', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
+    >>> named([0, 5], " and "), named([1, 2, 3], " and ")
+    ('ranks 0 and 5', 'ranks 1, 2 and 3')
+    """
+    shown = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        shown += f" and {len(ranks) - 8} more"
+    elif len(ranks) > 1:
+        shown = last.join((", ".join(map(str, ranks[:-1])), str(ranks[-1])))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+# How many sums all tensors are added up in. It bounds what is sent when all is well, whatever the model and the
+# number of ranks; when something differs, the tensors of its sum are looked at, and so more of them than need be.
+BUCKETS = 512
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor whose copies are not all the same.
+
+    Attributes:
+        name: of the parameter or buffer, or ``"layer.weight: exp_avg"`` for what an optimizer keeps of one.
+        ranks: the global ranks whose copy is another than that of most. Where several copies are on equally many
+            ranks, and no other is on more, nothing says which is right: all ranks that should have the same.
+        copies: how many ranks should have the same.
+        agree: how many have the copy that most have; of several groups of ranks, in the one that agrees least.
+        shape: of the whole tensor.
+        dtype: its dtype.
+        tied: of each group of ranks in which nothing says which copy is right, its ranks.
+    """
+
+    name: str
+    ranks: Ranks
+    copies: int
+    agree: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tied: tuple[Ranks, ...] = ()
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.shape)) or "no dimensions"
+        kind = str(self.dtype).removeprefix("torch.")
+        few = "no majority: " if 2 * self.agree <= self.copies and not self.tied else ""
+        about = f"({kind}, {shape}; {few}{self.agree} of {self.copies} agree)"
+        if not self.tied:
+            return f"{self.name} differs on {named(self.ranks)} {about}"
+        said = [f"{named(group, ' and ')} differ, and nothing says which is right" for group in self.tied]
+        wrong = tuple(rank for rank in self.ranks if not any(rank in group for group in self.tied))
+        said += [f"it differs on {named(wrong)}"] if wrong else []
+        return (
+            f"{self.name}: {'; '.join(said)} {about}" if self.tied else f"{self.name} differs on {named(wrong)} {about}"
+        )
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What :func:`check_replicas` found; the same on every rank.
+
+    Attributes:
+        compared: how many tensors of this rank have copies on other ranks.
+        differs: those whose copies are not all the same, in the model's order.
+        ranks: the global ranks that took part.
+        engine: which engine was found.
+
+    >>> print(ReplicaReport(compared=0, differs=(), ranks=(0, 1), engine="FSDP2"))
+    FSDP2, 2 ranks: 0 tensors are replicated; nothing to compare
+    """
+
+    compared: int
+    differs: tuple[Difference, ...]
+    ranks: Ranks
+    engine: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was compared and all of it is the same; False when there was nothing to compare."""
+        return self.compared > 0 and not self.differs
+
+    def __str__(self) -> str:
+        count = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        if not self.compared:
+            return f"{self.engine}, {count}: 0 tensors are replicated; nothing to compare"
+        if not self.differs:
+            return f"{self.engine}, {count}: {self.compared} tensors compared, all copies are the same"
+        head = f"{self.engine}, {count}: {len(self.differs)} of {self.compared} tensors differ"
+        return "\n".join([head, *(f"  {difference}" for difference in self.differs)])
+
+
+def check_replicas(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    buffers: bool = False,
+    ranks: Iterable[int] | None = None,
+) -> ReplicaReport:
+    """Compare, bit for bit, what should be the same on several ranks, and name the ranks that have something else.
+
+    Every rank must call it. Each computes a 64-bit checksum of each tensor on its device; one all-reduce of 8 KiB
+    says whether all copies are the same, whatever the model and the number of ranks. Only if not, a second
+    collective of the tensors in question tells which ranks differ. It waits for the device: call it now and then,
+    between steps.
+
+    What has copies: under DDP everything; under ``fully_shard`` on a two-dimensional mesh (HSDP) each shard, on the
+    ranks with the same coordinate; under ``fully_shard`` on one dimension only parameters that it left alone; of a
+    plain module or ``nn.DataParallel`` everything, since each process has a model of its own.
+
+    Args:
+        model: what the engine returned; for ``fully_shard`` the model itself.
+        optimizer: also compare what it keeps for each parameter: tensors such as ``exp_avg``, and numbers.
+        buffers: also compare buffers. Statistics of BatchNorm differ without fault, unless they are synchronised.
+        ranks: for a plain module or ``nn.DataParallel``: the global ranks that have a copy and call this; all ranks
+            of the default process group when None.
+
+    Returns:
+        A report with ``ok``, ``compared`` and ``differs``; the same on every rank.
+
+    Raises:
+        UsageError: on every rank, when they hold tensors of different names, shapes or dtypes; when a tensor is not
+            dense; when ``ranks`` leaves out this rank, or the engine knows its ranks itself.
+        AttachError: for an engine that is not supported, or an optimizer of another model.
+
+    >>> report = check_replicas(nn.Linear(2, 2))  # one process: no other rank has a copy
+    >>> report.ok, report.compared, report.differs
+    (False, 0, ())
+    """
+    engine = find(model)
+    alone = engine.label in ("a plain module", "DataParallel")
+    everyone = _plain_ranks(ranks) if alone else _engines_ranks(engine, ranks)
+    copies = Copies(engine, everyone, alone)
+    copies.add_parameters()
+    if buffers:
+        copies.add_buffers()
+    if optimizer is not None:
+        copies.add_state(optimizer)
+    with torch.no_grad():
+        return _Comparison(engine, everyone, copies).report()
+
+
+def _engines_ranks(engine: Engine, ranks: Iterable[int] | None) -> Ranks:
+    if ranks is not None:
+        raise UsageError(f"ranks= is for plain modules: {engine.label} knows that its ranks are {list(engine.ranks)}")
+    return tuple(sorted(engine.ranks))
+
+
+def _plain_ranks(ranks: Iterable[int] | None) -> Ranks:
+    """The ranks that each have a plain module: those asked for, or all."""
+    world = collectives.world()
+    chosen = world if ranks is None else tuple(sorted(set(ranks)))
+    if not set(chosen) <= set(world) or collectives.rank() not in chosen:
+        raise UsageError(
+            f"ranks={list(chosen)}: this is rank {collectives.rank()} of {len(world)}; name ranks that "
+            "are there, and call check_replicas on those alone"
+        )
+    return chosen
+
+
+class _Comparison:
+    """One comparison over ``ranks``, this one among them."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, copies: Copies) -> None:
+        self._engine, self._ranks, self._copies = engine, ranks, copies
+        self._rank = collectives.rank() if len(ranks) > 1 else ranks[0]
+        self._replicated = copies.replicated()
+        self._group = collectives.group_of(ranks)
+        self._device = collectives.device_for(self._group, engine.shards[0].values().device)
+
+    def report(self) -> ReplicaReport:
+        """Compare; the second collective only when it is needed."""
+        differs: tuple[Difference, ...] = ()
+        if self._group is not None:
+            sums = self._checksums()
+            *buckets, signature = collectives.total(self._group, self._sketch(sums)).tolist()
+            if signature:
+                raise self._strangers()
+            suspects = [i for i in range(len(self._replicated)) if buckets[i % BUCKETS]]
+            differs = self._differences(suspects, sums) if any(buckets) else ()
+        return ReplicaReport(len(self._replicated), differs, self._ranks, self._engine.label)
+
+    def _checksums(self) -> torch.Tensor:
+        of, device = Checksums(), self._device
+        sums = [of(copy.part) for copy in self._replicated]
+        # From the host nothing waits; to it, the copy must have arrived before it is added up.
+        moved = [each.to(device, non_blocking=each.device.type == "cpu") for each in sums]
+        return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def _sketch(self, sums: torch.Tensor) -> torch.Tensor:
+        """Numbers whose totals over all ranks are zero exactly if every copy is the same: int64, ``BUCKETS + 1``.
+
+        Over the ranks that have the same tensor, the factors of its checksum add up to zero. So groups of copies
+        that cross one another share one sum, and its size does not grow with their number. A tensor that differs
+        goes unnoticed with a probability of about 2**-60.
+        """
+        factors = [_factor(self._rank, c.twins) * (scrambled(i) | 1) for i, c in enumerate(self._replicated)]
+        padded = torch.zeros(-(-len(factors) // BUCKETS) * BUCKETS, dtype=torch.int64, device=self._device)
+        padded[: len(factors)] = sums * self._numbers(factors)
+        signature = self._numbers([_factor(self._rank, self._ranks) * self._copies.signature()])
+        return torch.cat((padded.view(-1, BUCKETS).sum(0), signature))
+
+    def _numbers(self, values: Sequence[int]) -> torch.Tensor:
+        numbers = torch.tensor([signed(value) for value in values], dtype=torch.int64)
+        return numbers.to(self._device, non_blocking=True)
+
+    def _differences(self, suspects: Sequence[int], sums: torch.Tensor) -> tuple[Difference, ...]:
+        """Of the tensors ``suspects``: what every rank has, and the lowest rank of those that should have the same."""
+        firsts = self._numbers([self._replicated[i].twins[0] for i in suspects])
+        mine = torch.stack((firsts, sums[self._numbers(suspects)]), 1).flatten()
+        rows = collectives.gather(self._group, mine)
+        found = []
+        for place, i in enumerate(suspects):
+            groups: dict[int, dict[int, int]] = collections.defaultdict(dict)
+            for rank, row in zip(self._ranks, rows, strict=True):
+                groups[row[2 * place]][rank] = row[2 * place + 1]
+            found.append(_difference(self._replicated[i], list(groups.values())))
+        return tuple(each for each in found if each is not None)
+
+    def _strangers(self) -> UsageError:
+        """What to raise when ranks hold different tensors; says which ranks."""
+        rows = collectives.gather(self._group, self._numbers([self._copies.signature(), len(self._copies)]))
+        signatures = {rank: row[0] for rank, row in zip(self._ranks, rows, strict=True)}
+        counts = dict(zip(self._ranks, (row[1] for row in rows), strict=True))
+        odd, _ = _odd(signatures)
+        if len(odd) == len(self._ranks):
+            numbers = ", ".join(str(counts[rank]) for rank in self._ranks[:8]) + (
+                ", ..." if len(self._ranks) > 8 else ""
+            )
+            who = f"{named(odd, ' and ')} hold tensors of different names, shapes or dtypes ({numbers} tensors)"
+        else:
+            usual = next(counts[rank] for rank in self._ranks if rank not in odd)
+            who = (
+                f"{named(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than the others "
+                f"({counts[odd[0]]} tensors, the others {usual})"
+            )
+        return UsageError(
+            f"check_replicas: {who}: nothing was compared. Give the same model, "
+            "optimizer and buffers= on every rank, after the same number of steps; an optimizer that shards its state "
+            "(ZeroRedundancyOptimizer) has no copies of it: leave it out"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _factor(rank: int, ranks: Ranks) -> int:
+    """Of each of ``ranks`` a number that looks random; they add up to zero."""
+    if rank != ranks[0]:
+        return scrambled(rank) | 1
+    return -sum(scrambled(other) | 1 for other in ranks[1:])
+
+
+def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
+    """The ranks that have another value than most, and how many most are; all ranks where several values are on most.
+
+    >>> _odd({0: 7, 1: 7, 2: 8}), _odd({0: 7, 1: 8}), _odd({0: 7, 1: 8, 2: 7, 3: 8, 4: 9}), _odd({0: 7, 1: 7})
+    (((2,), 2), ((0, 1), 1), ((0, 1, 2, 3, 4), 2), ((), 2))
+    """
+    (right, most), *others = collections.Counter(values.values()).most_common()
+    tied = any(count == most for _, count in others)
+    return tuple(rank for rank in sorted(values) if tied or values[rank] != right), most
+
+
+def _difference(copy: Copy, groups: Sequence[dict[int, int]]) -> Difference | None:
+    looked = [(*_odd(values), len(values)) for values in groups]
+    wrong = [(ranks, agree, size) for ranks, agree, size in looked if ranks]
+    if not wrong:
+        return None
+    ranks = tuple(sorted(rank for odd, _, _ in wrong for rank in odd))
+    _, agree, size = min(wrong, key=lambda each: each[1])
+    tied = tuple(odd for odd, _, count in wrong if len(odd) == count)
+    return Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype, tied)
