@@ -102,7 +102,7 @@ def test_every_lock_is_made_in_one_place() -> None:
     root = pathlib.Path(dh.__file__).parent
     made = re.compile(r"\b(Lock|RLock|Semaphore|BoundedSemaphore|Barrier)\(")
     found = {str(file.relative_to(root)) for file in root.rglob("*.py") if made.search(file.read_text())}
-    assert found == {"_locks.py"}
+    assert found == {"_fork_safe.py"}
 
 
 def test_locks_are_asked_for_in_their_order(orders: Orders, tmp_path: pathlib.Path) -> None:  # noqa: F811
