@@ -22,10 +22,9 @@ from typer.testing import CliRunner
 
 import disthooks as dh
 from disthooks.cli import app as cli_app
+from disthooks.cli import doctor
 from disthooks.cli import env as env_command
 from disthooks.cli import explain as explain_command
-from disthooks.cli import doctor
-from disthooks.cli import doctor
 from disthooks.cli.app import app
 from disthooks.cli.doctor import problems
 from tests.support import ROOT
