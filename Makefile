@@ -27,7 +27,7 @@ test: $(READY)
 
 # All of torch's operators and modules, every dtype and store, and threads for hundreds of steps: 45 minutes on 2 cores.
 test-full: $(READY)
-	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_every_op.py tests/laws/test_every_module.py tests/laws/test_many_threads.py $(ARGS)
+	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_01_exact_every_op.py tests/laws/test_01_exact_every_module.py tests/laws/test_07_thread_local_many_threads.py $(ARGS)
 
 # What is a GPU's own, and the laws on it; its time on an H200 is not measured yet. docs/gpu.md has it in pieces.
 # Few threads each: as many as there are cores, in every one of the processes, take turns on them.

@@ -1,4 +1,4 @@
-"""The same tests on a GPU: ``DISTHOOKS_DEVICE=cuda`` makes a device the default of the tests listed here.
+"""The same tests on a GPU: ``DISTHOOKS_DEVICE=cuda`` makes a device the default of the tests marked any_device.
 
     make test-gpu                        # DISTHOOKS_DEVICE=cuda; pieces: make test-gpu ARGS="-k 'every_op'"
     DISTHOOKS_DEVICE=sim python -m pytest $(python tests/support/switch.py)      # on the simulated accelerator
@@ -22,18 +22,14 @@ from tests.support import ROOT
 
 LAWS = ROOT / "tests" / "laws"
 KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
-NAMES = """
-    any_backward bytes_return bytes_return_early checkpoint composition decorator exact generators handed_out
-    just_in_time lifetime mutation never_wrong once random_views reviewed reviewed_sharing shared_handles stores
-    threads tiers torch_cases torch_functions torch_modes weights_stay every_op every_module every_dtype
-"""
-FILES = [f"test_{name}.py" for name in NAMES.split()]
+#: The files with tests that are marked any_device.
+FILES = sorted(path.name for path in LAWS.glob("test_*.py") if "pytest.mark.any_device" in path.read_text())
 _NARROW = "of the CPU's autocast; tests/gpu/test_saved_gpu.py has a GPU's, whose proof is read a forward later"
 _THREADS = "its threads make tensors of the CPU: a default device is this thread's alone"
 #: Tests that are of the CPU alone, by the beginning of their name, and why.
 EXCEPT = {
     "test_a_fork_": "a process that was forked cannot use the device",
-    "test_a_codec_that_leaves_it_and_a_store_that_does_too": "what is in the CPU's memory already",
+    "test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users": "what is in the CPU's memory already",
     "test_threads_share_the_tiers": _THREADS,
     "test_many_threads_train_their_own_models": _THREADS,
     "test_training_in_lower_precision_": _NARROW,
@@ -42,15 +38,14 @@ EXCEPT = {
     "test_a_weight_that_changed_uncounted_": _NARROW,
     "test_a_stale_copy_": _NARROW,
     "test_a_replicas_copy_": _NARROW,
-    "test_a_proof_that_takes_time": _NARROW,
     "test_what_torch_keeps_of_a_failed_backward": "the thread that autograd has for a device keeps nothing",
 }
 if KIND == "sim":
     EXCEPT |= {
-        "test_in_place[recurrent-": "the simulated accelerator has no fused recurrent kernel that saves a workspace",
+        "test_gradients_of_modules_attached_in_place_are_exact[recurrent-": "no fused recurrent kernel there",
         "test_functional_transforms_pass_through": "torch's transforms crash with the simulated accelerator",
         "test_exotic_tensors_are_kept_and_counted": "the simulated accelerator has no sparse tensors",
-        "test_kinds_of_tensors": "nor those, nor may torch set the data of a conjugate view there",
+        "test_every_kind_of_tensor_is_exact": "nor those, nor may torch set the data of a conjugate view there",
         "test_gradients_of_every_operator": "minutes; linalg.lstsq raises something else on the simulated accelerator",
     }
 
@@ -84,13 +79,14 @@ def repeatable(on: bool = True) -> None:
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Mark the tests that run on any device."""
-    for item in items:
-        if item.path.parent != LAWS or item.path.name not in FILES:
-            continue
+    """On another device than the CPU: run the laws that are marked any_device, and skip those of the CPU alone."""
+    if KIND == "cpu":
+        return
+    for item in [item for item in items if item.path.parent == LAWS]:
         reasons = [why for name, why in EXCEPT.items() if item.name.startswith(name)]
-        item.add_marker(pytest.mark.any_device)
-        if reasons and KIND != "cpu":
+        if item.get_closest_marker("any_device") is None and item.get_closest_marker("gpu") is None:
+            items.remove(item)
+        elif reasons:
             item.add_marker(pytest.mark.skip(reason=reasons[0]))
 
 

@@ -156,7 +156,7 @@ def script(text: str, *args: object, timeout: float = 300) -> subprocess.Complet
     )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are not joined: each is written when it is put."""
     monkeypatch.setattr(mover, "_SMALL", 0)

@@ -1,0 +1,692 @@
+"""Law 1, exact, for Recompute: what it computes again is, bit for bit, what it dropped.
+
+Where the bits would differ, nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disthooks as dh
+from disthooks.saved.recompute import formulas
+from disthooks.saved.recompute.formulas import Call
+from tests.support.models import build, identical, step
+
+STORES: dict[str, Callable[[object], object]] = {"disk": dh.OnDisk, "cpu": lambda _: dh.OnCpu()}
+
+
+class Bottleneck(nn.Module):
+    """As in a ResNet: batch norm, in-place ReLU, a sum in place."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        sizes = [(4 * width, width, 1), (width, width, 3), (width, 4 * width, 1)]
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, k, padding=k // 2, bias=False) for i, o, k in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(o) for _, o, _ in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y = norm(conv(y))
+            if i == 2:
+                y += x
+            y = F.relu(y, inplace=True)
+        return y
+
+
+class RmsNorm(nn.Module):
+    """As transformers writes it: in float32, back in the dtype that came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(width) + 0.5), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class Gated(nn.Module):
+    """Half a Llama block: RMSNorm and SwiGLU, with a residual."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = RmsNorm(width)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Post(nn.Module):
+    """As BERT's: GELU, dropout, a norm behind the sum."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(width, 128), nn.Linear(128, width), nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(self.outer(F.gelu(self.inner(x))), 0.1, self.training)
+        return self.norm(x + y)
+
+
+def _images() -> torch.Tensor:
+    return torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def _rows() -> torch.Tensor:
+    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _blocks(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(kind(), kind(), kind())
+
+
+def _bf16(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: make().bfloat16()
+
+
+# How to make it, its input, and the least share of what would be stored that is computed again.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], float]] = {
+    "resnet": (_blocks(Bottleneck), _images, 0.30),
+    "resnet, eval": (lambda: _blocks(Bottleneck)().eval(), _images, 0.30),
+    "llama": (_blocks(Gated), _rows, 0.45),
+    "llama in bfloat16": (_bf16(_blocks(Gated)), lambda: _rows().bfloat16(), 0.45),
+    "bert": (_blocks(Post), _rows, 0.30),
+    "transformer": (lambda: build("transformer")[0], lambda: build("transformer")[1], 0.30),
+    "convolution": (lambda: build("convolution")[0], lambda: build("convolution")[1], 0.20),
+}
+
+
+ALL = dh.AtLeast(0)
+
+
+def _stored(model: nn.Module, x: torch.Tensor, *stages: object, context: object = None) -> tuple[list, dh.SavedReport]:
+    """The gradients of two steps and what was stored."""
+    with dh.save_activations(model, "", dh.pipeline(ALL, *stages)) as saving:
+        grads = [*step(model, x, context), *step(model, x, context)]
+        gc.collect()
+        return grads, saving.report()
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_with_recompute_are_those_without_hooks(
+    name: str, autocast: bool, store: str, tmp_path: pathlib.Path
+) -> None:
+    make, example, share = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), example()
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
+    truth = [*step(model, x, context), *step(model, x, context)]
+    plain, without = _stored(model, x, dh.OnDisk(tmp_path), context=context)
+    grads, report = _stored(model, x, dh.Recompute(), STORES[store](tmp_path), context=context)
+    assert identical(grads, truth)
+    assert identical(plain, truth)
+    assert report.recomputed > share * without.stored * (0.6 if autocast else 1)
+    assert report.stored + report.kept_by.get("in place", 0) <= without.stored - report.recomputed
+    assert report.held == 0
+    assert report.differed == {}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_channels_last_comes_back_as_it_was(training: bool, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model = _blocks(Bottleneck)().to(memory_format=torch.channels_last).train(training)
+    x = _images().contiguous(memory_format=torch.channels_last)
+    truth = [*step(model, x), *step(model, x)]
+    grads, report = _stored(model, x, dh.Recompute(), dh.OnDisk(tmp_path))
+    assert identical(grads, truth)
+    assert report.recomputed > 0.4 * report.stored
+
+
+def test_on_the_device_what_can_be_computed_is_dropped_and_the_rest_stays() -> None:
+    model, x = _blocks(Gated)(), _rows()
+    truth = [*step(model, x), *step(model, x)]
+    grads, report = _stored(model, x, dh.Recompute(), dh.OnDevice("1 GiB"))
+    assert identical(grads, truth)
+    assert report.recomputed > 0.45 * (report.recomputed + report.stored)
+    assert (report.moved, report.held) == (0, 0)
+
+
+@pytest.mark.parametrize("store", [dh.OnDevice(), dh.OnCpu()], ids=["device", "cpu"])
+def test_what_a_codec_leaves_alone_where_it_is_can_be_computed_from(store: object) -> None:
+    model, x = _blocks(Gated)(), _rows()
+    truth = [*step(model, x), *step(model, x)]
+    _, without = _stored(model, x, dh.Recompute(), store)
+    grads, report = _stored(model, x, dh.Recompute(), dh.Compact(), store)
+    assert identical(grads, truth)
+    assert report.recomputed == without.recomputed > 0
+    assert report.held == 0
+
+
+def test_the_report_says_when_recompute_found_nothing() -> None:
+    model, x = _blocks(Gated)(), _rows()
+    _, report = _stored(model, x, dh.Recompute(), dh.OnCpu())
+    assert not any("Recompute" in advice for advice in report.advice())
+    compiled = torch.compile(model, backend="aot_eager")
+    _, found = _stored(compiled, x, dh.Recompute(), dh.OnCpu())
+    assert found.recomputed == 0
+    assert any("Recompute found nothing" in advice and "torch.compile" in advice for advice in found.advice())
+    _, plain = _stored(model, x, dh.OnCpu())
+    assert not any("Recompute" in advice for advice in plain.advice())
+
+
+def test_an_upcast_copy_is_stored_narrow(tmp_path: pathlib.Path) -> None:
+    w = torch.randn(64, 64).bfloat16().requires_grad_()
+
+    def loss() -> torch.Tensor:
+        return ((w * 2).to(torch.float32).sin() * 3).sum()  # sin saves the wide copy
+
+    (truth,) = torch.autograd.grad(loss(), w)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
+        out = loss()
+    (grad,) = torch.autograd.grad(out, w)
+    assert torch.equal(grad, truth)
+    assert saved.report().stored == 64 * 64 * 2
+    assert saved.report().recomputed == 64 * 64 * 2
+
+
+def _penalty(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return list(torch.autograd.grad(grad.square().sum(), list(model.parameters()), allow_unused=True))
+
+
+@pytest.mark.parametrize("kind", [Gated, Post, Bottleneck])
+def test_a_second_derivative_is_exact(kind: type[nn.Module], tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = _blocks(kind)().eval(), _images() if kind is Bottleneck else _rows()
+    truth = [g for g in _penalty(model, x) if g is not None]
+    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+        found = [g for g in _penalty(model, x) if g is not None]
+    assert identical(found, truth)
+    assert saving.report().recomputed > 0
+
+
+def test_any_number_of_backwards_runs_in_any_thread(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = _blocks(Gated)(), _rows()
+    weights = list(model.parameters())
+    truth = torch.autograd.grad(model(x).sum(), weights)
+    saving = dh.save_activations(model, "*", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path)))
+    losses, found = [model(x).sum()], []
+
+    def backward() -> None:
+        found.append(torch.autograd.grad(losses[0], weights, retain_graph=True))
+
+    backward()
+    backward()
+    threads = [threading.Thread(target=backward) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 5
+    assert all(identical(list(grads), list(truth)) for grads in found)
+    losses.clear()
+    assert saving.report().recomputed > 0
+    assert saving.report().held == 0
+
+
+def test_the_number_of_threads_in_backward_does_not_matter(tmp_path: pathlib.Path) -> None:
+    """A CPU computes the last elements of each thread's part another way."""
+    before = torch.get_num_threads()
+    x = (torch.randn(300_007) * 3).requires_grad_()
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
+        gate = x * 2
+        y = F.silu(gate)
+        z = y * y
+    assert saved.report().recomputed == y.nbytes
+    try:
+        torch.set_num_threads(3 if before != 3 else 2)
+        assert torch.equal(z.grad_fn._saved_self, y)
+        assert torch.get_num_threads() == (3 if before != 3 else 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_formula_that_is_wrong_drops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def wrong(node: formulas.Reader, find: object) -> Call:
+        return Call("wrong", [node.operand(0, "self")], (lambda x: F.silu(x) + 1e-7, lambda x: x[0]))
+
+    monkeypatch.setitem(formulas.FORMULAS, "SiluBackward0", wrong)
+    model, x = Gated(), _rows()
+    truth = [*step(model, x), *step(model, x)]
+    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+        grads = [*step(model, x), *step(model, x)]
+    report = saving.report()
+    assert identical(grads, truth)
+    assert sum(report.differed.values()) == 2 * x.numel() * 3 * 4  # silu(gate), in two steps
+    assert any("wrong" in place for place in report.differed)
+    assert "wrong" in "\n".join(report.advice())
+    assert "mul" in report.recomputed_by
+
+
+@pytest.mark.parametrize("check", ["sampled", "always"])
+def test_a_change_that_the_graph_does_not_show_is_found(check: str, tmp_path: pathlib.Path) -> None:
+    """The first time it changes nothing, so the proof holds; a later one says so, or, compared each time, is stored."""
+    factor = [1.0]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = x.sigmoid().neg()
+        with torch.no_grad():
+            y *= factor[0]  # nobody saved it, and its node is what it was
+        return y.exp().sigmoid().sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    saving = dh.saving(dh.pipeline(ALL, dh.Recompute(check=check), dh.OnDisk(tmp_path)))
+    with saving:
+        block(x).backward()
+    assert saving.report().recomputed > 0
+    factor[0] = -1.0
+    if check == "sampled":
+        with pytest.raises(dh.errors.StoreError, match="no_grad"), saving:
+            block(x)
+        return
+    for _ in range(3):
+        (truth,) = torch.autograd.grad(block(x), x)
+        with saving:
+            loss = block(x)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], truth)
+    assert saving.report().differed
+
+
+@pytest.mark.parametrize("when", ["before it is used", "after"])
+def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
+    """Even if the change changes nothing, this time: what is computed is right by chance."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
+        y = x * 1.0
+        other = y.sin()  # saves y
+        z = y.relu() if when == "after" else None
+        with torch.no_grad():
+            y.mul_(1)
+        z = y.relu() if z is None else z
+        loss = (z * z).sum()
+    # What was used before the change is a function of what is stored.
+    assert saved.report().recomputed == (x.nbytes if when == "after" else 0)
+    (grad,) = torch.autograd.grad(loss, x)
+    assert torch.equal(grad, 2 * x.clamp(min=0))
+    del other
+
+
+def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted(tmp_path: pathlib.Path) -> None:
+    """The store has what it was, and the graph does not tell that it is not any more."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss(factor: float) -> torch.Tensor:
+        y = x * 1.0
+        other = y.detach().requires_grad_().sin()  # takes the contents of all before it
+        z = y.sin()
+        other = other + z.exp()
+        with torch.no_grad():
+            y.mul_(factor)
+        return y.relu().square().sum() + 0 * other.detach().sum()
+
+    factors = [1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 3.0]
+    truth = [torch.autograd.grad(loss(factor), x)[0] for factor in factors]
+    for factor, right in zip(factors, truth, strict=True):
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))):
+            found = loss(factor)
+        assert torch.equal(torch.autograd.grad(found, x)[0], right), factor
+
+
+def test_a_source_that_is_changed_later_raises(tmp_path: pathlib.Path) -> None:
+    for store in (dh.OnDevice("1 GiB"), dh.OnDisk(tmp_path)):
+        x = torch.randn(64, 64, requires_grad=True)
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(), store)) as saved:
+            gate = x * 2
+            y = F.silu(gate)
+            z = (y * y).sum()
+        assert saved.report().recomputed == y.nbytes
+        with torch.no_grad():
+            gate.add_(1)
+        with pytest.raises(dh.errors.MutationError):
+            z.backward()
+
+
+def test_a_weight_stepped_on_before_backward_does_not_matter(tmp_path: pathlib.Path) -> None:
+    norm, x = nn.LayerNorm(64), torch.randn(32, 64, requires_grad=True)
+    model = nn.Sequential(norm, nn.Linear(64, 8))
+    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+        out = model(x).sum()
+    assert saving.report().recomputed_by == {"layer_norm": x.nbytes}
+    normed = norm(x).detach()
+    norm.weight.data.mul_(3)
+    (grad,) = torch.autograd.grad(out, model[1].weight)
+    assert torch.equal(grad, torch.ones(32, 8).t() @ normed)
+
+
+def test_an_eps_that_nobody_knows_is_not_guessed(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    weight = torch.ones(64, requires_grad=True)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
+        F.layer_norm(x * 2, (64,), weight, eps=1e-3).sigmoid().sin().sum().backward()
+    assert "layer_norm" not in str(saved.report().recomputed_by)
+
+
+class Eps(nn.Module):
+    """Says one eps and uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (64,), self.weight, eps=1e-3)
+
+
+def test_a_module_that_says_another_eps_is_found_out(tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Eps(), nn.Linear(64, 8)), torch.randn(32, 64, requires_grad=True)
+    truth = step(model, x)
+    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+        assert identical(step(model, x), truth)
+    assert [place.rpartition("(")[2] for place in saving.report().differed] == ["layer_norm)"]
+    assert saving.report().recomputed == 0
+
+
+def test_the_number_of_steps_is_bounded(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    for steps, dropped in ((1, 5), (2, 6), (10, 9)):
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(steps), dh.OnDisk(tmp_path))) as saved:
+            y = (x * 2).sin()
+            z = (y + 0 * y).sin()  # saves what is one sum and one product away
+            for _ in range(9):
+                z = z.sigmoid()
+        assert saved.report().recomputed <= dropped * x.nbytes
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("codec", [dh.Quantize(8), dh.Cast(torch.bfloat16)], ids=repr)
+def test_with_a_lossy_codec_the_proof_is_about_the_exact_inputs(codec: object, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = Gated(64), torch.randn(4, 64, 64)
+    _, without = _stored(model, x, codec, dh.OnDisk(tmp_path))
+    grads, report = _stored(model, x, dh.Recompute(), codec, dh.OnDisk(tmp_path))
+    truth = [*step(model, x), *step(model, x)]
+    assert report.recomputed > 0
+    assert report.stored < without.stored
+    for grad, exact in zip(grads, truth, strict=True):
+        assert (grad - exact).norm() < 0.1 * exact.norm()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for arguments in ({"steps": 0}, {"steps": True}, {"check": "never"}):
+        with pytest.raises(dh.errors.UsageError):
+            dh.Recompute(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(dh.errors.UsageError, match="Functions"):
+        dh.pipeline(dh.Recompute(), dh.Functions(lambda t: t, lambda t: t))
+    with pytest.raises(dh.errors.UsageError, match="out of place"):
+        dh.pipeline(dh.Quantize(8), dh.Recompute(), dh.OnCpu())
+
+
+def _hugging(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    tokens = {"input_ids": torch.randint(0, 50, (2, 32), generator=torch.Generator().manual_seed(0))}
+    if name == "llama":
+        config = transformers.LlamaConfig(**small, intermediate_size=192, num_key_value_heads=2)
+        return transformers.LlamaModel(config), tokens, "layers.*"
+    if name == "bert":
+        config = transformers.BertConfig(**small, intermediate_size=256)
+        return transformers.BertModel(config), tokens, "encoder.layer.*"
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=50)
+    return transformers.GPT2Model(config), tokens, "h.*"
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.4), ("bert", 0.2), ("gpt2", 0.2)])
+def test_models_of_transformers_are_exact(name: str, share: float, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, inputs, pattern = _hugging(name)
+
+    def grads() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(**inputs).last_hidden_state.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    truth = grads()
+    with dh.save_activations(model, pattern, dh.pipeline(ALL, dh.OnDisk(tmp_path))) as saving:
+        assert identical(grads(), truth)
+        without = saving.report()
+    with dh.save_activations(model, pattern, dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saving:
+        assert identical(grads(), truth)
+        assert identical(grads(), truth)
+        report = saving.report()
+    assert report.recomputed > 2 * share * without.stored
+    assert report.held == 0
+    assert report.differed == {}
+
+
+def test_a_checkpoint_inside_is_exact(tmp_path: pathlib.Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    block, outer = Gated(), Gated()
+    x = _rows().requires_grad_()
+
+    def loss() -> torch.Tensor:
+        return checkpoint(block, outer(F.silu(x * 2)), use_reentrant=False).square().sum()
+
+    weights = [*block.parameters(), *outer.parameters(), x]
+    truth = torch.autograd.grad(loss(), weights)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
+        found = loss()
+    assert identical(list(torch.autograd.grad(found, weights)), list(truth))
+    assert saved.report().recomputed > 0
+
+
+def test_nothing_is_held_once_a_graph_is_gone_nor_after_an_error(tmp_path: pathlib.Path) -> None:
+    """A node that a packed value held would be a cycle that no collector sees."""
+    model, x = _blocks(Gated)(), _rows()
+    saving = dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path)))
+    gc.disable()
+    try:
+        out = model(x)
+        assert saving.report().held > 0
+        del out
+        assert saving.report().held == 0
+        model[2].down.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert saving.report().held == 0
+
+
+class Token:
+    """Lives as long as the node whose metadata it is put into."""
+
+
+class SavesItsOutput(torch.autograd.Function):
+    """Whose node holds the packed value of what it returned; its backward reads none of it."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+SELF_SAVING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a Function": SavesItsOutput.apply,
+    "tanh": torch.tanh,
+    "in place": lambda x: (x * 2).relu_(),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "two": lambda x: torch.tanh(torch.exp(x * 2).sin()),
+    "behind a Function": lambda x: torch.exp(SavesItsOutput.apply(x).view(-1)),
+}
+
+
+@pytest.mark.parametrize("codecs", [[], [dh.Quantize(8)]], ids=["lossless", "lossy"])
+@pytest.mark.parametrize("name", SELF_SAVING)
+def test_a_graph_that_is_dropped_in_an_open_block_goes_at_once(name: str, codecs: list[object]) -> None:
+    """A node that saved its own output is held by nothing of ours, although the contents are not taken yet."""
+    x = torch.randn(64, 64, requires_grad=True)
+    gc.disable()
+    try:
+        with dh.saving(dh.pipeline(ALL, dh.Recompute(), *codecs, dh.OnCpu())):
+            y = SELF_SAVING[name](x)
+            token = Token()
+            y.grad_fn.metadata["token"] = token
+            alive = weakref.ref(token)
+            del token, y
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", SELF_SAVING)
+def test_a_cycle_of_the_user_is_collected_in_an_open_block(name: str) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())):
+        y = SELF_SAVING[name](x)
+        y.itself = y  # type: ignore[attr-defined]
+        token = Token()
+        y.grad_fn.metadata["token"] = token
+        alive = weakref.ref(token)
+        del token, y
+        gc.collect()
+        assert alive() is None
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.exp, torch.sigmoid, torch.relu], ids=lambda each: each.__name__)
+def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        return function((x * 2).sin()).sum()
+
+    (truth,) = torch.autograd.grad(loss(), x)
+    with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saved:
+        found = loss()
+    assert saved.report().recomputed == x.nbytes
+    assert torch.equal(torch.autograd.grad(found, x)[0], truth)
+
+
+def test_a_source_changed_before_the_contents_are_taken_is_what_was_saved() -> None:
+    """The program of what saves its own output is planned at once, and its source is changed before it is proven."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        h = SavesItsOutput.apply(x)
+        z = torch.tanh(h)  # saves itself
+        h += x
+        return z.sum() + h.sum()
+
+    (truth,) = torch.autograd.grad(loss(), x)
+    saving = dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnCpu()))
+    for _ in range(4):
+        with saving:
+            found = loss()
+        assert torch.equal(torch.autograd.grad(found, x)[0], truth)
+    assert saving.report().recomputed > 0  # the source was copied when it was saved
+
+
+def _named(x: torch.Tensor) -> torch.Tensor:
+    h = SavesItsOutput.apply(x)
+    a = -h
+    z = torch.tanh(a.sin())
+    h += x
+    return z.sum() + h.sum()
+
+
+def _temporary(x: torch.Tensor) -> torch.Tensor:
+    """What ``sin`` saved is in the store alone when ``tanh`` is proven from it, in forward."""
+    h = SavesItsOutput.apply(x)
+    z = torch.tanh((-h).sin())
+    h += x
+    return (z * z).sum() + h.sum()
+
+
+def _before_it_is_proven(x: torch.Tensor) -> torch.Tensor:
+    h = SavesItsOutput.apply(x)
+    y = (-h).sin()
+    h += x
+    return y.tanh().exp().sum() + h.sum()
+
+
+def _a_branch_that_nobody_wants(x: torch.Tensor) -> torch.Tensor:
+    h = (x * 2).view(64, 64)
+    log = h.sin()
+    z = torch.tanh((-h).cos())
+    h += x
+    return z.sum() + h.sum() + 0 * log.detach().sum()
+
+
+CHANGED = [_named, _temporary, _before_it_is_proven, _a_branch_that_nobody_wants]
+
+
+OWN: dict[str, Callable[[object], list[object]]] = {
+    "disk": lambda folder: [dh.OnDisk(folder)],
+    "disk, compact": lambda folder: [dh.Compact(), dh.OnDisk(folder)],
+    "tiers": lambda folder: [dh.Tiered(dh.OnDevice("1 KiB"), dh.OnDisk(folder))],
+    "compressed": lambda folder: [dh.Compress("zstd"), dh.OnCpu()],
+}
+
+
+def _gradients(function: Callable[[torch.Tensor], torch.Tensor], *stages: object) -> Iterator[torch.Tensor]:
+    """Of six steps, of which some are compared and some are not."""
+    for seed in range(6):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with dh.saving(ALL, *stages) if stages else contextlib.nullcontext():
+            loss = function(x)
+        yield torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize("store", OWN)
+@pytest.mark.parametrize("function", CHANGED, ids=lambda each: each.__name__.strip("_"))
+def test_a_source_that_the_store_has_may_be_changed(
+    function: Callable[[torch.Tensor], torch.Tensor], store: str, tmp_path: pathlib.Path
+) -> None:
+    if store == "compressed":
+        pytest.importorskip("zstandard")
+    truth = list(_gradients(function))
+    assert identical(list(_gradients(function, dh.Recompute(), *OWN[store](tmp_path))), truth)
+
+
+@pytest.mark.parametrize("function", CHANGED, ids=lambda each: each.__name__.strip("_"))
+@pytest.mark.parametrize("store", [dh.OnCpu(), dh.OnDevice("1 GiB")], ids=["cpu", "device"])
+def test_a_source_that_was_changed_where_it_is_raises(
+    store: object, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Such a store may hold the tensor itself: then the bytes are gone, and the error says what to do."""
+    try:
+        found: object = next(_gradients(function, dh.Recompute(), store))
+    except dh.errors.MutationError as error:
+        found = str(error)
+    right = next(_gradients(function))
+    said = isinstance(found, str) and "Recompute computes another tensor from it" in found
+    assert said or (isinstance(found, torch.Tensor) and torch.equal(found, right))
+
+
+def test_a_saved_tensor_that_was_changed_raises_as_ever(tmp_path: pathlib.Path) -> None:
+    """Law 5: the tensor itself does not come back, although the store has it."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(ALL, dh.Recompute(), dh.OnDisk(tmp_path)):
+        h = x * 2
+        z = (h.sin() * (-h).cos()).sum()
+        h += 1
+    with pytest.raises(dh.errors.MutationError):
+        z.backward()

@@ -1,0 +1,181 @@
+"""Law 3, once, at scale: thousands of views, steps that share a tensor, and reads, counted and not timed."""
+
+from __future__ import annotations
+
+import gc
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks._tensors import Region
+from disthooks._torch import StorageRef
+from disthooks.saved import contents, packed
+from disthooks.saved.stores.pools import Buffers
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often what was looked at."""
+    counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
+    nbytes = Region.nbytes.fget
+    part, bring, total = packed.Packed._part, contents.InStore._bring, Buffers._total
+
+    def counted_nbytes(region: Region) -> int:
+        counts["regions"] += 1
+        assert nbytes is not None
+        return int(nbytes(region))
+
+    def counted_part(self: Any, handle: Any, brought: Any) -> None:
+        counts["handles"] += len(self.handles)
+        part(self, handle, brought)
+
+    def counted_bring(self: Any) -> torch.Tensor:
+        counts["brought"] += 1
+        return bring(self)
+
+    def counted_total(self: Any) -> int:
+        counts["blocks"] += len(self._blocks)
+        return total(self)
+
+    monkeypatch.setattr(Region, "nbytes", property(counted_nbytes))
+    monkeypatch.setattr(packed.Packed, "_part", counted_part)
+    monkeypatch.setattr(contents.InStore, "_bring", counted_bring)
+    monkeypatch.setattr(Buffers, "_total", counted_total)
+    return counts
+
+
+ALL = dh.AtLeast(0)
+
+
+def _run(folder: pathlib.Path, forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    """The gradient of the leaf, of the second of two steps: in the second one reads come ahead."""
+    store, found = dh.OnDisk(folder, in_flight="256 KiB"), None
+    for _ in range(2):
+        with dh.saving(ALL, store) as saved:
+            loss, leaf = forward()
+        store.wait()
+        leaf.grad = None
+        loss.backward()
+        assert saved.report().held == 0
+        assert saved.report().moved > 0
+        found = leaf.grad
+    return found
+
+
+class Takes(torch.autograd.Function):
+    """Saves all that it is given; its backward reads the saved tensors as often as it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, times: int, *given: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*given)
+        ctx.times = times
+        return given[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        seen = [ctx.saved_tensors for _ in range(ctx.times - 1)]
+        del seen
+        for _ in range(ctx.times - 1):
+            for tensor in ctx.saved_tensors:
+                tensor.mul_(0)  # what it was given is its own
+        return (
+            None,
+            *(
+                grad * tensor if needed else None
+                for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+            ),
+        )
+
+
+def _views(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = torch.linspace(-1, 1, count * 1024).view(count, 1024).requires_grad_()
+    return Takes.apply(1, *(leaf * 1.0).unbind(0)), leaf
+
+
+def _steps(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = (torch.eye(32) * 1.1).requires_grad_()
+    weight, h = leaf * 0.9, torch.ones(8, 32)
+    for _ in range(count):
+        h = torch.tanh(h @ weight)
+    return h.sum(), leaf
+
+
+def _masked(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = torch.linspace(-1, 1, 512).view(8, 64).requires_grad_()
+    mask, h = (torch.arange(512) % 3 > 0).view(8, 64).float() * 1.01, leaf  # a vector would stand alone
+    for _ in range(count):
+        h = torch.tanh(h * mask)
+    return h.sum(), leaf
+
+
+@pytest.mark.parametrize("program", [_views, _steps, _masked])
+def test_four_times_as_many_tensors_take_four_times_as_many_looks(
+    program: Callable[[int], tuple[torch.Tensor, torch.Tensor]], looks: dict[str, int], tmp_path: pathlib.Path
+) -> None:
+    found = {}
+    for count in (100, 400):
+        looks.update(dict.fromkeys(looks, 0))
+        gradient = _run(tmp_path, lambda: program(count))  # noqa: B023
+        loss, leaf = program(count)
+        loss.backward()
+        assert gradient is not None
+        assert leaf.grad is not None
+        assert torch.equal(gradient, leaf.grad)
+        found[count] = dict(looks)
+    for name, few in found[100].items():
+        # Each look at all handles is one of a few: the logarithm comes on top.
+        assert found[400][name] <= 4 * few * 1.6 + 256, (name, found)
+
+
+@pytest.mark.parametrize("program", [_steps, _masked])
+def test_what_all_steps_share_is_brought_a_few_times(
+    program: Callable[[int], tuple[torch.Tensor, torch.Tensor]], looks: dict[str, int], tmp_path: pathlib.Path
+) -> None:
+    _run(tmp_path, lambda: program(400))
+    own = 400 + 2  # each step's result is brought once
+    assert looks["brought"] <= 2 * (own + 3 * math.log2(400)), looks
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_saved_tensors_asked_for_many_times_are_brought_at_most_twice(
+    constant: bool, looks: dict[str, int], tmp_path: pathlib.Path
+) -> None:
+    leaf = torch.linspace(-1, 1, 2048).requires_grad_()
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        other = torch.arange(2048.0) if constant else leaf * 3
+        return Takes.apply(5, leaf * 2, other), leaf
+
+    gradient = _run(tmp_path, forward)
+    expected = 2 * (leaf * 2) + (0 if constant else 3 * (leaf * 3))
+    assert torch.equal(gradient, expected.detach())
+    assert looks["brought"] <= 2 * 2 * 2 + 2  # two steps, two tensors, twice each; and what torch's own nodes saved
+
+
+def test_what_is_held_for_a_node_that_asks_often_goes_with_the_backward(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brought: list[StorageRef] = []
+    bring = contents.InStore._bring
+
+    def noted(self: Any) -> torch.Tensor:
+        content = bring(self)
+        brought.append(StorageRef(content.untyped_storage()))
+        return content
+
+    monkeypatch.setattr(contents.InStore, "_bring", noted)
+    leaf, store = torch.linspace(-1, 1, 2048).requires_grad_(), dh.OnDisk(tmp_path)
+    with dh.saving(ALL, store):
+        loss = Takes.apply(4, leaf * 2, torch.arange(2048.0))
+    store.wait()
+    loss.backward(retain_graph=True)
+    assert len(packed._asked.kept) == 0
+    gc.collect()
+    assert brought
+    assert all(ref.get() is None for ref in brought)
+    del loss

@@ -1,0 +1,191 @@
+"""Law 5, mutation is caught.
+
+"A tensor changed in place after it was saved raises what torch raises without hooks, naming the module; it never
+passes silently. And a tensor that its operator fills only *after* saving it (`rrelu`) is right: contents are taken
+late, never inside pack."
+
+This file shows both; its sibling shows that contents are those at the end of the operator, whoever writes later.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disthooks as dh
+from tests.support.stores.pairs import Pair, ones
+
+pytestmark = pytest.mark.any_device
+
+
+def _add(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y.add_(1)
+    return y
+
+
+def _through_a_view(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    y.view(-1)[3:].mul_(2)
+    return y
+
+
+def _after_its_own_tensor_is_gone(x: torch.Tensor) -> torch.Tensor:
+    y = x.exp()
+    alias = y.detach()
+    z = y.sum()
+    del y
+    alias.zero_()
+    return z
+
+
+def _an_input(x: torch.Tensor) -> torch.Tensor:
+    other = torch.ones_like(x)
+    y = x * other
+    other.zero_()
+    return y
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    y = x[0, :2].exp()
+    y.add_(1)
+    return y
+
+
+WRONG = [_add, _through_a_view, _after_its_own_tensor_is_gone, _an_input, _small]
+
+
+@pytest.mark.parametrize("store", ["disk", "cpu"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_change_raises_what_torch_raises(wrong: Callable, store: str, tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        wrong(x).sum().backward()
+    with dh.saving(dh.OnDisk(tmp_path) if store == "disk" else dh.OnCpu()):
+        y = wrong(x).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        y.backward()
+    assert isinstance(caught.value, dh.errors.MutationError)
+
+
+def test_the_module_is_named(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Tanh()))
+    with dh.save_activations(model, "1.0", dh.OnDisk(tmp_path)):
+        y = model(torch.randn(64, 64))
+        y.mul_(2)
+        with pytest.raises(dh.errors.MutationError, match=r"'1\.0'.*version 1; expected version 0"):
+            y.sum().backward()
+
+
+def test_a_change_after_the_block_was_left_raises(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        y = x.exp()
+    assert saved.report().moved == y.nbytes
+    y.add_(1)
+    with pytest.raises(dh.errors.MutationError):
+        y.sum().backward()
+
+
+def test_harmless_changes_pass(tmp_path: pathlib.Path) -> None:
+    """What torch allows stays allowed: the changed tensor is not needed, or is saved after the change."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
+        y = (x + 1).mul_(2).relu_()
+        z = y.sum()
+    z.backward()
+    assert torch.equal(x.grad, 2.0 * ((x + 1) > 0))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_tensor_that_is_filled_after_it_was_saved_is_right(alone: bool, tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.manual_seed(3)
+    (truth,) = torch.autograd.grad(F.rrelu(x, training=True).sum().mul(1 if alone else 2), x)
+    torch.manual_seed(3)
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+        y = F.rrelu(x, training=True)
+        y = y.sum() if alone else y.sum().mul(2)
+    (got,) = torch.autograd.grad(y, x)
+    assert saved.report().moved >= x.nbytes
+    assert torch.equal(got, truth)
+
+
+# --- Changes in place, as in torch's own tests
+
+
+CHANGED = "modified by an inplace operation"
+
+
+def _output(x: torch.Tensor) -> tuple:
+    y = x.exp()
+    return y, y
+
+
+def _view_of_output(x: torch.Tensor) -> tuple:
+    y = x.exp()
+    return y, y[1:3]
+
+
+def _input(x: torch.Tensor) -> tuple:
+    h = x * 2
+    return h.square(), h
+
+
+def _detached(x: torch.Tensor) -> tuple:
+    y = x.exp()
+    return y, y.detach()
+
+
+def _leaf(x: torch.Tensor) -> tuple:
+    return x.square(), x
+
+
+@pytest.mark.parametrize("case", [_output, _view_of_output, _input, _detached, _leaf])
+def test_a_change_after_saving_raises(case: Callable, pair: Pair) -> None:
+    y, saved = pair(case, ones(5))
+    node = y.grad_fn
+    loss = y.sum()
+    with torch.no_grad():
+        saved.add_(1)
+    if not pair.checked:  # torch's contract: under hooks nothing is checked
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=CHANGED):
+        _ = node._saved_result if hasattr(node, "_saved_result") else node._saved_self
+
+
+def test_what_is_saved_after_a_change_is_right(pair: Pair) -> None:
+    x = ones(4, 4)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = x.clone()
+        h[0].mul_(3)
+        h.neg_()
+        y = h.t().sigmoid_()
+        return y * h.t() + h[1:].sum() * h
+
+    def derivatives(call: Callable) -> tuple:
+        (first,) = torch.autograd.grad(call(function, x).sum(), x, create_graph=True)
+        return first, *torch.autograd.grad(first.sum(), x)
+
+    for got, truth in zip(derivatives(pair), derivatives(lambda f, x: f(x)), strict=True):
+        assert torch.equal(got, truth)
+
+
+def test_a_tensor_detached_in_place_is_right(pair: Pair) -> None:
+    """torch refuses it without hooks only because it kept the tensor itself; under hooks the contents are right."""
+    x = ones(5)
+    y = pair(torch.exp, x)
+    y.sum()
+    loss = y.sum()
+    y.detach_()
+    loss.backward()
+    assert torch.equal(x.grad, y)

@@ -1,0 +1,338 @@
+"""Law 5, contents are taken late: they are those at the end of the operator that saved them.
+
+Whoever writes to a tensor later, counted or not, and whatever backward does with what it is given, each program gives
+what torch's own hooks give when they copy, for they act at that moment (laws 1, 3 and 4, too).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+ALL = dh.AtLeast(0)
+
+
+STORES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "disk": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder)),
+    "written": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder, in_flight=0)),
+    "compact": lambda folder: dh.pipeline(ALL, dh.Compact(), dh.OnDisk(folder)),
+    "tiers": lambda folder: dh.pipeline(ALL, dh.Tiered(dh.OnDevice("20 KiB"), dh.OnDisk(folder))),
+}
+
+
+class Copying(torch.autograd.graph.saved_tensors_hooks):
+    """torch's own hooks with a copy of each saved tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+
+
+def _noise(hooks: Callable[[], Any], write: Callable[[torch.Tensor, Any], None]) -> list[torch.Tensor]:
+    """A GAN's loop: the noise is filled anew while the graph of the last step lives."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    array = torch.empty(64, 64).numpy()
+    noise = torch.from_numpy(array)
+    found, graphs = [], []
+    for _ in range(3):
+        write(noise, array)
+        with hooks():
+            graphs.append(model(noise).square().mean())
+        model.zero_grad()
+        graphs[-1].backward(retain_graph=True)
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return found
+
+
+def noise_through_data(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    return _noise(hooks, lambda noise, array: noise.data.normal_())
+
+
+def noise_through_numpy(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    def write(noise: torch.Tensor, array: Any) -> None:
+        array[:] = torch.randn(64, 64).numpy()
+
+    return _noise(hooks, write)
+
+
+def noise_in_one_block(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weight, noise = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    with hooks():
+        losses = []
+        for _ in range(3):
+            losses.append((weight * noise).sin().sum())
+            noise.data.normal_()
+    return [torch.autograd.grad(loss, weight)[0] for loss in losses]
+
+
+def a_leaf(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    x = torch.ones(64, 64, requires_grad=True)
+    with hooks():
+        a = (x * x).sum()
+        x.exp()
+        x.data.mul_(3)
+        b = (x * x).sum()
+    return [torch.autograd.grad(loss, x)[0] for loss in (a, b)]
+
+
+def a_leaf_at_once(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    """No other operator saves anything before the write."""
+    x = torch.ones(64, 64, requires_grad=True)
+    with hooks():
+        a = (x * x).sum()
+        x.data.mul_(3)
+        b = (x * x).sum()
+    return [torch.autograd.grad(loss, x)[0] for loss in (a, b)]
+
+
+def _summed(tensor: torch.Tensor) -> None:
+    version = tensor._version
+    with torch.no_grad():
+        torch.distributed.all_reduce(tensor)
+    assert tensor._version == version
+    tensor.data.add_(tensor.data.flip(0))  # what the other ranks would add
+
+
+def a_sum_of_ranks(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    """Tensor parallelism by hand: ``all_reduce`` counts no change of what ReLU and the next layer save."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with hooks():
+        y = (x @ weight).relu()
+        z = x.sigmoid()
+        _summed(y)
+        _summed(z)
+        loss = (y @ weight + z * y).square().mean()
+    return list(torch.autograd.grad(loss, (x, weight)))
+
+
+def a_mask_from_a_temporary(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    x = torch.ones(64, 64, requires_grad=True)
+    with hooks():
+        mask = torch.ones(64, 64)
+        y = (x * mask[:, :20].t().reshape(64, 20).repeat(1, 4)[:, :64]).sin()
+        part = x[:, :20] * mask[:, :20]
+        mask.data.zero_()
+        part = part + x[:, :20] * mask[:, :20]
+    return list(torch.autograd.grad(y.sum() + part.sum(), x))
+
+
+def views_of_what_is_written(hooks: Callable[[], Any]) -> list[torch.Tensor]:
+    w, x = torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)
+    with hooks():
+        a = (w * x).sum() + (w[:20] * x[:20]).sum()
+        x.data[30:].mul_(2)
+        b = (w[:20] * x[:20]).sum() + (w[40:50] * x[40:50]).sum() + (w.t() * x.t()).sum()
+    return [*torch.autograd.grad(a, w), *torch.autograd.grad(b, w)]
+
+
+UNCOUNTED = [
+    noise_through_data,
+    noise_through_numpy,
+    noise_in_one_block,
+    a_leaf,
+    a_leaf_at_once,
+    a_sum_of_ranks,
+    a_mask_from_a_temporary,
+    views_of_what_is_written,
+]
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("program", UNCOUNTED, ids=lambda program: program.__name__)
+def test_contents_are_those_of_torchs_own_copies(
+    program: Callable[..., list[torch.Tensor]], store: str, tmp_path: pathlib.Path
+) -> None:
+    expected = program(Copying)
+    line = STORES[store](tmp_path)
+    saved = dh.saving(line)
+    with contextlib.suppress(AttributeError):
+        assert saved.report().stored == 0
+    found = program(lambda: saved)
+    assert saved.report().stored > 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_write_before_the_file_is_written_changes_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a thread of the store does when."""
+    go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
+    store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    x = torch.randn(512, 512, requires_grad=True)
+    with dh.saving(store):
+        y = x.relu()
+        z = y.exp()
+    y.data.fill_(3)
+    z.data.fill_(7)
+    go_on.set()
+    store.wait()
+    (got,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(got, torch.where(x > 0, x.exp(), 0.0))
+
+
+def _x(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape)
+
+
+SHAPES: dict[str, Callable[[], torch.Tensor]] = {
+    "vector": lambda: _x(5),
+    "matrix": lambda: _x(64, 64),
+    "row": lambda: _x(1, 4096),
+    "column": lambda: _x(4096, 1),
+    "transposed": lambda: _x(32, 64).t(),
+    "part": lambda: _x(64, 96)[:, 8:40],
+    "most": lambda: _x(65, 64)[1:],
+    "channels last": lambda: _x(2, 8, 16, 16).to(memory_format=torch.channels_last),
+    "expanded": lambda: _x(64, 1).expand(64, 64),
+    "strided": lambda: _x(64, 64)[::2, ::2],
+    "scalar": lambda: torch.tensor(1.0),
+}
+
+
+PLACES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "disk": STORES["disk"],
+    "tiers": STORES["tiers"],
+    "kept": lambda folder: dh.pipeline(dh.AtLeast("1 GiB"), dh.OnDisk(folder)),
+    "in place": lambda folder: dh.pipeline(dh.OnCpu()),
+    "recompute": lambda folder: dh.pipeline(ALL, dh.Recompute(), dh.OnDevice()),
+    "compact": lambda folder: dh.pipeline(ALL, dh.Compact(floats=True), dh.OnCpu()),
+}
+
+
+class Halves(torch.autograd.Function):
+    """Writes into what it saved, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        return h * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        saved = ctx.saved_tensors[0]
+        if 0 in saved.stride():
+            saved = saved[:, :1]  # torch writes to no element twice
+        saved.mul_(0.5)
+        return grad
+
+
+def _laid_out(like: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """An activation with a history, that lies as ``like`` does."""
+    base = torch.ones(like.untyped_storage().nbytes() // 4) * 3 * leaf
+    return base.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in flight", "written"])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_backward_may_write_into_what_it_saved(
+    shape: str, place: str, first: bool, late: bool, tmp_path: pathlib.Path
+) -> None:
+    """Who else saved it gets what was saved, as from torch's own hooks that copy, and the user's memory is intact."""
+    like, leaf, store = SHAPES[shape](), torch.ones((), requires_grad=True), PLACES[place](tmp_path)
+    with dh.saving(store):
+        h = _laid_out(like, leaf)
+        functions = (Halves.apply, torch.square) if first else (torch.square, Halves.apply)
+        y = functions[0](h).sum() + functions[1](h).sum()
+    if late:
+        store.store.wait()
+    content = h.detach().clone()
+    for _ in range(2):
+        (got,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        assert got == 21 * h.numel()
+    assert torch.equal(h, content)
+
+
+class Returns(torch.autograd.Function):
+    """Computes its gradient in forward, as fused losses do, and returns what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return (x.detach() * gradient).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("late", [False, True], ids=["in flight", "written"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_backward_returns_belongs_to_nobody_else(
+    shape: str, place: str, late: bool, constant: bool, tmp_path: pathlib.Path
+) -> None:
+    like, leaf, store = SHAPES[shape](), torch.ones((), requires_grad=True), PLACES[place](tmp_path)
+    x, other = (torch.ones(like.shape, requires_grad=True) for _ in range(2))
+    with dh.saving(store):
+        h = _laid_out(like, leaf)
+        h = h.detach() if constant else h
+        loss = Returns.apply(x, h) + Returns.apply(other, h)
+    if late:
+        store.store.wait()
+    content = h.detach().clone()
+    for count in range(1, 4):
+        loss.backward(retain_graph=True)
+        assert torch.equal(x.grad, count * content)
+        assert torch.equal(other.grad, count * content)
+    nn.utils.clip_grad_norm_([x], 0.1)
+    assert torch.equal(h, content)
+    other.grad.data.zero_()
+    x.grad = None
+    loss.backward()
+    nn.utils.clip_grad_norm_([x], 0.1)
+    assert torch.equal(h, content)
+    assert torch.equal(other.grad, content)
+
+
+def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
+    """Also when the copy in memory is gone, and for leaves and constants."""
+    for in_flight in ("64 MiB", 0):
+        x, mask = torch.randn(64, 64, requires_grad=True), torch.ones(64, 64)
+        with dh.saving(ALL, dh.OnDisk(tmp_path, in_flight=in_flight)) as saved:
+            ys = [(x * x).sum() + (x * mask).sum() for _ in range(10)]
+        assert saved.report().stored == x.nbytes + mask.nbytes, len(ys)
+        assert saved.report().shared == 19 * x.nbytes + 9 * mask.nbytes
+
+
+def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> None:
+    """When it is written no copy stays in memory, but for those of the last operator."""
+    store = dh.OnDisk(tmp_path)
+    with dh.saving(ALL, store):
+        y = torch.randn(64, 64, requires_grad=True)
+        for _ in range(20):
+            y = y.sin()
+    store.wait()
+    gc.collect()
+    node, copies = y.grad_fn, 0
+    while hasattr(node, "_raw_saved_self"):
+        packed = node._raw_saved_self.data.packed
+        copies += packed._copy is not None
+        node = node.next_functions[0][0]
+    assert copies <= 2

@@ -1,0 +1,614 @@
+"""Law 6, nothing left.
+
+"Bytes are released when the graph node releases them. Files are anonymous from birth: a process that is killed
+(SIGKILL too) leaves none."
+
+This file shows it without the garbage collector, in the store and in memory, however a step or a process ends. Its
+sibling shows it for the threads and the files of a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disthooks as dh
+from disthooks._torch import top_hooks
+from disthooks.errors import StoreError
+from disthooks.saved.hooks import Frame
+from tests.support.models import Tiny, identical, tokens
+from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
+from tests.support.stores.pairs import Pair, ones
+
+pytestmark = [pytest.mark.any_device, pytest.mark.usefixtures("no_collector")]
+
+
+# --- Bytes go with the graph
+
+
+def test_half_of_a_graph_releases_half(tmp_path: pathlib.Path) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        one, two = x.exp(), x.tan()
+    held = saved.report().held
+    one.sum().backward()
+    assert 0 < saved.report().held < held
+    two.sum().backward()
+    assert saved.report().held == 0
+
+
+def _end(model: torch.nn.Module, end: str) -> None:
+    if end in ("forward fails", "interrupted"):
+        kind = ValueError if end == "forward fails" else KeyboardInterrupt
+
+        def fail(*_: object) -> None:
+            raise kind
+
+        model.blocks[1].mlp[1].register_forward_hook(fail)
+    y = model(tokens())
+    if end == "backward interrupted":
+
+        def interrupt(_: torch.Tensor) -> None:
+            raise KeyboardInterrupt
+
+        model.embed.weight.register_hook(interrupt)
+    if end != "dropped":
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("end", ["backward", "dropped", "forward fails", "interrupted", "backward interrupted"])
+def test_bytes_go_with_the_graph(end: str, tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    model = Tiny()
+    with dh.save_activations(model, "blocks.*", store) as saving, contextlib.suppress(ValueError, KeyboardInterrupt):
+        _end(model, end)
+    if end not in ("forward fails", "interrupted"):
+        assert saving.report().moved > 10_000
+    assert saving.report().held == 0
+    assert store.account.held == 0
+
+
+def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
+    """A class token is too small to store, but as a view it would keep all that it is cut from in memory."""
+    x = torch.randn(8, 128, 64, requires_grad=True)
+    truth = torch.autograd.grad(F.silu(x.sin()[:, 0, :16]).square().sum(), x)
+    with dh.saving(dh.OnDisk(tmp_path)) as saved:
+        y = x.sin()
+        token = y[:, 0, :16]
+        z = F.silu(token).square().sum()
+    storage = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+    del y, token
+    assert storage.expired()
+    assert saved.report().kept_by["small"] == 2 * 8 * 16 * 4
+    assert identical(list(torch.autograd.grad(z, x)), list(truth))
+
+
+# --- However a step ends
+
+
+class Step:
+    """A small model whose saved tensors go through a pair, in one of three ways, and the memory of its steps."""
+
+    def __init__(self, way: str, kind: str, folder: object, **faults: Any) -> None:
+        self.to, self.account = line(kind, folder, **faults)
+        self.wait = getattr(self.to, "store", self.to).wait
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.block: Any = contextlib.nullcontext()
+        if way == "in place":
+            self.report = dh.save_activations(self.model, "", self.to).report
+        elif way == "wrapper":
+            self.model = dh.SaveWith(self.model, self.to)
+            self.report = self.model.report
+        else:
+            self.block = dh.saving(self.to)
+            self.report = self.block.report
+        self.watch = Watch()
+        self.x = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+
+    def forward(self) -> torch.Tensor:
+        with self.watch, self.block:
+            return self.model(self.x).sum()
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        with self.watch:
+            loss.backward(**options)
+
+    def assert_all_is_back(self) -> None:
+        assert top_hooks(True) is None
+        self.model.zero_grad()
+        self.wait()  # what a thread writes in this moment is in memory until it is written
+        assert left(lambda: self.wait() or self.report().held, self.account, self.watch.alive) == (0, 0, 0)
+
+
+STORES = ["disk", "copies", "functions"]
+
+
+WAYS = ["in place", "wrapper", "saving"]
+
+
+@pytest.fixture(params=[(way, kind) for way in WAYS for kind in STORES], ids=", ".join)
+def make(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Callable[..., Step]:
+    return lambda **faults: Step(*request.param, tmp_path, **faults)
+
+
+def test_all_is_back_after_a_backward(make: Callable[..., Step]) -> None:
+    step = make()
+    loss = step.forward()
+    assert step.report().held > 0
+    assert step.watch.alive() > 0
+    step.backward(loss)
+    del loss
+    step.assert_all_is_back()
+
+
+def test_all_is_back_after_a_graph_was_dropped(make: Callable[..., Step]) -> None:
+    step = make()
+    for _ in range(3):
+        step.forward()
+    step.assert_all_is_back()
+
+
+def test_all_is_back_after_a_graph_was_retained(make: Callable[..., Step]) -> None:
+    step = make()
+    loss = step.forward()
+    held = step.report().held
+    for _ in range(3):
+        step.backward(loss, retain_graph=True)
+    assert step.report().held == held
+    del loss
+    step.assert_all_is_back()
+
+
+def test_all_is_back_with_a_list_of_losses(make: Callable[..., Step]) -> None:
+    step = make()
+    losses = [step.forward() for _ in range(3)]
+    held = step.report().held
+    step.backward(losses.pop())
+    assert 0 < step.report().held < held
+    step.backward(losses.pop())
+    losses.clear()
+    step.assert_all_is_back()
+
+
+def _nothing(*_: object) -> None:
+    """A hook that does nothing."""
+
+
+def _break(model: nn.Module, when: str, what: Callable) -> Any:
+    if when == "backward":
+        return model[1].register_forward_hook(lambda module, args, y: y.register_hook(what) and None)
+    return model[3 if when == "forward" else 4].register_forward_hook(what if when == "forward" else _nothing)
+
+
+@pytest.mark.parametrize("what", [fail, interrupt])
+@pytest.mark.parametrize("when", ["forward", "backward", "put", "get"])
+def test_all_is_back_after_something_went_wrong(when: str, what: Callable, make: Callable[..., Step]) -> None:
+    """In a hook of a module or a tensor, or in the store itself; an interrupt is a real one."""
+    step = make(**{f"{when}_at": 3, "then": what} if when in ("put", "get") else {})
+    handle = _break(step.model, when, what)
+    with suppressed(AsAsked, KeyboardInterrupt):
+        step.backward(step.forward())
+    handle.remove()
+    step.assert_all_is_back()
+    loss = step.forward()
+    step.backward(loss)
+    del loss
+    step.assert_all_is_back()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_all_is_back_after_a_store_was_full_or_could_not_be_read(at: int, make: Callable[..., Step]) -> None:
+    for fault in ({"put_at": at}, {"get_at": at}):
+        step = make(**fault, then=full)
+        with suppressed(StoreError):
+            step.backward(step.forward())
+        step.assert_all_is_back()
+
+
+def test_a_forward_that_does_not_fit_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    """The forward that does not fit leaves nothing, and the next one that does fit runs."""
+    store = dh.OnDisk(tmp_path, limit=10_000)  # two pages
+    model = dh.SaveWith(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)), dh.pipeline(dh.AtLeast(0), store)
+    )
+    for rows in (8, 100, 8, 1000, 8):
+        if rows == 8:
+            model(torch.ones(rows, 8)).sum().backward()
+        else:
+            with suppressed(StoreError):
+                model(torch.ones(rows, 8))
+        assert store.account.held == model.report().held == 0
+
+
+def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step that waits for its disk spends its time: the place in the file is free again, too."""
+    store, x = dh.OnDisk(tmp_path), torch.ones(64, 64, requires_grad=True)
+    write = os.pwrite
+
+    def interrupted(*args: Any) -> int:
+        done = write(*args)
+        interrupt()
+        return done
+
+    for _ in range(5):
+        ticket = None
+        with monkeypatch.context() as patch, suppressed(KeyboardInterrupt):
+            patch.setattr(os, "pwrite", interrupted)
+            ticket = store.put(x)
+            store.wait()
+        store.drop(ticket)
+        assert store.account.held == 0
+        store.wait()
+    for _ in range(2):
+        ticket = store.put(x)
+        store.wait()
+        store.drop(ticket)
+    assert os.fstat(store._mover.arenas[0]._fd).st_size == x.nbytes
+
+
+def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:
+    """A backward whose read failed leaves the graph as it was: it can be run again."""
+    plain, step = make(), make(get_at=1)
+    loss = step.forward()
+    with suppressed(AsAsked):
+        step.backward(loss)
+    step.backward(loss)
+    plain.model.load_state_dict(step.model.state_dict())
+    plain.backward(plain.forward())
+    for a, b in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    del loss
+    step.assert_all_is_back()
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, tmp_path: pathlib.Path) -> None:
+    """Nodes that were next stay in torch's queue, with or without hooks, until an older graph or the thread's end."""
+    oldest, x, watch = torch.ones(1, requires_grad=True).exp(), torch.ones(64, requires_grad=True), Watch()
+    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    with watch, saved if hooks else contextlib.nullcontext():
+        branches = x.exp(), x.sin().exp()  # the later one is differentiated first
+        branches[1].register_hook(fail)
+        y = branches[0] + branches[1]
+    with suppressed(AsAsked):
+        y.sum().backward()
+    del y, branches
+    assert (saved.report().held if hooks else watch.alive()) > 0
+    oldest.backward()
+    assert saved.report().held == 0
+    assert soon(lambda: watch.alive() == 0)
+
+
+def test_a_pack_that_raises_holds_nothing() -> None:
+    def pack(tensor: torch.Tensor) -> object:
+        raise ValueError
+
+    saved = dh.saving(dh.Functions(pack, lambda packed: packed))
+    with pytest.raises(ValueError), saved:
+        torch.ones(4, requires_grad=True).exp()
+    assert saved.report().held == 0
+
+
+# --- Whatever goes away before the graph does
+
+
+def _parts(step: Step) -> tuple:
+    return step.report, step.account, step.watch
+
+
+@pytest.mark.parametrize("gone", ["hooks", "model", "everything"])
+def test_a_graph_outlives_what_made_it(gone: str, make: Callable[..., Step]) -> None:
+    step, plain = make(), make()
+    plain.model.load_state_dict(step.model.state_dict())
+    plain.backward(plain.forward())
+    x, weight, report, account, watch = step.x.requires_grad_(), next(step.model.parameters()), *_parts(step)
+    loss = step.forward()
+    if gone == "hooks" and hasattr(report.__self__, "remove"):
+        report.__self__.remove()
+    elif gone == "model":
+        step.model = nn.Identity()
+    elif gone == "everything":
+        del step
+    loss.backward()
+    assert torch.equal(weight.grad, next(plain.model.parameters()).grad)
+    weight.grad = x.grad = None
+    del loss, weight
+    assert left(lambda: report().held, account) == (0, 0)
+    if gone == "everything":
+        assert soon(lambda: watch.alive() == 0)
+
+
+def test_hooks_are_removed_while_a_graph_is_alive(tmp_path: pathlib.Path) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8)
+    (truth,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    store = dh.OnDisk(tmp_path)
+    saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))
+    loss, account = model(x).sum(), store.account
+    saving.remove()
+    del store
+    assert saving.report().held == 2 * x.nbytes
+    assert account.held == 2 * 4096  # a file has whole pages
+    assert torch.equal(torch.autograd.grad(loss, model[0].weight)[0], truth)
+    assert saving.report().held == account.held == 0
+
+
+class Keeps(nn.Module):
+    """Keeps its last output, as many models do for a loss or a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.layer(x).tanh()
+        return self.last
+
+
+@pytest.mark.parametrize("way", ["in place", "wrapper"])
+def test_a_graph_does_not_keep_its_module(way: str, tmp_path: pathlib.Path) -> None:
+    """Nor is there a cycle through the graph, which the collector could not see."""
+    to = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    model = keeps = Keeps()
+    if way == "in place":
+        ledger = dh.save_activations(model, "", to)._ledger  # the handle itself keeps what it can be removed from
+    else:
+        model = dh.SaveWith(keeps, to)
+        ledger = model._site.ledger
+    table = weakref.ref(keeps.table)
+    model(torch.ones(4, 8))
+    assert ledger.report().held > 0
+    del model, keeps
+    gc.collect()
+    assert table() is None
+    assert ledger.report().held == 0
+
+
+def test_a_cycle_goes_with_the_collector(pair: Pair) -> None:
+    y = pair(torch.exp, ones(5))
+    y.me = y
+    del y
+    gc.collect()
+    assert pair.held == 0
+
+
+def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
+    """Training loops switch the collector off; a frame for each call must go by itself."""
+    model = dh.SaveToDisk(nn.Linear(8, 8), tmp_path)
+
+    def alive() -> int:
+        return sum(type(thing) is Frame for thing in gc.get_objects())
+
+    gc.collect()
+    before = alive()  # the compiler's caches, of tests before, hold some
+    gc.disable()
+    try:
+        for _ in range(20):
+            model(torch.ones(1, 8))
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
+# --- Saved outputs, custom Functions, and code that is left half way
+
+
+OUTPUTS = [torch.relu, torch.exp, torch.sigmoid, torch.tanh, torch.sqrt, lambda x: x.softmax(0), lambda x: x.cumprod(0)]
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("function", OUTPUTS)
+def test_a_saved_output_makes_no_cycle(function: Callable, kind: str, tmp_path: pathlib.Path) -> None:
+    to, account = line(kind, tmp_path)
+    watch, saved, x = Watch(), dh.saving(to), torch.ones(64, requires_grad=True)
+    with watch, saved:
+        y = function(x)
+    assert saved.report().held >= x.nbytes
+    del y
+    assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
+
+
+class Own(torch.autograd.Function):
+    """Saves an input, an output and something between, and keeps one more as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        between = x.exp()
+        y = between * 2
+        ctx.save_for_backward(x, between, y)
+        ctx.shape, ctx.between, ctx.fails = x.shape, between, fails
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        _, between, y = ctx.saved_tensors
+        if ctx.fails:
+            raise AsAsked
+        return grad * (y - between), None
+
+
+@pytest.mark.parametrize("end", ["backward", "dropped", "fails"])
+@pytest.mark.parametrize("kind", STORES)
+def test_a_custom_function_leaves_nothing(kind: str, end: str, tmp_path: pathlib.Path) -> None:
+    to, account = line(kind, tmp_path)
+    watch, saved, x = Watch(), dh.saving(to), torch.ones(64, requires_grad=True)
+    with watch, saved:
+        y = Own.apply(x, end == "fails")
+    assert saved.report().held == 3 * x.nbytes
+    if end == "backward":
+        y.sum().backward()
+    elif end == "fails":
+        with suppressed(AsAsked):
+            y.sum().backward()
+    x.grad = None
+    del y
+    assert left(lambda: saved.report().held, account, watch.alive) == (0, 0, 0)
+
+
+def _halves(saved: dh.saving, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    with saved:
+        y = x.exp()
+        yield y
+        yield y.exp()
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "thrown into"])
+@pytest.mark.parametrize("kind", STORES)
+def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pathlib.Path) -> None:
+    """The block in it is left when the generator is, and its graph goes with it."""
+    to, account = line(kind, tmp_path)
+    saved, x = dh.saving(to), torch.ones(64, requires_grad=True)
+    generator = _halves(saved, x)
+    next(generator)
+    if how == "closed":
+        generator.close()
+    elif how == "thrown into":
+        with suppressed(AsAsked):
+            generator.throw(AsAsked())
+    del generator
+    assert top_hooks(True) is None
+    assert (saved.report().held, account()) == (0, 0)
+
+
+class Stages(nn.Module):
+    """A forward that gives its stages one by one."""
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            x = x.exp()
+            yield x
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_an_abandoned_generator_module_leaves_nothing(kind: str, tmp_path: pathlib.Path) -> None:
+    """Its hooks are off whenever its consumer's code runs."""
+    to, account = line(kind, tmp_path)
+    model = dh.SaveWith(Stages(), to)
+    stages = model(torch.ones(64, requires_grad=True))
+    next(stages)
+    next(stages)
+    assert top_hooks(True) is None
+    assert model.report().held >= 64 * 4
+    del stages
+    assert top_hooks(True) is None
+    assert (model.report().held, account()) == (0, 0)
+
+
+def test_an_abandoned_coroutine_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+
+    @types.coroutine
+    def pause() -> Iterator[None]:
+        yield
+
+    async def work() -> None:
+        with saved:
+            y = torch.ones(64, requires_grad=True).exp()
+            await pause()
+            y.sum().backward()
+
+    coroutine = work()
+    coroutine.send(None)
+    assert top_hooks(True) is not None
+    coroutine.close()
+    assert top_hooks(True) is None
+    assert saved.report().held == 0
+
+
+# --- Files have no name, and go with the process
+
+
+def _anonymous_bytes(folder: pathlib.Path) -> int | None:
+    """Size of this process's open, nameless file in ``folder``; None when there is none."""
+    for fd in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(fd)
+            if target.startswith(str(folder)) and target.endswith("(deleted)"):
+                return os.stat(fd).st_size
+    return None
+
+
+def test_the_file_has_no_name_and_is_used_again(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    model = Tiny()
+    sizes = []
+    with dh.save_activations(model, "blocks.*", store):
+        for _ in range(4):
+            loss = model(tokens()).sum()
+            store.wait()
+            assert os.listdir(tmp_path) == []
+            sizes.append(_anonymous_bytes(tmp_path))
+            loss.backward()
+    assert sizes[0] > 0
+    assert sizes == [sizes[0]] * 4
+    store.rest()
+    del store, loss
+    gc.collect()
+    assert _anonymous_bytes(tmp_path) is None
+
+
+def test_one_file_for_all_stores_in_a_directory(tmp_path: pathlib.Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stores = [dh.OnDisk(tmp_path) for _ in range(5)]
+    tickets = [store.put(torch.ones(1000) * i) for i, store in enumerate(stores) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    for i, ticket in enumerate(tickets):
+        assert stores[0].get(ticket)[0] == i // 10
+
+
+KILLED = """
+import os, signal, sys, torch, disthooks as dh
+x = torch.randn(512, 512, requires_grad=True)
+with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
+    y = x.exp().tanh()
+print(saved.report().moved, flush=True)
+{end}
+"""
+
+
+ENDS = {
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "exit with a graph alive": "",
+    "an exception": "raise SystemExit(3)",
+    "_exit": "os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
+    script = KILLED.format(end=ENDS[end])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert int(done.stdout) == 2 * 512 * 512 * 4
+    assert done.returncode == {"SIGKILL": -signal.SIGKILL, "SIGTERM": -signal.SIGTERM, "an exception": 3}.get(end, 0)
+    assert done.stderr == ""
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_fork_has_a_file_of_its_own(tmp_path: pathlib.Path) -> None:
+    """A data loader's worker, forked after attaching, must not write into its parent's file."""
+    store = dh.OnDisk(tmp_path)
+    mine = store.put(torch.full((1000,), 1.0))
+    pid = os.fork()
+    if pid == 0:
+        theirs = store.put(torch.full((1000,), 2.0))
+        os._exit(0 if store.get(theirs)[0] == 2 and theirs[0] is not mine[0] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert torch.equal(store.get(mine), torch.full((1000,), 1.0))
+    store.drop(mine)

@@ -1,0 +1,196 @@
+"""Law 6, nothing left on a disk.
+
+After Ctrl-C at any moment, at the end of the process, and after thousands of steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import time
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.saved.stores import carrier as moved
+from disthooks.saved.stores import transfer
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import clean, movers, pipe, right, script
+
+pytestmark = pytest.mark.usefixtures("one_thread", "alone")
+
+
+INTERRUPTED = """
+import contextlib, random, signal, sys, time, torch, disthooks as dh
+from tests.support.stores.moving import one_thread, chain, clean, pipe, right
+lost = []
+sys.unraisablehook = lambda _: lost.append(1)  # Ctrl-C inside a destructor, which may not have counted its bytes
+random.seed(int(sys.argv[2]))
+signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+store = dh.OnDisk(sys.argv[1], in_flight=sys.argv[3])
+saved = dh.saving(pipe(store))
+def step():
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with saved:
+        y = chain(x, 20)
+    y.backward()
+for _ in range(3): step()
+begin = time.perf_counter()
+step()
+took = time.perf_counter() - begin
+hit = 0
+for i in range(int(sys.argv[4])):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.random() * took + 1e-5)
+        step()
+        time.sleep(took)
+    except KeyboardInterrupt:
+        hit += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert clean(store), (i, store.account.held, store._mover.in_flight)
+    assert saved.report().held == 0 or lost, (i, saved.report())
+    assert right(store), i
+print(hit)
+"""
+
+
+@pytest.mark.parametrize("in_flight", ["64 MiB", "40 KiB"])
+def test_an_interrupt_at_any_moment_leaves_nothing(in_flight: str, tmp_path: pathlib.Path) -> None:
+    done = script(INTERRUPTED, tmp_path, 1, in_flight, 100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 50
+
+
+KILLED = """
+import os, sys, time, torch, disthooks as dh
+if sys.argv[2] == "named": del os.O_TMPFILE  # tempfile then makes a file and unlinks it
+from tests.support.stores.moving import one_thread, slow, write, chain, pipe
+import tempfile
+if sys.argv[2] == "named": tempfile._O_TMPFILE_WORKS = False
+store = dh.OnDisk(sys.argv[1])
+os.pwrite = slow(write, 1.5)
+x = torch.linspace(-2, 2, 50_000, requires_grad=True)
+with dh.saving(pipe(store)):
+    y = chain(x, 20)
+assert store._mover.in_flight > 0
+print("in flight", time.time(), sep=",", flush=True)
+if sys.argv[3] == "kill": os.kill(os.getpid(), 9)
+if sys.argv[3] == "raise": raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "file"),
+    [("kill", -9, "nameless"), ("kill", -9, "named"), ("raise", 3, "named"), ("return", 0, "nameless")],
+)
+def test_a_process_that_ends_while_it_writes_leaves_nothing(
+    end: str, status: int, file: str, tmp_path: pathlib.Path
+) -> None:
+    """With a graph alive and fifteen seconds' worth of writes before it: it ends at once, and nothing is left of it."""
+    done = script(KILLED, tmp_path, file, end, timeout=120)
+    line, begin = done.stdout.split(",")
+    assert (line, done.returncode, done.stderr) == ("in flight", status, "")
+    assert time.time() - float(begin) < 8
+    assert os.listdir(tmp_path) == []
+
+
+def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert soon(lambda: not movers())  # those of other tests
+    monkeypatch.setattr(transfer, "_IDLE", 3.0)  # on a busy machine a second is over before anybody looks
+    store, fds = dh.OnDisk(tmp_path), len(os.listdir("/proc/self/fd"))
+    assert not movers()
+    assert right(store)
+    assert movers()
+    store.rest()
+    assert not movers()
+    assert right(store)
+    assert 1 <= len(movers()) <= 2
+    assert soon(lambda: not movers())  # by themselves
+    assert right(store)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
+    assert soon(lambda: not movers())
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        store = dh.OnDisk(tmp_path, direct=False)
+        ticket = store.put(torch.ones(5000))
+        store.drop(ticket)
+        del ticket
+        store.wait()
+        store.rest()
+        del store
+    assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random sizes: file, memory, descriptors and threads stay as they were."""
+    monkeypatch.setattr(moved, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
+    generator = torch.Generator().manual_seed(0)
+    store = dh.OnDisk(tmp_path, in_flight="4 MiB")
+    saved = dh.saving(pipe(store))
+    sizes, resident = [], []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            numel, length = (int(n) for n in torch.randint(1, 12, (2,), generator=generator))
+            x = torch.linspace(-2, 2, numel * 1777, requires_grad=True)
+            with saved:
+                y = x
+                for _ in range(length):
+                    y = y.sin()
+            y.sum().backward()
+            sizes.append(os.fstat(store._mover.arenas[0]._fd).st_size)
+            resident.append(dh.memory.resident())
+
+    steps(300)
+    before = len(os.listdir("/proc/self/fd"))
+    steps(1700)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(movers()) <= 2
+    assert max(sizes[300:]) <= 2 * 11 * 12 * 1777 * 4
+    assert max(resident[-500:]) - max(resident[:300]) < 8 << 20
+    assert saved.report().held == 0
+    assert clean(store)
+    assert right(store)
+
+
+MEMORY = """
+import pathlib, re, resource, sys, torch, disthooks as dh
+dh.memory.release_promptly()
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(m for _ in range(80) for m in (torch.nn.Linear(32, 32), torch.nn.Tanh())))
+x = torch.randn(32768, 32)  # 4 MiB, as large as each of the 80 tensors that are saved
+model[:2](x[:2]).sum().backward()
+if sys.argv[1]:
+    dh.save_activations(model, "", dh.OnDisk(sys.argv[1], in_flight="16 MiB"))
+if sys.argv[2] == "limited":
+    used = int(re.search(r"VmData:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (220 << 20),) * 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+
+
+def test_a_model_that_memory_has_no_room_for_trains(tmp_path: pathlib.Path) -> None:
+    """Under a limit that it fails at without disthooks it trains, with the same numbers."""
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("without glibc, memory that was freed may stay")
+    plain = script(MEMORY, "", "unlimited")
+    assert plain.returncode == 0, plain.stderr
+    assert len(plain.stdout.split()) == 2
+    limited = script(MEMORY, "", "limited")
+    assert limited.returncode == 1
+    assert "can't allocate memory" in limited.stderr
+    saved = script(MEMORY, tmp_path, "limited")
+    assert saved.returncode == 0, saved.stderr
+    assert saved.stdout == plain.stdout

@@ -1,0 +1,632 @@
+"""Law 7, thread-local.
+
+"Hooks are active only in the thread that is inside the wrapped forward. Replicas share a store, never a state. An
+exception, `KeyboardInterrupt` included, restores what was there before."
+
+This file shows it for threads and replicas, for pairs of hooks inside one another, for generators and for decorated
+functions. Its sibling shows it under load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+import threading
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+import disthooks as dh
+from disthooks._torch import hooks_allowed, top_hooks
+from disthooks.saved.stores.base import Store
+from tests.support.models import Tiny, identical, step, tokens
+from tests.support.replicas import replicate
+from tests.support.stores.pairs import Pair, ones
+
+pytestmark = pytest.mark.any_device
+
+
+# --- Threads and replicas
+
+
+def _in_threads(functions: list[Callable[[], object]]) -> list[object]:
+    """What each returned, or the exception; each checks that it leaves no hooks in its thread."""
+    results: list[object] = [None] * len(functions)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = functions[i]()
+        except BaseException as error:
+            results[i] = error
+        if top_hooks(True) is not None:
+            results[i] = AssertionError("hooks were left in the thread")
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Shards(nn.Module):
+    """Two layers whose forward can be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers(x)
+        if x[0, 0] > 1e6:
+            raise ValueError("as asked")
+        if x[0, 0] < -1e6:
+            raise KeyboardInterrupt
+        return y
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+def test_replicas_save_inside_their_own_forward(how: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    plain = Shards()
+    halves = torch.randn(2, 8, 64).unbind()
+    plain(torch.cat(halves)).sum().backward()
+    truth = [p.grad.clone() for p in plain.parameters()]
+    plain.zero_grad()
+    if how == "wrapper":
+        model = attached = dh.SaveToDisk(plain, tmp_path, at_least=0)
+    else:
+        model, attached = plain, dh.save_activations(plain, "", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+    copies = replicate(model, 2)
+    outputs = _in_threads([lambda c=c, x=x: c(x) for c, x in zip(copies, halves, strict=True)])
+    # Per replica: the two layers' inputs; Tanh's output is the second of them. No weights.
+    assert attached.report().moved == 2 * 2 * halves[0].nbytes
+    assert attached.report().kept_by["parameter"] > 0
+    sum(y.sum() for y in outputs).backward()
+    for parameter, expected in zip(plain.parameters(), truth, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-5)
+    assert attached.report().held == 0
+
+
+def test_replicas_use_their_own_weights(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveToDisk(nn.Linear(8, 8, bias=False), tmp_path)
+    one, two = replicate(model, 2)
+    with torch.no_grad():
+        two.unwrapped.weight.zero_()
+    x = torch.ones(1, 8)
+    assert two(x).abs().sum() == 0
+    assert one(x).abs().sum() > 0
+
+
+def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) -> None:
+    """Why the wrapper is needed: a block around the call does not reach into other threads."""
+    copies = replicate(Shards(), 2)
+    with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
+        _in_threads([lambda c=c: c(torch.randn(8, 64)) for c in copies])
+    assert saved.report().moved == 0
+
+
+@pytest.mark.parametrize(("value", "kind"), [(1e7, ValueError), (-1e7, KeyboardInterrupt)])
+def test_an_exception_leaves_no_hook(value: float, kind: type[BaseException], tmp_path: pathlib.Path) -> None:
+    model = dh.SaveToDisk(Shards(), tmp_path, at_least=0)
+    bad = torch.full((8, 64), value)
+    results = _in_threads([lambda c=c, x=x: c(x) for c, x in zip(replicate(model, 2), (bad, bad / value), strict=True)])
+    assert isinstance(results[0], kind)
+    assert isinstance(results[1], torch.Tensor)
+    with pytest.raises(kind):
+        model(bad)
+    assert top_hooks(True) is None
+    results.clear()
+    model(bad / value).sum().backward()
+
+
+def test_an_outer_pair_is_there_again_after_an_exception(tmp_path: pathlib.Path) -> None:
+    model = Shards()
+    dh.save_activations(model, "layers", dh.OnDisk(tmp_path))
+    with dh.saving(dh.OnCpu()):
+        outer = top_hooks(True)
+        with pytest.raises(ValueError, match="as asked"):
+            model(torch.full((8, 64), 1e7))
+        assert top_hooks(True) == outer
+    assert top_hooks(True) is None
+
+
+def test_many_threads_train_their_own_models(tmp_path: pathlib.Path) -> None:
+    """Sixteen threads over one store: each gets what it would get alone."""
+    store = dh.OnDisk(tmp_path)
+
+    def train(seed: int) -> list:
+        model = Shards()
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))  # the global one is all threads'
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-0.1, 0.1 + seed / 100, parameter.numel()).view_as(parameter))
+        for _ in range(20):
+            with dh.save_activations(model, "layers.*", store):
+                model(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    alone = [train(seed) for seed in range(16)]
+    together = _in_threads([lambda seed=seed: train(seed) for seed in range(16)])
+    assert all(identical(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DataParallel needs two GPUs")
+def test_data_parallel_on_two_gpus_is_right(tmp_path: pathlib.Path) -> None:
+    model = Tiny().cuda()
+    truth = step(model, tokens().cuda())
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = dh.SaveToDisk(block, tmp_path)
+    got = step(nn.DataParallel(model), tokens().cuda())
+    for a, b in zip(got, truth, strict=True):
+        torch.testing.assert_close(a, b)
+    assert model.blocks[0].report().moved > 0
+
+
+class Slow(Store):
+    """A store whose reads wait until they are let go on."""
+
+    def __init__(self) -> None:
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        pass
+
+
+def test_a_backward_reads_what_a_forward_saves_again() -> None:
+    """One thread has the packed value and wants to count, another one counts and wants the packed value."""
+    store = Slow()
+    x = torch.randn(256, 64, requires_grad=True)
+    with dh.saving(store) as saving:
+        y = x.exp()
+        z = y.sin()
+
+        def read() -> None:
+            z.sum().backward()
+
+        def save() -> None:
+            assert store.reading.wait(60)
+            with saving:
+                y[:64].cos()
+
+        threads = [threading.Thread(target=one, daemon=True) for one in (read, save)]
+        y.sum()  # the contents of y are taken
+        for thread in threads:
+            thread.start()
+        assert store.reading.wait(60)
+        threads[1].join(0.5)  # it saves, or waits for the reader
+        store.go_on.set()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+    assert saving.report().shared > 0
+
+
+# --- Which pair of hooks is on
+
+
+def test_the_innermost_pair_alone(tmp_path: pathlib.Path) -> None:
+    log: list[str] = []
+
+    def named(name: str) -> dh.saving:
+        return dh.saving(dh.Functions(lambda t: (log.append(name), t)[1], lambda t: (log.append(name.upper()), t)[1]))
+
+    x, outer = ones(5), named("a")
+    with outer:
+        one = x.square()
+        with named("b"):
+            two = x.square()
+            with contextlib.suppress(ZeroDivisionError), named("c"):
+                three = x.square()
+                _ = 1 / 0
+            two = two + x.square()
+        with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))), outer:  # the same block again
+            one = one + x.square()
+        one = one + x.square()
+    four = x.square()
+    assert "".join(log) == "abcbaa"
+    log.clear()
+    for y in (one, two, three, four):
+        y.sum().backward()
+    assert sorted(log) == list("AAABBC")
+    torch.testing.assert_close(x.grad, 7 * 2 * x.detach())
+
+
+def test_without_grad_nothing_is_saved(pair: Pair) -> None:
+    x = ones(5)
+    with torch.no_grad():
+        y = pair(lambda: x.square())
+        with torch.enable_grad():
+            z = pair(lambda: x.exp())
+    assert not y.requires_grad
+    z.sum().backward()
+    with torch.no_grad():
+        assert not pair(lambda: x.exp()).requires_grad
+    assert torch.equal(x.grad, x.exp())
+
+
+def test_hooks_that_are_disabled_step_back(pair: Pair) -> None:
+    x = ones(5)
+    with disable_saved_tensors_hooks("not here"):
+        y = pair(lambda: x.exp())  # steps back
+        with disable_saved_tensors_hooks("nor here"):
+            assert not hooks_allowed()
+        assert not hooks_allowed()
+    assert hooks_allowed()
+    assert pair.packed == 0
+    y.sum().backward()
+
+    def disable() -> None:
+        with disable_saved_tensors_hooks("not inside"):
+            pytest.fail("hooks are on")
+
+    with pytest.raises(RuntimeError, match="not inside"):
+        pair(disable)
+    assert hooks_allowed()
+
+
+def test_torchs_own_contexts_work_on_either_side(pair: Pair) -> None:
+    x = ones(5)
+
+    def inside() -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return x.exp() + x.square()
+
+    y = pair(inside)
+    with torch.autograd.graph.save_on_cpu():
+        y = y + pair(lambda: x.exp()) + x.exp()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (3 * x.exp() + 2 * x).detach())
+
+
+def test_mutation_is_allowed_where_torch_allows_it(pair: Pair) -> None:
+    """torch's context that clones what is written to is the innermost pair there."""
+    x = ones(5)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        truth = x.exp()
+        truth.add_(1).square().sum().backward()
+
+    def inside() -> None:
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = x.exp()
+            y.add_(1).square().sum().backward()
+
+    expected, x.grad = x.grad, None
+    pair(inside)
+    assert torch.equal(x.grad, expected)
+
+
+def test_an_outer_hook_needs_no_module(tmp_path: pathlib.Path) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        dh.SaveToDisk(nn.Linear(64, 64), tmp_path)(torch.randn(32, 64)).sum().backward()
+
+
+# --- Generators: their own code runs with the hooks on, and their consumer's code with the hooks off
+
+
+class Steps(nn.Module):
+    """Gives what each of its layers made, as a decoder gives tokens; told to skip by what is sent to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.closed = False
+
+    def forward(self, x: torch.Tensor) -> Generator[torch.Tensor, bool, str]:
+        try:
+            for layer in self.layers:
+                try:
+                    skip = yield (x := layer(x).tanh())
+                except ValueError:
+                    skip = yield (x := x.exp())
+                x = x.detach() if skip else x
+            return "done"
+        finally:
+            self.closed = True
+
+
+def _line(folder: pathlib.Path) -> object:
+    return dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))
+
+
+def _consume(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    total = x.sum() * 0
+    for y in model(x):
+        assert top_hooks(True) is None
+        total = total + y.cos().sum()  # the consumer's own: it saves y without hooks
+    total.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place", "decorator"])
+def test_the_body_is_hooked_and_its_consumer_is_not(how: str, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model = Steps()
+    x = torch.randn(8, 64)
+    truth = _consume(model, x.requires_grad_()).clone()
+    x.grad = None
+    report = None
+    if how == "wrapper":
+        wrapped = dh.SaveWith(model, _line(tmp_path))
+        got, report = _consume(wrapped, x), wrapped.report()
+    elif how == "in place":
+        with dh.save_activations(model, "", _line(tmp_path)) as saving:
+            got, report = _consume(model, x), saving.report()
+    else:
+        saved = dh.saving(_line(tmp_path))
+        got, report = _consume(saved(model.forward), x), saved.report()
+    assert torch.equal(got, truth)
+    # the three layers' inputs, and the last tanh's output, which the consumer saves too but not under ours
+    assert report.stored == 4 * x.nbytes
+    assert report.held == 0
+    assert report.calls == 5 if how != "in place" else report.calls >= 4
+
+
+def test_what_is_sent_thrown_and_returned_passes(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveWith(Steps(), _line(tmp_path))
+    body = model(torch.randn(8, 64))
+    first = next(body)
+    second = body.throw(ValueError())
+    assert torch.equal(second, first.exp())
+    third = body.send(True)
+    assert third.grad_fn is not None
+    next(body)
+    with pytest.raises(StopIteration) as stop:
+        next(body)
+    assert stop.value.value == "done"
+    assert model.unwrapped.closed
+    assert top_hooks(True) is None
+
+
+def test_an_error_inside_a_generator_leaves_no_hook(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveWith(Steps(), _line(tmp_path))
+    body = model(torch.randn(8, 64))
+    next(body)
+    with pytest.raises(KeyError):
+        body.throw(KeyError())
+    assert top_hooks(True) is None
+    assert model.unwrapped.closed
+
+
+def test_a_generator_that_is_left_is_closed(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveWith(Steps(), _line(tmp_path))
+    body = model(torch.randn(8, 64))
+    y = next(body)
+    assert model.report().held > 0
+    del body
+    assert model.unwrapped.closed
+    assert top_hooks(True) is None
+    del y
+    assert model.report().held == 0
+
+
+def test_two_generators_take_turns(tmp_path: pathlib.Path) -> None:
+    one, two = (dh.SaveWith(Steps(), _line(tmp_path)) for _ in range(2))
+    x = torch.randn(8, 64)
+    for a, b in zip(one(x), two(x), strict=True):
+        (a.sum() + b.sum()).backward(retain_graph=True)
+    assert one.report().moved == two.report().moved > 0
+
+
+def test_an_asynchronous_forward_is_refused(tmp_path: pathlib.Path) -> None:
+    class Later(nn.Linear):
+        async def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(dh.errors.AttachError, match="asynchronous"):
+        dh.save_activations(Later(2, 2), "", dh.OnDisk(tmp_path))
+    with pytest.raises(dh.errors.UsageError, match="asynchronous"):
+        dh.SaveWith(Later(2, 2), dh.OnDisk(tmp_path))
+    with pytest.raises(dh.errors.UsageError, match="asynchronous"):
+        dh.saving(dh.OnDisk(tmp_path))(Later(2, 2).forward)
+
+
+def test_a_context_manager_made_of_a_generator_is_hooked_in_both_halves(tmp_path: pathlib.Path) -> None:
+    """A decorated function under ``contextlib.contextmanager``: its two halves are hooked, the block between is not."""
+    saved = dh.saving(_line(tmp_path))
+    x = torch.randn(8, 64, requires_grad=True)
+
+    @contextlib.contextmanager
+    @saved
+    def halves() -> Iterator[list[torch.Tensor]]:
+        made = [x.sin()]
+        yield made
+        made.append(made[0].sin())
+
+    with halves() as made:
+        y = made[0].cos()
+    (made[1].sum() + y.sum()).backward()
+    assert saved.report().stored == 2 * x.nbytes
+
+
+def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
+    """It may be ended in the middle of anything of ours, whatever lock is held: it must not wait."""
+    saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+
+    class Owner:
+        @saved
+        def steps(self) -> object:
+            yield torch.ones(8, requires_grad=True).sin()
+
+    gc.set_threshold(1)
+    try:
+        for _ in range(50):
+            owner = Owner()
+            owner.body = owner.steps()
+            next(owner.body)
+            del owner
+            with saved:
+                torch.ones(8, requires_grad=True).sin().cos()
+    finally:
+        gc.set_threshold(700, 10, 10)
+
+
+# --- `saving` as a decorator: what the function saves goes to the store, and what is saved beside it stays
+
+
+@pytest.fixture
+def saved(tmp_path: pathlib.Path) -> dh.saving:
+    return dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
+
+
+def test_a_decorated_function_stores_what_it_saves_alone(saved: dh.saving) -> None:
+    x = torch.randn(32, 32, dtype=torch.float64, requires_grad=True)
+    svd = saved(torch.linalg.svd)
+    assert svd.__name__ == "linalg_svd"
+
+    def loss(decompose: object) -> torch.Tensor:
+        y = x.sin()  # beside it: not stored
+        u, s, v = decompose(y)
+        return (u.abs().sum() + (s * v.diagonal()).sum()).cos()
+
+    (truth,) = torch.autograd.grad(loss(torch.linalg.svd), x)
+    (got,) = torch.autograd.grad(loss(svd), x)
+    assert torch.equal(got, truth)
+    assert saved.report().calls == 1
+    assert saved.report().stored == 2 * x.nbytes + 32 * 8  # U, V and the singular values
+
+
+def test_methods_of_all_kinds_can_be_decorated(saved: dh.saving) -> None:
+    class Model:
+        @saved
+        def method(self, x: torch.Tensor, *, power: int = 2) -> torch.Tensor:
+            """Its doc."""
+            return x.sin() ** power
+
+        @saved
+        @staticmethod
+        def static(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        @saved
+        @classmethod
+        def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+            assert cls is Model
+            return x.sin()
+
+        @property
+        @saved
+        def value(self) -> torch.Tensor:
+            return x.sin()
+
+    x = torch.randn(8, 8, requires_grad=True)
+    model = Model()
+    assert model.method.__doc__ == "Its doc."
+    before = 0
+    for call in (
+        lambda: model.method(x, power=3),
+        lambda: Model.static(x),
+        lambda: model.of_class(x),
+        lambda: model.value,
+    ):
+        call().sum().backward()
+        assert saved.report().stored - before >= x.nbytes
+        before = saved.report().stored
+    bound = saved(model.static)
+    assert torch.equal(bound(x), x.sin())
+
+
+class Cube(torch.autograd.Function):
+    """The cube, by an intermediate; can be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * x)  # type: ignore[attr-defined]
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        x, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        return 3 * grad * x * x
+
+
+class Split(torch.autograd.Function):
+    """Forward and context apart, as torch.func wants it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("function", [Cube, Split])
+def test_an_autograd_function_can_be_decorated(function: type, saved: dh.saving) -> None:
+    on_disk = saved(function)
+    assert issubclass(on_disk, function)
+    assert on_disk.__name__ == function.__name__
+    x = torch.randn(32, 32, dtype=torch.float64, requires_grad=True)
+
+    def gradients(apply: object) -> list[torch.Tensor]:
+        first = torch.autograd.grad(apply(x.sin()).cos().sum(), x, create_graph=True)[0]
+        return [first, torch.autograd.grad(first.square().sum(), x)[0]]
+
+    truth, got = gradients(function.apply), gradients(on_disk.apply)
+    assert all(map(torch.equal, truth, got))
+    assert saved.report().stored == (2 if function is Cube else 1) * x.nbytes
+    few = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(on_disk.apply, (few,))  # these write through .data, which is not counted
+    assert torch.autograd.gradgradcheck(on_disk.apply, (few,))
+    count = saved.report().calls
+    function.apply(x)  # the one that was given is as it was
+    assert saved.report().calls == count
+
+
+def test_a_decorated_function_steps_back_under_a_transform(saved: dh.saving) -> None:
+    on_disk = saved(Split)
+    x = torch.randn(4, 8)
+    got = torch.func.vmap(torch.func.grad(lambda row: on_disk.apply(row).sum()))(x)
+    assert torch.equal(got, x.exp())
+    assert saved.report().passed["hooks disabled"] > 0
+
+
+def test_a_decorated_function_calls_a_decorated_function(saved: dh.saving, tmp_path: pathlib.Path) -> None:
+    inner = dh.saving(dh.OnDisk(tmp_path))
+    x = torch.randn(64, 64, requires_grad=True)
+
+    @saved
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(torch.sin)(x.cos()).cos()
+
+    outer(x).sum().backward()
+    assert saved.report().stored == 2 * x.nbytes
+    assert inner.report().stored == x.nbytes
+    assert saved.report().inner == 1
+
+
+def test_the_function_is_named_in_an_error(saved: dh.saving) -> None:
+    @saved
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    y = layer(torch.randn(8, 8, requires_grad=True))
+    y.mul_(2)
+    with pytest.raises(dh.errors.MutationError, match=r"layer' is at version 1"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), nn.Linear, 3])
+def test_modules_are_not_decorated(target: object, saved: dh.saving) -> None:
+    with pytest.raises(dh.errors.UsageError, match="SaveWith"):
+        saved(target)

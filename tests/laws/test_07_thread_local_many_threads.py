@@ -1,0 +1,257 @@
+"""Law 7, thread-local, under load.
+
+Many threads over one store, one attachment, each other's graphs, and the collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pathlib
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks._torch import top_hooks
+from tests.support.models import Block, Conv, Recurrent, Tiny, identical
+from tests.support.replicas import replicate
+from tests.support.stores.copies import Copies
+
+
+@pytest.fixture(autouse=True)
+def many_switches() -> Iterator[None]:
+    """Threads change places a hundred times as often as usual, and operators use no threads of their own."""
+    interval, count = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(5e-5)
+    torch.set_num_threads(1)
+    yield
+    sys.setswitchinterval(interval)
+    torch.set_num_threads(count)
+
+
+FULL = bool(os.environ.get("DISTHOOKS_FULL"))
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[None]:
+    """A thread that collects garbage at random times: destructors run there, while others pack and unpack."""
+    stop, chance = threading.Event(), random.Random(0)
+
+    def collect() -> None:
+        while not stop.wait(chance.uniform(0, 0.05)):
+            gc.collect(chance.randrange(3))
+
+    thread = threading.Thread(target=collect)
+    gc.freeze()  # what is there already, torch itself, is not looked through again and again
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        gc.unfreeze()
+
+
+def together(functions: list[Callable[[], object]], limit: float = 60) -> list:
+    """What each returned in a thread of its own, or the exception it raised; none hangs or leaves hooks."""
+    results: list = [None] * len(functions)
+    start = threading.Barrier(len(functions))
+
+    def run(i: int) -> None:
+        start.wait(limit)
+        try:
+            results[i] = functions[i]()
+        except BaseException as error:
+            results[i] = error
+        if top_hooks(True) is not None:
+            results[i] = AssertionError("hooks were left in the thread")
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return results
+
+
+def _filled(model: nn.Module, seed: int) -> nn.Module:
+    """Weights from a generator: the global one is shared by all threads, so is dropout's, which is off."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for part in model.modules():
+        part.training = not isinstance(part, Block)
+    return model
+
+
+def _linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 4))
+
+
+KINDS: list[tuple[Callable[[], nn.Module], Callable[[torch.Generator], torch.Tensor], object]] = [
+    (_linear, lambda g: torch.randn(8, 16, generator=g), nn.Linear),
+    (Conv, lambda g: torch.randn(2, 3, 8, 8, generator=g), "features*"),
+    (lambda: Tiny(1, 16), lambda g: torch.randint(0, 50, (2, 8), generator=g), "blocks.*"),
+    (Recurrent, lambda g: torch.randn(2, 4, 16, generator=g), "rnn"),
+]
+
+
+def train(seed: int, steps: int, store: object | None, check: Callable[[], object] = lambda: None) -> list:
+    """Weights after some steps of a small model whose kind the seed decides; attached, wrapped, or in a block."""
+    make, example, pattern = KINDS[seed % len(KINDS)]
+    model = _filled(make(), seed)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    block: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if store is not None:
+        line = dh.pipeline(dh.AtLeast(seed % 3 * 512), store)
+        way = seed // len(KINDS) % 3
+        if way == 0:
+            dh.save_activations(model, pattern, line)
+        elif way == 1:
+            model = dh.SaveWith(model, line)
+        else:
+            block = dh.saving(line)
+    for step in range(steps):
+        check()
+        optimizer.zero_grad()
+        with block:
+            loss = model(example(generator)).square().mean()
+            if step % 10 == 3:
+                loss.me = loss  # a cycle: the graph waits for the collector
+        if step % 7 != 3:
+            loss.backward(retain_graph=step % 5 == 0)
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["disk", "copies"])
+def test_thirty_two_threads_share_one_store(kind: str, tmp_path: pathlib.Path) -> None:
+    """Models of every kind: each thread gets, bit for bit, what it gets alone and without hooks.
+
+    Hundreds of steps in the full run; here fewer, for they are slow: threads change places all the time.
+    """
+    steps = 300 if FULL else 60 if kind == "disk" else 15
+    alone = [train(seed, steps, None) for seed in range(32)]
+    store = dh.OnDisk(tmp_path) if kind == "disk" else Copies()
+    with collecting():
+        found = together([lambda seed=seed: train(seed, steps, store) for seed in range(32)], limit=600 if FULL else 60)
+    assert [seed for seed in range(32) if not isinstance(found[seed], list)] == []
+    assert [seed for seed in range(32) if not identical(found[seed], alone[seed])] == []
+    gc.collect()
+    assert store.account.held == 0
+
+
+def _weights(copy: nn.Module) -> list[torch.Tensor]:
+    return [weight for part in copy.modules() for weight in part._former_parameters.values()]
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place"])
+def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -> None:
+    """Eight replicas share a ledger, inputs and weights' storages; gradients of each are those without hooks."""
+    plain, x = _filled(Block(16, 2), 0), torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
+    line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    truth = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    model = dh.SaveWith(plain, line) if how == "wrapper" else plain
+    attached = model if how == "wrapper" else dh.save_activations(plain, "", line)
+
+    def step(copy: nn.Module) -> list:
+        found = []
+        for _ in range(20):
+            y = copy(x).square().sum()  # the same input everywhere: one content for all
+            found = list(torch.autograd.grad(y, _weights(copy)))
+        return found
+
+    with collecting():
+        for found in together([lambda c=c: step(c) for c in replicate(model, 8)]):
+            assert identical(found, list(truth))
+    assert attached.report().moved > 0
+    assert attached.report().held == 0
+
+
+def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
+    """Some raise or are interrupted, in forward and in backward, again and again; the others do not notice."""
+    store, stop = dh.OnDisk(tmp_path), threading.Event()
+    alone = [train(seed, 25, None) for seed in range(8)]
+
+    def fail(kind: type[BaseException], backward: bool) -> int:
+        model, count = _filled(_linear(), 0), 0
+
+        def hook(*_: object) -> None:
+            raise kind
+
+        dh.save_activations(model, nn.Sequential, dh.pipeline(dh.AtLeast(0), store))
+        if backward:
+            model[0].weight.register_hook(hook)  # the last node: torch keeps what a failed backward did not reach
+        else:
+            model[3].register_forward_hook(hook)
+        while not stop.is_set():
+            with contextlib.suppress(kind):
+                model(torch.ones(4, 16)).sum().backward()
+                pytest.fail("nothing was raised")
+            count += 1
+        return count
+
+    def work(seed: int) -> list:
+        try:
+            return train(seed, 25, store)
+        finally:
+            if seed == 7:
+                stop.set()
+
+    failing = [lambda k=k, b=b: fail(k, b) for k in (ValueError, KeyboardInterrupt) for b in (True, False)]
+    results = together([*failing, *[lambda seed=seed: work(seed) for seed in range(8)]])
+    assert all(isinstance(count, int) and count > 3 for count in results[:4]), results[:4]
+    assert all(identical(a, b) for a, b in zip(results[4:], alone, strict=True))
+    gc.collect()
+    assert store.account.held == 0
+
+
+def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: pathlib.Path) -> None:
+    """Two make graphs of one attached model, with their blocks still open; two others differentiate or drop them."""
+    store = dh.OnDisk(tmp_path)
+    model = _filled(_linear(), 0)
+    saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))
+    graphs: queue.Queue = queue.Queue(8)
+    inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(150)]
+    weights = list(model.parameters())
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).exp().square().sum()
+
+    def make(first: int) -> None:
+        with dh.saving(dh.pipeline(dh.AtLeast(0), store)) as block:
+            for i in range(first, len(inputs), 2):
+                graphs.put((i, loss(inputs[i])))
+        graphs.put((None, block))
+
+    def use() -> dict[int, list]:
+        found = {}
+        while True:
+            i, graph = graphs.get()
+            if i is None:
+                return found
+            if i % 5:
+                found[i] = list(torch.autograd.grad(graph, weights))
+            del graph
+
+    with collecting():
+        _, _, one, two = together([lambda: make(0), lambda: make(1), use, use])
+    found = {**one, **two}
+    assert sorted(found) == [i for i in range(len(inputs)) if i % 5]
+    saving.remove()
+    assert all(identical(grads, list(torch.autograd.grad(loss(inputs[i]), weights))) for i, grads in found.items())
+    gc.collect()
+    assert saving.report().held == store.account.held == 0

@@ -1,0 +1,175 @@
+"""Law 9, never wrong, and law 6, at a fork while threads move tensors.
+
+Both processes go on, each with its own file.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from tests.support.stores.moving import Gate, chain, clean, pipe, right, slow, truth, write
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning"),
+    pytest.mark.forks,
+    pytest.mark.usefixtures("one_thread", "alone"),
+]
+
+
+def in_child(check: Callable[[], bool]) -> int:
+    """The exit status of a fork that is 0 if ``check`` is true there; it is killed when it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if check() else 1)
+        except BaseException:
+            os._exit(2)
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+def right_step(store: dh.OnDisk) -> bool:
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with dh.saving(pipe(store)):
+        y = chain(x, 6)
+    return torch.equal(torch.autograd.grad(y, x)[0], truth(x, 6))
+
+
+def test_a_fork_while_threads_write_disturbs_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dh.OnDisk(tmp_path, in_flight="64 KiB")
+    monkeypatch.setattr(os, "pwrite", slow(write, 0.001))
+    x, stop, wrong = torch.linspace(-2, 2, 5000), threading.Event(), []
+
+    def train() -> None:
+        while not stop.is_set():
+            wrong.extend([] if right_step(store) else [1])
+
+    busy = [threading.Thread(target=train) for _ in range(2)]
+    for thread in busy:
+        thread.start()
+
+    def check() -> bool:
+        held.clear()  # which drops them
+        mine = store.put(x)
+        store.wait()
+        same = torch.equal(store.get(mine), x)
+        store.drop(mine)
+        return same and right_step(store)
+
+    try:
+        for i in range(50):
+            held = [(x + i, store.put(x + i)) for _ in range(3)]
+            assert in_child(check) == 0
+            assert all(torch.equal(store.get(ticket), tensor) for tensor, ticket in held)
+            held.clear()
+    finally:
+        stop.set()
+        for thread in busy:
+            thread.join(20)
+    assert not any(thread.is_alive() for thread in busy)
+    assert not wrong
+    assert clean(store)
+    assert os.listdir(tmp_path) == []
+
+
+def _opened(folder: pathlib.Path, gate: Gate) -> dh.OnDisk:
+    """A store may write to see what the disk can when it is made: the gate is open for that."""
+    gate.open.set()
+    return dh.OnDisk(folder)
+
+
+def test_what_was_in_memory_is_readable_in_the_child(tmp_path: pathlib.Path, gate: Gate) -> None:
+    """Being written or waiting for it; what was written is an error that says so."""
+    store, x = _opened(tmp_path, gate), torch.linspace(-2, 2, 5000)
+    written = store.put(x)
+    store.wait()
+    gate.open.clear()
+    moving = [store.put(x + i) for i in range(5)]
+
+    def check() -> bool:
+        gate.open.set()
+        same = all(torch.equal(store.get(ticket), x + i) for i, ticket in enumerate(moving))
+        try:
+            store.get(written)
+        except StoreError as error:
+            same &= "Run the backward in the process that ran the forward" in str(error) and error.path == str(tmp_path)
+        else:
+            same = False
+        for ticket in (*moving, written):
+            store.drop(ticket)
+        return same and right(store)
+
+    for _ in range(5):
+        assert in_child(check) == 0
+    gate.open.set()
+    for tensor, ticket in zip([x, *(x + i for i in range(5))], [written, *moving], strict=True):
+        assert torch.equal(store.get(ticket), tensor)
+        store.drop(ticket)
+    assert clean(store)
+
+
+def test_a_backward_in_a_child_is_an_error_that_says_so(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with dh.saving(pipe(store)):
+        y = chain(x, 12)
+    store.wait()
+    expected = truth(x)
+
+    def check() -> bool:
+        try:
+            torch.autograd.grad(y, x)
+        except StoreError as error:
+            return "is a fork of it" in str(error).replace("\n", " ")
+        return False
+
+    assert in_child(check) == 0
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+
+
+class Numbers(Dataset):
+    """What a worker gives, it has computed through the store, forked with the training process."""
+
+    def __init__(self, store: dh.OnDisk) -> None:
+        self.store = store
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor(float(right_step(self.store)) * i)
+
+
+def test_a_data_loader_forks_beside_training(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    loader = DataLoader(Numbers(store), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=300)
+    for _ in range(2):
+        seen = []
+        x = torch.linspace(-2, 2, 5000, requires_grad=True)
+        with dh.saving(pipe(store)):
+            y = chain(x, 12)  # in flight when the workers are forked
+        for batch in loader:
+            seen += batch.tolist()
+            assert right_step(store)  # beside the graph that is alive
+        assert sorted(seen) == list(range(16))
+        assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+        del y
+    assert clean(store)

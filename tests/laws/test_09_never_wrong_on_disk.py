@@ -1,0 +1,318 @@
+"""Law 9, never wrong, on a disk that is full, fails, tears or forgets: an error is raised, and then all goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import subprocess
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores import carrier as moved
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import (
+    Gate,
+    Nth,
+    chain,
+    clean,
+    error_of,
+    forward,
+    pipe,
+    read,
+    right,
+    script,
+    slow,
+    step,
+    truth,
+    write,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread", "alone")
+
+
+@pytest.fixture
+def small(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("mounting a small tmpfs needs privileges; the file-size limit is tested everywhere")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def full_in_forward(store: dh.OnDisk) -> StoreError:
+    """A forward that the disk has no room for; its backward is right up to where it came."""
+    x = torch.linspace(-2, 2, 30_000, requires_grad=True)
+    y, done, error = x, 0, None
+    try:
+        with dh.saving(pipe(store)):
+            while done < 100:
+                y, done = y.sin(), done + 1
+    except StoreError as found:
+        error = found
+    assert error is not None
+    assert 8 <= done < 100, error
+    expected = x
+    for _ in range(done):
+        expected = expected.sin()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(expected.sum(), x)[0])
+    assert error.wanted >= x.nbytes  # several may be written together
+    del y
+    error.__traceback__ = None
+    return error
+
+
+def test_a_disk_that_is_full_in_forward_is_an_error(small: pathlib.Path) -> None:
+    store = dh.OnDisk(small, in_flight="256 KiB")
+    for _ in range(2):
+        error = full_in_forward(store)
+        assert error.path == str(small)
+        assert 0 <= error.free < 1 << 20
+        assert "No space left" in str(error)
+        assert clean(store)
+        assert right(store, length=5)  # what fits, fits again
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
+    assert right(store, 30_000, 30)
+
+
+LIMITED = """
+import resource, sys, disthooks as dh
+from tests.laws.test_09_never_wrong_on_disk import full_in_forward
+from tests.support.stores.moving import clean, right
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+store = dh.OnDisk(sys.argv[1], in_flight="256 KiB")
+error = full_in_forward(store)
+print(error.path == sys.argv[1], error.free > 0, "File too large" in str(error), clean(store), right(store, length=5))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+print(right(store, 30_000, 30))
+"""
+
+
+def test_a_file_size_limit_in_forward_is_an_error(tmp_path: pathlib.Path) -> None:
+    done = script(LIMITED, tmp_path)
+    assert done.stdout.split() == ["True"] * 6, done.stderr
+
+
+BOTH = pytest.mark.parametrize("direct", ["auto", False])
+
+
+def no_io(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def takes_nothing(*_: object) -> int:
+    return 0
+
+
+@BOTH
+@pytest.mark.parametrize(("instead", "why"), [(no_io, "Input/output error"), (takes_nothing, "nothing was taken")])
+@pytest.mark.parametrize("n", [1, 7, 12])
+def test_a_write_that_fails_is_an_error(
+    n: int, instead: Callable, why: str, direct: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dh.OnDisk(tmp_path, direct=direct)
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", Nth(write, n, instead))
+        graphs: list[torch.Tensor] = []
+        error = error_of(lambda: (graphs.extend(forward(store, x)), store.wait()))
+    assert why in str(error)
+    assert (error.path, error.free > 0) == (str(tmp_path), True)
+    assert 20_000 <= error.wanted < 20_000 + 4096
+    for y in graphs:  # the forward was through: its backward is right, without another word
+        assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    y = graphs.clear()
+    assert clean(store)
+    assert right(store)
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_read_that_fails_is_an_error(
+    n: int, direct: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead of need it is tried again by who wants it; for good it is an error, and asking again is allowed."""
+    store = dh.OnDisk(tmp_path, direct=direct)
+    with monkeypatch.context() as patch:
+        once = Nth(read, n, no_io)
+        patch.setattr(os, "preadv", once)
+        with contextlib.suppress(StoreError):  # whoever was first, a thread or the backward
+            assert step(store)
+        assert once.calls >= n
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with dh.saving(pipe(store)):
+        y = chain(x, 12)
+    store.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", no_io)
+        for _ in range(2):
+            error = error_of(lambda: torch.autograd.grad(y, x, retain_graph=True))
+            assert "Input/output error" in str(error)
+            assert (error.path, error.wanted) == (str(tmp_path), x.nbytes)
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    y = None
+    assert clean(store)
+
+
+SIZES = [1, 511, 4096, 4097, 100_003, (8 << 20) + 77]  # bytes; one is more than a system call moves
+
+
+def bytes_of(memory: memoryview, most: int, aligned: bool) -> memoryview:
+    """Part of it; a direct call itself moves whole sectors, and tells of less."""
+    return memory[: most // 512 * 512] if aligned else memory[:most]
+
+
+@BOTH
+@pytest.mark.parametrize("most", [1, 1000, 5000, 65_536 + 100])
+def test_short_writes_and_reads_are_completed(
+    most: int, direct: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it the system moves; in direct mode no progress is less than a page, and that is an error."""
+    store = dh.OnDisk(tmp_path, direct=direct)
+    sizes = [size for size in SIZES if size / most < 2000]
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    aligned = store._mover.arenas[0].direct
+    monkeypatch.setattr(os, "pwrite", lambda fd, memory, at: write(fd, bytes_of(memory, most, aligned), at))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [bytes_of(into[0], most, aligned)], at))
+    for tensor in tensors:
+        ticket = store.put(tensor)
+        if aligned and most < 4096:
+            assert "nothing was taken" in str(error_of(store.wait))
+        else:
+            store.wait()
+        assert torch.equal(store.get(ticket), tensor)
+        store.drop(ticket)
+    assert clean(store)
+
+
+@BOTH
+@pytest.mark.parametrize("left", [0, 1000, 40_000])
+def test_a_file_that_was_cut_off_is_an_error(left: int, direct: Any, tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, direct=direct)
+    x = torch.linspace(-2, 2, 5000, requires_grad=True)
+    with dh.saving(pipe(store)):
+        y = chain(x, 12)
+    store.wait()
+    os.truncate(store._mover.arenas[0]._fd, left)
+    assert "too soon" in str(error_of(y.backward))
+    del y
+    assert clean(store)
+    assert right(store)
+
+
+def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate) -> None:
+    """What was in flight when it was said is in memory, and the backward goes through."""
+    store, x = dh.OnDisk(tmp_path, direct=False), torch.linspace(-2, 2, 5000, requires_grad=True)
+    gate.call = slow(no_io, 0.005)
+    (y,) = forward(store, x)
+    gate.open.set()
+    assert "Input/output error" in str(error_of(lambda: [store.drop(store.put(x)) for _ in range(100_000)]))
+    assert store._mover.in_flight > 0
+    (grad,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(grad, truth(x))
+    store.wait()
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    assert "Input/output error" in str(error_of(lambda: (store.put(x), store.wait())))  # another one is
+    gate.call = write
+    del y
+    assert clean(store)
+    assert right(store)
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_an_error_that_is_over_holds_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes from a thread to the forward, and its traceback through the frames of both."""
+    store = dh.OnDisk(tmp_path)
+    monkeypatch.setattr(os, "pwrite", no_io)
+    for _ in range(3):
+        try:
+            step(store)
+        except StoreError:
+            pass
+        else:
+            pytest.fail("nothing was raised")
+        assert soon(lambda: store.account.held == 0)
+    assert clean(store)
+
+
+@BOTH
+@pytest.mark.parametrize("at", [0, 12_345, 19_999])
+def test_a_flipped_bit_is_an_error(at: int, direct: Any, tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, direct=direct, checksum=True)
+    x = torch.rand(5000)
+    ticket = store.put(x)
+    store.wait()
+    assert torch.equal(store.get(ticket), x)
+    fd = os.open(f"/proc/self/fd/{store._mover.arenas[0]._fd}", os.O_RDWR)  # a second one, which is not direct
+    byte = os.pread(fd, 1, at)
+    write(fd, bytes([byte[0] ^ 4]), at)
+    with pytest.raises(StoreError, match="checksum differs"):
+        store.get(ticket)
+    write(fd, byte, at)
+    assert torch.equal(store.get(ticket), x)
+    os.close(fd)
+
+
+def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: pathlib.Path) -> None:
+    theirs = os.open(os.devnull, os.O_RDONLY)
+    os.close(theirs)
+    store = dh.OnDisk(tmp_path)
+    x = torch.rand(50_000)
+    ticket = store.put(x)
+    store.wait()
+    assert store._mover.arenas[0].fileno() >= 512
+    with contextlib.suppress(OSError):
+        os.close(theirs)  # a second time
+    assert torch.equal(store.get(ticket), x)
+    store.drop(ticket)
+
+
+def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path) -> None:
+    store, model = dh.OnDisk(tmp_path, checksum=True), torch.nn.Sequential(torch.nn.Linear(8, 5000), torch.nn.Sigmoid())
+    with dh.save_activations(model, "1", store):
+        y = model(torch.ones(1, 8))
+    store.wait()
+    fd = os.open(f"/proc/self/fd/{store._mover.arenas[0]._fd}", os.O_RDWR)
+    write(fd, bytes([os.pread(fd, 1, 99)[0] ^ 4]), 99)
+    os.close(fd)
+    with pytest.raises(StoreError, match=r"to bring back what '1' saved: .*checksum differs"):
+        y.sum().backward()
+
+
+def test_checksums_cost_nothing_unless_asked_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list = []
+    real = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda memory: summed.append(1) or real(memory))
+    assert step(dh.OnDisk(tmp_path))
+    assert not summed
+    assert step(dh.OnDisk(tmp_path, checksum=True))
+    assert len(summed) == 24
+
+
+def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no room for the probe: nobody asked for that, so nothing fails; and it is tried once."""
+    probes: list = []
+
+    def no_room(fd: int, memory: memoryview, at: int) -> int:
+        if len(memory) == 8 << 20:
+            probes.append(1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, memory, at)
+
+    monkeypatch.setattr(moved, "_MEASURE_FROM", 0)
+    monkeypatch.setattr(os, "pwrite", no_room)
+    store = dh.OnDisk(tmp_path)
+    for _ in range(3):
+        assert step(store)
+    assert len(probes) == 1

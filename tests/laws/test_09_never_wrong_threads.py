@@ -1,0 +1,272 @@
+"""Law 9, never wrong, when a thread that moves tensors dies, or when none can be started: nobody waits for ever.
+
+And where a thread writes small tensors together, each is right by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import pathlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores import mover as moving
+from disthooks.saved.stores.scratch_file import CHUNK
+from tests.support.models import identical
+from tests.support.stores.copies import Copies
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import Nth, error_of, movers, read, right, slow, step, write
+
+# --- A thread that raises or is killed
+
+
+MAIN = threading.main_thread()
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads that die here are meant to."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    others = movers()
+    yield
+    assert soon(lambda: set(movers()) <= set(others))
+
+
+@pytest.mark.usefixtures("one_thread", "alone")
+@pytest.mark.parametrize("kind", [SystemExit, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["pwrite", "preadv"])
+@pytest.mark.usefixtures("quiet")
+def test_whatever_a_thread_raises_the_step_ends(
+    call: str, kind: type[BaseException], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def instead(*_: object) -> int:
+        raise kind
+
+    move = write if call == "pwrite" else read
+    fails = Nth(move, 2, instead)
+    store = dh.OnDisk(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, lambda *args: (move if threading.current_thread() is MAIN else fails)(*args))
+        if call == "pwrite":
+            assert type(error_of(lambda: step(store), kind)) is kind
+        else:  # ahead of need: who wants it reads it itself
+            assert step(store)
+    assert right(store)
+    store.rest()
+
+
+@pytest.mark.usefixtures("one_thread", "alone")
+@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.usefixtures("quiet")
+def test_a_thread_that_is_killed_is_not_waited_for(
+    moment: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronously, wherever it is: in the end nobody waits for it, and what it had is in memory."""
+    store = dh.OnDisk(tmp_path, in_flight="40 KiB")
+    kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", slow(write, 0.002))
+        patch.setattr(os, "preadv", slow(read, 0.002))
+        for i in range(8):
+            timer = threading.Timer(
+                0.003 * i + 0.0007 * moment,
+                lambda: [
+                    kill(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+                    for thread in list(store._mover._jobs)
+                ],
+            )
+            timer.start()
+            with contextlib.suppress(StoreError, SystemExit):
+                assert step(store, wait=False)
+            timer.join()
+    for _ in range(2):  # what a killed thread could not write may be said once more
+        with contextlib.suppress(StoreError, SystemExit):
+            store.wait()
+    assert right(store)
+    assert store._mover._jobs
+    store.rest()  # what is killed while it is idle dies here
+
+
+# --- No thread can be started
+
+
+ALL = dh.AtLeast(0)
+
+
+X = torch.linspace(-1, 1, 16 * 64).view(16, 64)
+
+
+@pytest.fixture
+def none_start(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The system starts no thread for this library."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("disthooks"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    return monkeypatch
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+
+def _step(model: nn.Module) -> list[Any]:
+    model.zero_grad()
+    model(X).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def test_forward_says_what_to_do_and_hooks_can_be_removed(
+    none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    model = _model()
+    expected = _step(model)
+    store = dh.OnDisk(tmp_path, in_flight="4 KiB")  # each tensor is to be written at once
+    saving = dh.save_activations(model, "*", dh.pipeline(ALL, store))
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"no thread can be started .* can't start new thread.*ulimit -u"):
+            model(X)
+    assert saving.report().tiers[0].held == 0
+    saving.remove()
+    assert identical(_step(model), expected)
+    none_start.undo()
+    with dh.save_activations(model, "*", dh.pipeline(ALL, store)) as again:  # the same store, when threads start
+        assert identical(_step(model), expected)
+        store.wait()
+        assert again.report().moved > 0
+
+
+def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
+    none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    model = _model()
+    expected = _step(model)
+    store = dh.OnDisk(tmp_path)  # it writes when there is a MiB
+    with dh.save_activations(model, "*", dh.pipeline(ALL, store)):
+        model.zero_grad()
+        loss = model(X).sum()
+        with pytest.raises(StoreError, match="no thread can be started"):
+            store.wait()
+        loss.backward()
+    assert identical([weight.grad for weight in model.parameters()], expected)
+
+
+def test_reads_need_no_thread(none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    none_start.undo()
+    store = dh.OnDisk(tmp_path)
+    tensors = [torch.full((1000,), float(i)) for i in range(8)]
+    tickets = [store.put(tensor) for tensor in tensors]
+    store.wait()
+    store.rest()  # which ends the threads
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    none_start.setattr(threading.Thread, "start", refused)
+    for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
+        store.prefetch(ticket)
+        assert torch.equal(store.get(ticket), tensor)
+        store.drop(ticket)
+
+
+def test_one_thread_is_enough(none_start: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    started: list[threading.Thread] = []
+    none_start.undo()
+
+    def once(thread: threading.Thread, real: Any = threading.Thread.start) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    none_start.setattr(threading.Thread, "start", once)
+    store = dh.OnDisk(tmp_path, in_flight="64 KiB")
+    tickets = [(torch.full((9000,), float(i)), store.put(torch.full((9000,), float(i)))) for i in range(30)]
+    for tensor, ticket in tickets:
+        assert torch.equal(store.get(ticket), tensor)
+        store.drop(ticket)
+    assert len(started) == 1
+
+
+# --- Small tensors that are written together
+
+
+def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathlib.Path) -> None:
+    """Tensors of a byte take 64 in a slab: counted as one, a megabyte of them would be written past its end."""
+    store = dh.OnDisk(tmp_path)
+    values = torch.arange(200, dtype=torch.uint8)
+    tickets = [store.put(values[i % 200 : i % 200 + 1]) for i in range(40_000)]
+    store.wait()
+    slabs = {id(slab): slab for ticket in tickets if (slab := ticket.ticket.slab) is not None}
+    assert len(slabs) > 1
+    for slab in slabs.values():
+        assert slab.members[-1].offset + slab.members[-1].nbytes <= moving._JOINED + moving._SMALL < CHUNK
+    assert all(store.get(ticket).item() == i % 200 for i, ticket in enumerate(tickets))
+
+
+def test_tensors_of_every_size_are_written_together(tmp_path: pathlib.Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    store = dh.OnDisk(tmp_path, checksum=True)
+    tensors = [torch.rand(int(10 ** (torch.rand((), generator=generator) * 5.5))) for _ in range(300)]
+    tickets = [store.put(tensor) for tensor in tensors]
+    store.wait()
+    assert max(len(ticket.ticket.slab.members) for ticket in tickets) > 2
+    for i in torch.randperm(300, generator=generator).tolist():
+        assert torch.equal(store.get(tickets[i]), tensors[i])
+    for ticket in tickets:
+        store.drop(ticket)
+    store.rest()
+    assert soon(lambda: store._mover.arenas[0]._used == 0)
+
+
+def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    ticket = store.put(torch.ones(5000))
+    store.wait()
+    store.drop(ticket)
+    with pytest.raises(StoreError, match="after it was dropped"):
+        store.get(ticket)
+
+
+def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.Path) -> None:
+    """A step in a function that runs at exit, after the store's own: what is put stays in memory."""
+    store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
+    store._mover.close()
+    with dh.saving(ALL, store):
+        y = x.sin().cos().tan().sum()
+    store.wait()
+    (got,) = torch.autograd.grad(y, x)
+    assert torch.equal(got, torch.autograd.grad(x.sin().cos().tan().sum(), x)[0])
+
+
+def test_the_failure_of_another_tensor_is_not_that_of_this_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind ``Tiered`` nothing is lost and nothing is said: the first was written, the second is in memory."""
+    tiers, first, second = dh.Tiered(dh.OnDisk(tmp_path), Copies()), torch.rand(5000), torch.rand(5000)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = tiers.put(first)
+    tiers.wait()
+    monkeypatch.setattr(os, "pwrite", full)
+    two = tiers.put(second)
+    assert soon(lambda: tiers.stores[0]._mover._failed is not None)
+    assert torch.equal(tiers.get(one), first)
+    assert torch.equal(tiers.get(two), second)

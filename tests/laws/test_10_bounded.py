@@ -1,0 +1,410 @@
+"""Law 10, bounded.
+
+"Every store takes a byte limit, the bytes in flight included. At the limit a `Tiered` store spills to the next tier;
+any other waits or raises, as it was told."
+
+This file shows limits of each store and of tiers. Its siblings show what is in flight, and that tensors come back
+neither late nor much too early.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pathlib
+import pickle
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks._torch import StorageRef
+from disthooks.errors import StoreError, UsageError
+from disthooks.saved.stores.disk import OnDisk
+from tests.support.models import Tiny, identical, step, tokens
+from tests.support.stores.copies import Copies
+from tests.support.stores.faulty import soon
+
+# --- A limit holds
+
+
+@pytest.mark.any_device
+def test_a_limit_holds_and_a_step_within_it_passes(tmp_path: pathlib.Path) -> None:
+    model = Tiny()
+    with dh.save_activations(model, "blocks.*", dh.OnDisk(tmp_path)) as saving:
+        y = model(tokens())
+        need = saving.report().held
+        del y
+    truth = step(model, tokens())
+    exact = dh.OnDisk(tmp_path, limit=need)
+    with dh.save_activations(model, "blocks.*", exact):
+        for _ in range(3):
+            assert identical(step(model, tokens()), truth)
+    tight = dh.OnDisk(tmp_path, limit=need - 1)
+    with dh.save_activations(model, "blocks.*", tight) as saving:
+        with pytest.raises(StoreError, match=r"to store what 'blocks\.\d+' saved: .* is full: wanted") as caught:
+            model(tokens())
+        assert caught.value.wanted > caught.value.free >= 0
+        del caught
+        assert tight.account.held == saving.report().held == 0
+
+
+@pytest.mark.any_device
+def test_a_limit_for_the_node_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for store in (dh.OnDisk(tmp_path, "1 MiB per node"), dh.OnCpu("1 MiB per node"), dh.OnDevice("1 MiB per node")):
+        assert store.report()[0].limit == 1 << 18
+        assert pickle.loads(pickle.dumps(store)).report()[0].limit == 1 << 18
+
+
+# --- A limit bounds what is resident: storages that are kept alive, and blocks of the file
+
+
+ALL = dh.AtLeast(0)
+
+
+def _forward(stages: list[Any], steps: int) -> tuple[Any, list[StorageRef], list[torch.Tensor], list[torch.Tensor]]:
+    """A part of each of some large tensors is saved, and nothing else of them is needed."""
+    x = torch.ones(64, 64, requires_grad=True)
+    refs, results = [], []
+    saved = dh.saving(ALL, *stages)
+    with saved:
+        for i in range(steps):
+            with torch.no_grad():
+                h = torch.full((64, 64, 64), float(i + 1))  # 1 MiB
+            refs.append(StorageRef(h.untyped_storage()))
+            results.append((x * h[:, -1]).sum())
+            del h
+    return saved, refs, results, [x]
+
+
+def _alive(refs: list[StorageRef]) -> int:
+    gc.collect()
+    storages = [storage for ref in refs if (storage := ref.get()) is not None]
+    return sum(storage.nbytes() for storage in storages)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "device", "disk", "codec"])
+def test_a_part_of_a_large_tensor_does_not_keep_all_of_it(kind: str, tmp_path: pathlib.Path) -> None:
+    disk = dh.OnDisk(tmp_path)
+    stages: list[Any] = {
+        "cpu": [dh.Tiered(dh.OnCpu("256 KiB"), disk)],
+        "device": [dh.Tiered(dh.OnDevice("256 KiB"), disk)],
+        "disk": [disk],
+        "codec": [dh.Compact(), dh.Tiered(dh.OnDevice("256 KiB"), disk)],
+    }[kind]
+    saved, refs, results, leaves = _forward(stages, 24)
+    report = saved.report()
+    assert report.held == 24 * 64 * 64 * 4
+    assert _alive(refs) == 0, "a view keeps the storage that it lies over"
+    sum(results).backward()
+    assert leaves[0].grad is not None
+    assert torch.equal(leaves[0].grad, torch.full((64, 64), float(sum(range(1, 25)))))
+    assert saved.report().held == 0
+
+
+@pytest.mark.parametrize("store", [dh.OnCpu("64 KiB"), dh.OnDevice("64 KiB")], ids=["cpu", "device"])
+def test_a_store_counts_the_storage_that_a_view_keeps(store: Any) -> None:
+    whole = torch.zeros(12_000)  # 48 KB
+    ticket = store.put(whole[:10])
+    assert store.report()[0].held == whole.nbytes
+    with pytest.raises(StoreError, match="full"):
+        store.put(torch.zeros(8000)[:10])
+    store.drop(ticket)
+    assert store.report()[0].held == 0
+
+
+MIB = 1 << 20
+
+
+def _blocks(store: OnDisk) -> int:
+    return sum(arena.resident for arena in store._mover.arenas)
+
+
+def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, "2 MiB")
+    kept: list[tuple[Any, torch.Tensor]] = []
+    for i in range(60):  # of sixteen that are written together one stays
+        tensors = [torch.full((16_384,), float(100 * i + j)) for j in range(16)]  # 64 KiB each
+        tickets = [store.put(tensor) for tensor in tensors]
+        store.wait()
+        for ticket in tickets[1:]:
+            store.drop(ticket)
+        del tickets[1:]
+        if i % 4:
+            store.drop(tickets[0])
+        else:
+            kept.append((tickets[0], tensors[0]))
+        assert _blocks(store) <= 2 * MIB + MIB // 2, i  # the file system's own blocks, and one write that is under way
+    assert len(kept) == 15
+    assert store.report()[0].held == 15 * 65_536
+    assert store.report()[0].written > 30 * MIB
+    for ticket, tensor in kept:
+        assert torch.equal(store.get(ticket), tensor)
+        store.drop(ticket)
+    assert soon(lambda: store.report()[0].held == 0)
+
+
+@pytest.mark.parametrize("direct", [False, "auto"])
+def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
+    """Tensors of many sizes come and go near the limit, in all orders; what comes back is what was put."""
+    store = dh.OnDisk(tmp_path, "3 MiB", direct=direct, in_flight="256 KiB")
+    draw = torch.Generator().manual_seed(0)
+    here: list[tuple[Any, torch.Tensor]] = []
+    for number in range(600):
+        size = int(torch.randint(1, 60_000, (), generator=draw))
+        tensor = torch.full((size,), number, dtype=torch.int32)
+        while True:
+            try:
+                here.append((store.put(tensor), tensor))
+                break
+            except StoreError:
+                ticket, was = here.pop(int(torch.randint(len(here), (), generator=draw)))
+                assert torch.equal(store.get(ticket), was)
+                store.drop(ticket)
+        assert _blocks(store) <= 3 * MIB + MIB // 2
+    assert any(arena._has_holes for arena in store._mover.arenas)
+    store.wait()
+    for ticket, was in here:
+        assert torch.equal(store.get(ticket), was)
+        store.drop(ticket)
+
+
+def test_a_limit_leaves_no_room_to_measure_the_disk(tmp_path: pathlib.Path) -> None:
+    small = dh.OnDisk(tmp_path, "2 MiB")
+    assert not small._mover.arenas[0].may_be_measured
+    large = dh.OnDisk(tmp_path, "1 GiB", checksum=True)  # in the same file: the limits add up
+    assert small._mover.arenas[0].may_be_measured
+    del large
+
+
+@pytest.mark.any_device
+def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
+    """Freed extents of other sizes are neither joined nor given back: law 10."""
+    import os
+
+    store = dh.OnDisk(tmp_path, "1 MiB")
+    for nbytes in range(4096, 1 << 20, 4096):  # one at a time
+        ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
+        store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
+        store.drop(ticket)
+    assert os.fstat(store._mover.arenas[0]._fd).st_blocks * 512 <= 2 << 20
+
+
+# --- Tiers: a tier that is full sends down the tensors that backward reads last, and nothing is lost or held twice
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(64, 64, requires_grad=True)
+
+
+def _chain(x: torch.Tensor, n: int = 10) -> torch.Tensor:
+    for _ in range(n):
+        x = x.sin()
+    return x
+
+
+def _truth(x: torch.Tensor, n: int = 10) -> torch.Tensor:
+    z = x.detach().requires_grad_()
+    _chain(z, n).sum().backward()
+    assert z.grad is not None
+    return z.grad
+
+
+@pytest.mark.any_device
+def test_the_oldest_go_down_and_every_limit_holds(x: torch.Tensor, tmp_path: pathlib.Path) -> None:
+    n = x.nbytes
+    tiers = dh.Tiered(dh.OnDevice(3 * n), dh.OnCpu(2 * n), dh.OnDisk(tmp_path))
+    with dh.saving(ALL, tiers) as saved:
+        y = _chain(x)
+        assert all(report.limit is None or report.held <= report.limit for report in tiers.report())
+    tiers.wait()
+    assert [report.held for report in tiers.report()] == [3 * n, 2 * n, 5 * n]
+    assert tiers.report()[2].written == 5 * n
+    y.sum().backward()
+    assert torch.equal(x.grad, _truth(x))
+    assert [report.held for report in tiers.report()] == [0, 0, 0]
+    assert [tier.name.partition("(")[0] for tier in saved.report().tiers] == ["OnDevice", "OnCpu", "OnDisk"]
+    assert tiers.report()[2].read + tiers.report()[2].from_memory == 5 * n  # the newest never went to disk
+
+
+@pytest.mark.any_device
+def test_the_newest_stay_in_the_first(x: torch.Tensor) -> None:
+    tiers = dh.Tiered(dh.OnDevice(3 * x.nbytes), Copies())
+    tickets = [tiers.put(torch.full((64, 64), float(i))) for i in range(8)]
+    assert [tiers.tier_of(ticket) for ticket in tickets] == [1] * 5 + [0] * 3
+    for i, ticket in enumerate(tickets):
+        assert torch.equal(tiers.get(ticket), torch.full((64, 64), float(i)))
+        tiers.drop(ticket)
+    assert tiers.stores[0].account.held == tiers.stores[1].account.held == 0
+
+
+@pytest.mark.any_device
+def test_a_large_one_goes_past_a_small_tier(x: torch.Tensor) -> None:
+    """Those that are there stay: making room would not help."""
+    tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies())
+    small = [tiers.put(torch.zeros(64, 64)) for _ in range(2)]
+    large = tiers.put(torch.zeros(640, 64))
+    assert [tiers.tier_of(ticket) for ticket in (*small, large)] == [0, 0, 1]
+
+
+@pytest.mark.any_device
+def test_a_last_tier_that_is_full_is_an_error(x: torch.Tensor) -> None:
+    tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies(x.nbytes))
+    with dh.saving(ALL, tiers) as saved, pytest.raises(StoreError, match="last tier is full") as caught:
+        _chain(x)
+    assert caught.value.wanted == x.nbytes
+    del caught
+    gc.collect()
+    assert saved.report().held == 0
+    assert [store.account.held for store in tiers.stores] == [0, 0]
+    with dh.saving(ALL, tiers):
+        y = _chain(x, 3)
+    y.sum().backward()
+    assert torch.equal(x.grad, _truth(x, 3))
+
+
+@pytest.mark.any_device
+def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path) -> None:
+    """A real one: nothing is lost, nothing raises, and the disk is used again when it is empty."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "t", str(disk)], check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs privileges")
+    try:
+        tiers = dh.Tiered(dh.OnDisk(disk, in_flight=0), Copies())
+        for _ in range(3):
+            x.grad = None
+            with dh.saving(ALL, tiers):
+                y = _chain(x, 20)
+                assert tiers.stores[1].account.held > 0
+            assert tiers.report()[0].held > 0
+            y.sum().backward()
+            assert torch.equal(x.grad, _truth(x, 20))
+            del y
+            assert [store.account.held for store in tiers.stores] == [0, 0]
+    finally:
+        del tiers
+        gc.collect()
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.any_device
+def test_a_model_trains_under_a_limit(tmp_path: pathlib.Path) -> None:
+    plain, model = Tiny(), Tiny()
+    model.load_state_dict(plain.state_dict())
+    tiers = dh.Tiered(dh.OnDevice("32 KiB"), dh.OnDisk(tmp_path))
+    with dh.save_activations(model, "blocks.*", dh.pipeline(ALL, tiers)) as saving:
+        for _ in range(3):
+            for one in (plain, model):
+                torch.manual_seed(0)
+                one.zero_grad()
+                one(tokens()).square().mean().backward()
+            assert identical([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        assert saving.report().held == 0
+        assert tiers.report()[1].written > 0
+
+
+@pytest.mark.any_device
+def test_a_constant_in_the_first_tier_may_be_returned_as_a_gradient(tmp_path: pathlib.Path) -> None:
+    """It is still where it was, in the first tier: what is made of the gradient must not reach it."""
+
+    class Prepared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(gradient)  # type: ignore[attr-defined]
+            return (x * gradient).sum()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return ctx.saved_tensors[0], None  # type: ignore[attr-defined]
+
+    gradient, x = torch.rand(64, 64), torch.ones(64, 64, requires_grad=True)
+    content = gradient.clone()
+    with dh.saving(ALL, dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path))):
+        loss = Prepared.apply(x, gradient)
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert torch.equal(gradient, content)
+    torch.testing.assert_close(x.grad, 3 * content)
+
+
+@pytest.mark.any_device
+def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
+    tiers = dh.Tiered(dh.OnDevice("64 KiB"), dh.OnCpu("64 KiB"), dh.OnDisk(tmp_path))
+    found: dict[int, torch.Tensor] = {}
+
+    def train(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(32, 32, generator=generator).requires_grad_()
+        total = torch.zeros(32, 32)
+        for i in range(30):
+            x.grad = None
+            with dh.saving(ALL, tiers):
+                y = _chain(x, 5 + (seed + i) % 7)
+            y.sum().backward()
+            total += x.grad - _truth(x, 5 + (seed + i) % 7)
+        found[seed] = total
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(found[seed], torch.zeros(32, 32)) for seed in range(8))
+    gc.collect()
+    assert [store.account.held for store in tiers.stores] == [0, 0, 0]
+
+
+@pytest.mark.any_device
+def test_a_tensor_dropped_while_another_thread_reads_it_is_let_go_of() -> None:
+    class Slow(dh.OnCpu):
+        def get(self, ticket: object) -> torch.Tensor:
+            began.set()
+            go_on.wait(10)
+            return super().get(ticket)
+
+    began, go_on = threading.Event(), threading.Event()
+    store = Slow()
+    tiers = dh.Tiered(store, dh.OnDevice("1 MiB"))
+    ticket = tiers.put(torch.ones(100))
+    thread = threading.Thread(target=tiers.get, args=(ticket,))
+    thread.start()
+    assert began.wait(10)
+    tiers.drop(ticket)
+    assert store.account.held == 400
+    go_on.set()
+    thread.join(10)
+    assert store.account.held == 0
+
+
+@pytest.mark.any_device
+def test_tiers_refuse_what_cannot_work_and_are_copied(tmp_path: pathlib.Path) -> None:
+    functions = dh.Functions(lambda t: t, lambda t: t)
+    for bad in [(), (dh.OnCpu(),), (dh.OnCpu(), functions), (dh.OnCpu(), "disk")]:
+        with pytest.raises(UsageError, match="Tiered takes two or more"):
+            dh.Tiered(*bad)
+    with pytest.raises(UsageError, match=r"without a limit takes everything.*such as OnDevice\('8 GiB'\)"):
+        dh.Tiered(dh.OnDevice(), dh.OnDisk(tmp_path))
+    tiers = dh.Tiered(dh.OnDevice("1 MiB"), dh.OnDisk(tmp_path))
+    for other in (copy.deepcopy(tiers), pickle.loads(pickle.dumps(tiers))):
+        assert repr(other) == repr(tiers)
+        assert other == tiers
+    model = dh.SaveWith(nn.Linear(64, 64), tiers)
+    model(torch.ones(64, 64)).sum().backward()
+    assert "OnDevice" in str(model.report())
+
+
+def test_the_queues_of_tiers_do_not_grow() -> None:
+    """What fits into the first tier is never taken out of its line to make room."""
+    tiers = dh.Tiered(dh.OnDevice("1 GiB"), Copies())
+    stays = tiers.put(torch.zeros(1))
+    for _ in range(10_000):
+        tiers.drop(tiers.put(torch.ones(1)))
+    assert len(tiers._queues[0]) < 2100
+    assert tiers._queues[0].last() is stays

@@ -1,0 +1,262 @@
+"""Law 10, bounded, in flight.
+
+What OnDisk writes and reads beside the computation, in which order, and how much at once.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from tests.support.stores.faulty import soon
+from tests.support.stores.moving import Gate, chain, clean, pipe, read, right, slow, truth, write
+
+pytestmark = pytest.mark.usefixtures("one_thread", "alone")
+
+
+X = torch.linspace(-2, 2, 5000)
+
+
+def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
+    """A store may write when it is made, to see what the disk can; from then on nothing is written."""
+    gate.open.set()
+    store = dh.OnDisk(folder, **options)
+    gate.open.clear()
+    gate.waiting = 0
+    return store
+
+
+def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:
+    store = opened(gate, tmp_path)
+    traffic = store._mover.traffic
+    tickets = []
+    for thread in (1, 2):
+        tickets.append(store.put(X))
+        assert soon(lambda thread=thread: gate.waiting == thread)
+    tickets += [store.put(X + i) for i in range(8)]
+    for ticket in tickets:
+        store.drop(ticket)
+    assert store._mover.in_flight == 2 * X.nbytes
+    gate.open.set()
+    store.wait()
+    assert (traffic.never_written, gate.waiting) == (8 * X.nbytes, 2)
+    assert clean(store)
+
+
+def forward(store: dh.OnDisk, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    x = X.clone().requires_grad_()
+    with dh.saving(pipe(store)):
+        return x, chain(x, length)
+
+
+def test_what_is_wanted_in_time_is_never_read(
+    tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "preadv", None)
+    store = opened(gate, tmp_path, direct=False)
+    x, y = forward(store)
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    traffic = store._mover.traffic
+    assert traffic.from_memory == 12 * X.nbytes
+    gate.open.set()
+    del y
+    assert clean(store)
+    assert traffic.read == 0
+    assert traffic.written <= 2 * X.nbytes
+
+
+def step(store: dh.OnDisk, length: int = 12) -> Any:
+    """A step whose tensors are all on disk before its backward begins; what moved in it."""
+    traffic = store._mover.traffic
+    before = traffic.read, traffic.ahead, traffic.in_vain
+    x, y = forward(store, length)
+    store.wait()
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x, length))
+    del y
+    assert clean(store)
+    return [now - then for now, then in zip((traffic.read, traffic.ahead, traffic.in_vain), before, strict=True)]
+
+
+def test_a_backward_reads_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", slow(read, 0.001))
+    store = dh.OnDisk(tmp_path)
+    for length in (12, 12, 12, 7, 7, 20, 12):
+        moved, ahead, in_vain = step(store, length)
+        assert moved == length * X.nbytes
+        assert in_vain == 0
+        assert moved - ahead <= X.nbytes  # the first one is wanted before anybody knows
+
+
+def orders(tickets: list) -> dict[str, list]:
+    return {"reverse": tickets[::-1], "as put": tickets, "odd ones first": tickets[1::2] + tickets[::2]}
+
+
+@pytest.mark.parametrize("first", ["reverse", "as put", "odd ones first"])
+@pytest.mark.parametrize("second", ["reverse", "as put", "odd ones first"])
+def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
+    first: str, second: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same order again is read ahead, and any other comes out right."""
+    monkeypatch.setattr(os, "preadv", slow(read, 0.001))
+    store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
+    traffic = store._mover.traffic
+    for order in (first, second, second):
+        tickets = [(i, store.put(X + i)) for i in range(12)]
+        store.wait()
+        ahead, in_vain = traffic.ahead, traffic.in_vain
+        for i, ticket in orders(tickets)[order]:
+            assert torch.equal(store.get(ticket), X + i)
+            store.drop(ticket)
+        del tickets, ticket
+        assert clean(store)
+    assert traffic.ahead - ahead >= 11 * X.nbytes
+    assert traffic.in_vain == in_vain
+
+
+def test_a_branch_that_is_never_run_disturbs_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", slow(read, 0.0005))
+    store = dh.OnDisk(tmp_path, in_flight=3 * X.nbytes)
+    for run in (0, 1, 0, None, 1):
+        x = X.clone().requires_grad_()
+        with dh.saving(pipe(store)):
+            branches = [chain(x, 6), chain(x * 2, 6)]
+        store.wait()
+        if run is not None:
+            (grad,) = torch.autograd.grad(branches[run], x)
+            assert torch.equal(grad, truth(x, 6) if run == 0 else torch.autograd.grad(chain(x * 2, 6), x)[0])
+        del branches
+        assert clean(store)
+
+
+@pytest.mark.parametrize("budget", [0, 19_999, 65_000, 100_001])
+def test_never_more_than_in_flight_is_on_its_way(
+    budget: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way; one that is larger goes alone."""
+    store = dh.OnDisk(tmp_path, in_flight=budget)
+    mover, most = store._mover, collections.Counter()
+
+    def look(name: str, call: Any) -> Any:
+        def looked(*args: Any) -> int:
+            with mover._lock:
+                most["written"] = max(most["written"], mover._flying)
+                most["ahead"] = max(most["ahead"], sum(ticket.nbytes for ticket in mover._ahead))
+            return slow(call, 0.0005)(*args)
+
+        return looked
+
+    monkeypatch.setattr(os, "pwrite", look("written", write))
+    monkeypatch.setattr(os, "preadv", look("ahead", read))
+    sizes = [20_000, 4, 12_345, 100_000, 33_333, 20_000, 8_000, 1] * 2
+    for _ in range(2):
+        tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+        tickets = [store.put(tensor) for tensor in tensors]
+        store.wait()
+        for tensor, ticket in zip(reversed(tensors), reversed(tickets), strict=True):
+            assert torch.equal(store.get(ticket), tensor)
+            store.drop(ticket)
+    assert most["written"] <= max(budget, 100_000)
+    assert most["ahead"] <= max(budget, 100_000)
+    if budget > 65_000:
+        assert min(most.values()) > 65_000  # so many at once there are
+    tickets.clear()
+    del ticket
+    assert clean(store)
+
+
+def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "0", tmp_path / "rank3"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    store = dh.OnDisk([folders[0], tmp_path / "rank{local_rank}"])
+    x, y = forward(store)
+    store.wait()
+    assert [os.path.realpath(arena.directory) for arena in store._mover.arenas] == list(map(str, folders))
+    assert all(os.fstat(arena._fd).st_size >= 6 * X.nbytes for arena in store._mover.arenas)
+    assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
+    del y
+    assert clean(store)
+
+
+def test_a_limit_for_the_node_is_shared_by_its_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    store = dh.OnDisk(tmp_path, "1 MiB per node")
+    assert store.account.limit == 1 << 18
+    tickets = [store.put(torch.zeros(1 << 17, dtype=torch.uint8)) for _ in range(2)]
+    with pytest.raises(StoreError, match="is full"):
+        store.put(torch.zeros(1))
+    store.drop(tickets[0])
+    store.put(torch.zeros(1))
+
+
+@pytest.mark.parametrize("direct", [True, False, "auto"])
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_direct_writes_are_used_where_they_are_possible(where: str, direct: Any, tmp_path: pathlib.Path) -> None:
+    folder = "/dev/shm" if where == "memory" else tmp_path
+    if not os.path.isdir(folder):
+        pytest.skip("no /dev/shm")
+    if direct is True and not dh.OnDisk(folder)._mover.arenas[0].direct:
+        with pytest.raises(StoreError, match="takes no direct writes"):
+            dh.OnDisk(folder, direct=True)
+        return
+    store = dh.OnDisk(folder, direct=direct)
+    assert store._mover.arenas[0].direct is (direct is not False and store._mover.arenas[0].why_buffered == "")
+    assert right(store)
+    assert step(store)[0] == 12 * X.nbytes
+
+
+def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    (arena,) = store._mover.arenas
+
+    def size() -> int:
+        return os.fstat(arena._fd).st_size
+
+    for _ in range(3):
+        assert right(store)
+        assert size() <= 12 * 20_480
+    assert right(store, numel=500_000)
+    assert size() >= 2_000_000
+    for _ in range(20):  # the last few steps do not need so much
+        assert right(store)
+    assert size() <= 2 * 12 * 20_480
+    tickets = [store.put(X) for _ in range(10)]
+    store.wait()
+    for ticket in tickets[5:]:
+        store.drop(ticket)  # at the end: no part of the file any more
+    store.rest()
+    assert size() <= 5 * 20_480
+    for ticket in tickets[:5]:
+        assert torch.equal(store.get(ticket), X)
+        store.drop(ticket)
+    store.rest()
+    assert size() == 0
+
+
+def test_threads_that_train_at_once_share_what_is_in_flight(tmp_path: pathlib.Path) -> None:
+    """Each has its own order; the bytes in flight are those of all of them."""
+    store, wrong = dh.OnDisk(tmp_path, in_flight=100_000), []
+
+    def train(length: int) -> None:
+        for _ in range(10):
+            x, y = forward(store, length)
+            if not torch.equal(torch.autograd.grad(y, x)[0], truth(x, length)):
+                wrong.append(length)
+
+    threads = [threading.Thread(target=train, args=(length,)) for length in (3, 5, 9, 12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert clean(store)

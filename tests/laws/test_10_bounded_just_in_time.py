@@ -1,0 +1,313 @@
+"""Law 10, bounded, in time.
+
+Saved tensors come back when backward wants them; what comes much earlier takes memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import threading
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.saved.stores.order import Stream
+from disthooks.saved.stores.pools import Buffers
+from tests.support.stores.faulty import soon
+
+pytestmark = pytest.mark.any_device
+
+
+class Slow(torch.autograd.Function):
+    """Saves its input, and takes its time in backward, in which it notes how much is read ahead."""
+
+    noted: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, store: dh.OnDisk, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.store, ctx.seconds = store, seconds
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        time.sleep(ctx.seconds / 2)
+        mover = ctx.store._mover
+        with mover._lock:
+            Slow.noted.append(sum(ticket.nbytes for ticket in mover._ahead if ticket.ahead is not None))
+        time.sleep(ctx.seconds / 2)
+        return grad * 2 + 0 * x, None, None
+
+
+ALL = dh.AtLeast(0)
+
+
+def _step(store: dh.OnDisk, seconds: float, count: int = 8) -> dh.SavedReport:
+    x = torch.randn(256, 1024, requires_grad=True)  # a MiB
+    Slow.noted = []
+    with dh.saving(ALL, store) as saved:
+        y = x
+        for _ in range(count):
+            y = Slow.apply(y, store, seconds)
+    store.wait()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0**count))
+    return saved.report()
+
+
+def test_a_long_backward_has_little_read_ahead(tmp_path: pathlib.Path) -> None:
+    """The first backward reads as much as it may; the second one knows how long it takes."""
+    store = dh.OnDisk(tmp_path)
+    _step(store, 0.3)
+    most = max(Slow.noted)
+    assert most >= 6 << 20
+    _step(store, 0.0, count=5)  # another model's
+    _step(store, 0.3)
+    assert max(Slow.noted) <= most // 2
+    (tier,) = store.report()
+    assert tier.ahead >= 10 << 20  # of 16, of which the first of each backward cannot be
+
+
+def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, in_flight="4 MiB")
+    for _ in range(3):
+        _step(store, 0.0)
+    (tier,) = store.report()
+    assert tier.read == 24 << 20
+    assert tier.ahead > 0
+
+
+def _read_ahead(stored: Any) -> bool:
+    """Whether it is in memory before it is wanted, within seconds."""
+    return soon(lambda: stored.ticket.ahead is not None)
+
+
+def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
+    """Longer than the second after which threads that have nothing to do end; also when it is put off meanwhile."""
+    store, x = dh.OnDisk(tmp_path), torch.randn(256, 1024)
+    for late, pause in ((0.0, 1.2), (0.3, 0.0)):
+        tickets = [store.put(x + i) for i in range(3)]
+        store.wait()
+        store.get(tickets[2])
+        time.sleep(late)
+        store.get(tickets[1])  # later than the last time: so will be the one that follows
+        assert _read_ahead(tickets[0])
+        time.sleep(pause)
+        store.get(tickets[0])
+        del tickets
+
+
+def test_one_is_read_ahead_where_there_is_room_for_one(tmp_path: pathlib.Path) -> None:
+    """The one that is taken now makes room for the next."""
+    x = torch.randn(256, 1024)
+    store = dh.OnDisk(tmp_path, in_flight=x.nbytes)
+    tickets = [store.put(x + i) for i in range(4)]
+    store.wait()
+    for stored, following in itertools.pairwise(reversed(tickets)):
+        store.get(stored)
+        assert _read_ahead(following)
+
+
+def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    for _ in range(2):
+        _step(store, 0.05)
+    pool = store._mover.transfer.buffers
+    assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
+
+
+def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path)
+    _step(store, 1.0, count=3)
+    begin = time.perf_counter()
+    _step(store, 0.0, count=3)
+    assert time.perf_counter() - begin < 1.0
+
+
+@pytest.mark.parametrize("rows", [256, 16])
+def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: pathlib.Path) -> None:
+    """What was to be read in a while is not, and its place in the file is free; also where small ones are joined."""
+    store = dh.OnDisk(tmp_path)
+    _step(store, 0.3, count=4)
+    x = torch.randn(rows, 1024, requires_grad=True)
+    with dh.saving(ALL, store):
+        first, y = Slow.apply(x * 2, store, 0.3), x
+        for _ in range(2):
+            y = Slow.apply(y, store, 0.3)
+        store.wait()  # small ones are joined up to here
+        y = Slow.apply(y, store, 0.3)
+    store.wait()
+    assert y.grad_fn.saved_tensors  # the last; the others are planned
+    del first
+    assert store.report()[0].held == 3 * x.nbytes  # it is let go of while others are to be read with it
+    del y
+    (tier,) = store.report()
+    assert tier.held == 0
+    mover = store._mover
+    with mover._lock:
+        mover._settle()
+        assert not mover._reads
+    store.rest()
+    assert soon(lambda: mover.arenas[0]._used == 0)  # a thread may be reading in this moment
+
+
+def test_a_far_reader_is_no_new_backward() -> None:
+    """What is wanted again by itself tells nothing new; two in a row are another backward.
+
+    Nor does it when the order and its times are known: what follows is as far away as it was.
+    """
+
+    class Ticket:
+        position, dropped = 0, False
+
+    def following(position: int) -> list[int]:
+        stream.read(tickets[position])
+        found[:] = stream.after(tickets[position])
+        return [other.position for other, _ in found]
+
+    stream, found = Stream(), []
+    for known in (False, True):
+        tickets = [Ticket() for _ in range(5)]
+        for ticket in tickets:
+            stream.put(ticket)
+        assert following(4) == [3, 2, 1, 0]
+        assert following(3) == [2, 1, 0]
+        before = found.copy()
+        assert following(4) == [2, 1, 0]
+        assert found == before
+        assert all(seconds > 0 for _, seconds in found) == known
+        assert following(2) == [1, 0]
+        assert following(4) == [1, 0]
+        assert following(3) == [2, 1, 0]
+        for position in (2, 1, 0):
+            assert following(position) == list(range(position))[::-1]
+        for ticket in tickets:
+            stream.drop(ticket)
+
+
+class Reads(torch.autograd.Function):
+    """Saves ``data``; its gradient is that of ``x + data.sum()``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(data)
+        return x + data.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        (data,) = ctx.saved_tensors
+        return grad, grad.sum().expand_as(data)
+
+
+@pytest.mark.parametrize(("between", "loads"), [(1, 1), (4, 2)])
+def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tmp_path: pathlib.Path) -> None:
+    """It is held for one that comes before as many bytes have gone by, and brought again for others."""
+    leaf = torch.randn(64, 64, requires_grad=True)
+    shared = leaf * 1
+    with dh.saving(ALL, dh.OnDisk(tmp_path)) as saved:
+        y = Reads.apply(torch.zeros(1, requires_grad=True), shared)
+        others = [leaf + i for i in range(between)]
+        for other in others:
+            y = Reads.apply(y, other)
+        y = Reads.apply(y, shared)
+    report = saved.report()
+    assert report.stored == (1 + between) * leaf.nbytes
+    assert report.shared == leaf.nbytes
+    y.backward()
+    assert torch.equal(leaf.grad, torch.full_like(leaf, 2.0 + between))
+    assert saved.report().loaded == (loads + between) * leaf.nbytes
+    assert saved.report().held == 0
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tmp_path: pathlib.Path) -> None:
+    """In several backwards of one graph, or when each reader writes into what it got."""
+
+    class Notes(Reads):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+            (data,) = ctx.saved_tensors
+            seen.append(data.clone())
+            if writes:
+                data.zero_()
+            return grad, grad.sum().expand_as(data)
+
+    seen: list[torch.Tensor] = []
+    leaf = torch.randn(64, 64, requires_grad=True)
+    shared = leaf * 1
+    expected = [shared.detach().clone() if i % 4 == 0 else (leaf + i).detach() for i in range(12)]
+    store = dh.OnDisk(tmp_path)
+    with dh.saving(ALL, store):
+        y = torch.zeros(1, requires_grad=True)
+        for i in range(12):
+            y = Notes.apply(y, shared if i % 4 == 0 else leaf + i)
+    store.wait()
+    for _ in range(1 if writes else 3):
+        seen.clear()
+        y.backward(retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(seen, reversed(expected), strict=True))
+
+
+def test_time_that_was_waited_is_not_taken_for_computing() -> None:
+    class Ticket:
+        position, dropped = 0, False
+
+    stream = Stream()
+    for _ in range(2):
+        tickets = [Ticket() for _ in range(3)]
+        for ticket in tickets:
+            stream.put(ticket)
+        if not stream._known:
+            for ticket in reversed(tickets):
+                stream.read(ticket)
+                time.sleep(0.02)
+                stream.waited(0.02)
+            for ticket in tickets:
+                stream.drop(ticket)
+    assert stream.waiting > 0.5
+    (_, soon), (_, later) = stream.after(tickets[2])
+    assert 0 <= soon <= later < 0.02
+
+
+def test_the_memory_to_read_into_is_bounded() -> None:
+    pool = Buffers(keep=64 << 10)
+    leases = [pool.lease(16 << 10) for _ in range(6)]  # more than it keeps: they are in use
+    assert len(pool._blocks) == 6
+    del leases
+    held = pool.lease(16 << 10)
+    assert sum(len(block) for block in pool._idle.values()) == 48 << 10
+    pool.trim(0)
+    assert not pool._idle
+    assert len(held) == 16 << 10
+
+
+def test_threads_that_train_at_once_find_their_own_order(tmp_path: pathlib.Path) -> None:
+    store = dh.OnDisk(tmp_path, in_flight="1 MiB")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    x = torch.randn(512, 64)
+    truth = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    wrong: list[object] = []
+
+    def train(pause: float) -> None:
+        for _ in range(6):
+            with dh.saving(ALL, store):
+                loss = model(x).square().sum()
+            time.sleep(pause)
+            found = torch.autograd.grad(loss, list(model.parameters()))
+            wrong.extend(None for a, b in zip(found, truth, strict=True) if not torch.allclose(a, b, rtol=1e-4))
+
+    threads = [threading.Thread(target=train, args=(0.003 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert store.account.held == 0

@@ -1,0 +1,410 @@
+"""Law 15, no silent no-op.
+
+"A pattern that matches nothing is an error that lists near names. A hook that could not fire on this engine is an
+error that says what to do."
+
+This file shows it for rules and for saved tensors; its sibling shows it for loops that clip by themselves.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.errors import AttachError, MatchError, UsageError
+from tests.support.engines import Net, loss_of, make, sharded
+from tests.support.models import identical, step
+from tests.support.ranks.harness import Ranks
+
+# --- Arguments that can never work
+
+
+def attach(**options: Any) -> Any:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dh.gradients(model, optimizer, **{"rules": [dh.ClipNorm(1.0)], **options})
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "max_norm zero": (lambda: dh.ClipNorm(0.0), UsageError, "positive, finite"),
+    "max_norm inf": (lambda: dh.ClipNorm(math.inf), UsageError, "positive, finite"),
+    "max_norm nan": (lambda: dh.ClipNorm(math.nan), UsageError, "positive, finite"),
+    "max_norm text": (lambda: dh.ClipNorm("1"), UsageError, "positive, finite"),
+    "norm_type": (lambda: dh.ClipNorm(1.0, 0), UsageError, "above 0"),
+    "norm_type nan": (lambda: dh.stats.Norm(math.nan), UsageError, "above 0"),
+    "low above high": (lambda: dh.ClipValue(1.0, -1.0), UsageError, "lower bound comes first"),
+    "negative bound": (lambda: dh.ClipValue(-1.0), UsageError, "a single bound is positive"),
+    "nan bound": (lambda: dh.ClipValue(math.nan, 1.0), UsageError, "finite numbers"),
+    "every": (lambda: attach(every=0), UsageError, "at least 1"),
+    "every half": (lambda: attach(every=0.5), UsageError, "at least 1"),
+    "nothing to do": (lambda: attach(rules=()), UsageError, "do nothing"),
+    "no rule": (lambda: attach(rules=[1.0]), UsageError, "is no rule"),
+    "a class": (lambda: attach(rules=[dh.ClipNorm]), UsageError, "is no rule"),
+    "only of nothing": (lambda: dh.only([], dh.ClipNorm(1.0)), UsageError, "at least one pattern"),
+    "no stat": (lambda: attach(stats=["norm"]), UsageError, "is no statistic"),
+    "no sink": (lambda: attach(sinks=["file"]), UsageError, "is no sink"),
+    "no match": (lambda: attach(rules=[dh.only("heads.*", dh.ClipNorm(1.0))]), MatchError, "near names.*head.weight"),
+    "no match for a function": (lambda: dh.on_gradient(make("plain"), "embe.bias", print), MatchError, "embed.bias"),
+    "at": (lambda: dh.on_gradient(make("plain"), "*", print, at="reduced"), UsageError, "'final'.*'local'"),
+    "not callable": (lambda: dh.on_gradient(make("plain"), "*", 3), UsageError, "cannot be called"),
+    "not a module": (lambda: dh.on_gradient([], "*", print), UsageError, "torch.nn.Module"),
+    "no parameters": (lambda: dh.on_gradient(nn.ReLU(), "*", print), AttachError, "no parameters"),
+    "frozen": (lambda: dh.on_gradient(make("plain").requires_grad_(False), "*", print), AttachError, "requires_grad"),
+    "no optimizer": (lambda: dh.gradients(make("plain"), object(), rules=[print]), AttachError, "register_step_pre"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_argument_that_can_never_work_is_refused(case: str) -> None:
+    call, error, says = WRONG[case]
+    with pytest.raises(error, match=says):
+        call()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    with pytest.raises(AttachError, match=r"not in the model.*scale.*after fully_shard"):
+        dh.gradients(Net(), optimizer, rules=[dh.ClipNorm(1.0)])
+
+
+def test_replaced_parameters_are_an_error() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = dh.on_gradient(model, "head.weight", torch.zeros_like)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+        model.head.weight = nn.Parameter(torch.ones(3, 5))
+        with pytest.raises(AttachError, match=r"'head.weight' is no longer.*attach after"):
+            optimizer.step()
+    with pytest.raises(AttachError, match=r"'head.weight' is no longer"):
+        model(torch.ones(1, 6))
+    hook.remove()
+    model(torch.ones(1, 6))
+    optimizer.step()
+
+
+def test_added_parameters_are_an_error() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+        optimizer.step()
+        optimizer.add_param_group({"params": list(model.embed.parameters())})
+        with pytest.raises(AttachError, match=r"other parameters \(3\).*\(1\)"):
+            optimizer.step()
+
+
+def test_a_step_that_makes_its_own_gradients_is_refused() -> None:
+    model = make("plain")
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]), pytest.raises(UsageError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def _scaled() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
+    """A fused optimizer, which a GradScaler leaves to divide by the scale inside its kernel."""
+    model = make("plain")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, 0, "plain")).backward()
+    return model, torch.optim.AdamW(model.parameters(), fused=True), scaler
+
+
+def test_gradients_that_are_still_scaled_are_refused() -> None:
+    model, optimizer, scaler = _scaled()
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]), pytest.raises(UsageError, match="unscale_"):
+        scaler.step(optimizer)
+
+
+def test_gradients_that_were_unscaled_are_ruled() -> None:
+    model, optimizer, scaler = _scaled()
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]) as watch:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    loss_of(fresh := make("plain"), 0, "plain").backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in fresh.parameters()])
+    assert watch.latest["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], stats=[dh.stats.NonFinite()]):
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(UsageError, match=r"'weight' is torch.sparse_coo.*sparse=False"):
+            optimizer.step()
+
+
+RESULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "shape": (lambda grad: grad[:1], r"'head.weight' on rank 0 must return a tensor of shape \(3, 5\).*got shape"),
+    "dtype": (lambda grad: grad.double(), r"torch.float32.*got shape \(3, 5\) and torch.float64"),
+    "kind": (lambda grad: 1.0, r"got 1.0"),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+@pytest.mark.parametrize("at", ["local", "final"])
+def test_a_function_that_returns_something_else_is_an_error(case: str, at: str) -> None:
+    function, says = RESULTS[case]
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        loss_of(model, 0, "plain").backward()
+        optimizer.step()
+
+    with dh.on_gradient(model, "head.weight", function, at), pytest.raises(UsageError, match=says):
+        run()
+
+
+def test_a_rule_that_returns_something_else_is_an_error() -> None:
+    model = make("plain")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, 0, "plain").backward()
+    says = r"must return torch.float32 \(7, 6\) for 'embed.weight'"
+    watch = dh.gradients(model, optimizer, rules=[dh.only("embed.*", lambda name, grad: grad[:1])])
+    with watch, pytest.raises(UsageError, match=says):
+        optimizer.step()
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    """What is said in each case where another library would do nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    said: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def saying(case: str) -> Any:
+        try:
+            yield
+        except AttachError as error:
+            said[case] = str(error)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded(model)
+    with saying("optimizer before fully_shard"):
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)])
+    for at in ("local", "final"):
+        model = Net()
+        with dh.on_gradient(model, "head.weight", print, at):
+            sharded(model)
+            with saying(f"{at} hook before fully_shard"):
+                model(torch.ones(1, 6))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]):
+        sharded(model)
+        with saying("rules before fully_shard"):
+            optimizer.step()
+    with saying("a part in DDP"):
+        dh.on_gradient(nn.Sequential(nn.parallel.DistributedDataParallel(Net()), nn.Linear(3, 1)), "*", print)
+    ignoring = Net()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["scale"])
+    with saying("ignored by DDP"):
+        dh.on_gradient(nn.parallel.DistributedDataParallel(ignoring), "*", print)
+
+    class Encoder(nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x)
+
+    encoder = Encoder(4, 4)
+    fully_shard(encoder, mesh=init_device_mesh("cpu", (2,)))
+    register_fsdp_forward_method(encoder, "encode")
+    with dh.on_gradient(encoder, "weight", print, at="local"), saying("another method than forward"):
+        encoder.encode(torch.ones(1, 4)).sum().backward()
+    two = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    fully_shard(two[0], mesh=meshes["a"])
+    fully_shard(two[1], mesh=meshes["b"])
+    with saying("different meshes"):
+        dh.on_gradient(two, "*", print)
+    return said
+
+
+@pytest.mark.dist
+def test_what_would_do_nothing_on_an_engine_is_refused(ranks: Ranks) -> None:
+    for said in ranks(_refusals):
+        expected = {
+            "optimizer before fully_shard": "after fully_shard",
+            "local hook before fully_shard": "attach after the engine",
+            "final hook before fully_shard": "attach after the engine",
+            "rules before fully_shard": "attach after the engine",
+            "a part in DDP": "wrap the whole model",
+            "ignored by DDP": "'scale'",
+            "another method than forward": "call the FSDP module itself",
+            "different meshes": "one device mesh",
+        }
+        assert said.keys() == expected.keys()
+        assert {case for case, says in expected.items() if says not in said[case]} == set()
+
+
+def test_an_engine_inside_of_a_module_is_refused() -> None:
+    class DeepSpeedEngine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Net()
+
+    with pytest.raises(AttachError, match="wrapped in DeepSpeedEngine and the rest of the model is not"):
+        dh.on_gradient(nn.Sequential(DeepSpeedEngine()), "*", print)
+
+
+def test_only_deepspeed_has_an_optimizer_of_its_own() -> None:
+    with pytest.raises(UsageError, match="which optimizer"):
+        dh.gradients(Net(), rules=[dh.ClipNorm(1.0)])
+
+
+# --- Saved tensors: modules that are never called, or save nothing where the hooks are
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("pattern", ["blocks*", "blocks", nn.ModuleList])
+def test_a_container_that_is_never_called_takes_no_place(pattern: object, tmp_path: pathlib.Path) -> None:
+    """Attaching to a ModuleList does nothing, and takes the place of the blocks inside: law 15."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x).relu()
+            return x
+
+    model = Model()
+    try:
+        saving = dh.save_activations(model, pattern, dh.OnDisk(tmp_path))
+    except dh.errors.AttachError:
+        return
+    model(torch.randn(32, 64)).sum().backward()
+    assert saving.report().stored > 0
+
+
+@pytest.mark.any_device
+def test_a_wrapper_around_a_container_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(dh.errors.UsageError):
+        dh.SaveToDisk(nn.ModuleList([nn.Linear(64, 64)]), tmp_path)
+
+
+class Streams(nn.Module):
+    """Runs its branches in threads of its own, as an inference server's model or a pipeline does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(lambda layer: layer(x).tanh(), (self.left, self.right))
+        return left + right
+
+
+@pytest.mark.any_device
+def test_the_user_is_told_of_a_forward_in_threads_of_its_own(tmp_path: pathlib.Path) -> None:
+    model, line = nn.Sequential(Streams(), nn.Linear(64, 64)), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    x = torch.randn(32, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "?", line) as saving:
+        with pytest.warns(UserWarning, match="'0' saved nothing in the thread that called it.*attach to the layers"):
+            assert identical(step(model, x), truth)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            step(model, x)
+    assert any("saved nothing in the thread" in advice for advice in saving.report().advice())
+    with warnings.catch_warnings(), dh.save_activations(model, nn.Linear, line) as saving:  # the remedy
+        warnings.simplefilter("error")
+        assert identical(step(model, x), truth)
+    assert {"0.left", "0.right", "1"} == set(saving.report().sites)
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Flatten(), nn.Identity()),
+        nn.Sequential(nn.Sequential(nn.Linear(64, 64)).requires_grad_(False), nn.Identity()),
+        nn.Sequential(nn.Sequential(nn.Linear(64, 64)), nn.Tanh()),
+    ],
+)
+def test_nobody_is_told_of_a_forward_in_the_callers_thread(model: nn.Module, tmp_path: pathlib.Path) -> None:
+    with warnings.catch_warnings(), dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
+        warnings.simplefilter("error")
+        model(torch.randn(4, 64).requires_grad_()).sum().backward()
+
+
+@pytest.mark.any_device
+def test_an_inner_attachment_takes_all_and_nobody_warns(tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Sequential(dh.SaveToDisk(nn.Linear(64, 64), tmp_path)))
+    with warnings.catch_warnings(), dh.save_activations(model, "0", dh.OnDisk(tmp_path)):
+        warnings.simplefilter("error")
+        model(torch.randn(4, 64)).sum().backward()
+
+
+@pytest.mark.any_device
+def test_the_user_is_told_of_a_module_that_is_never_called(tmp_path: pathlib.Path) -> None:
+    """MultiheadAttention reads the weights of its out_proj and does not call it."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(64, 4, batch_first=True), "linear": nn.Linear(64, 64)})
+    with pytest.warns(UserWarning, match=r"no hooks on 'attention\.out_proj': .*attach to the MultiheadAttention"):
+        saving = dh.save_activations(model, nn.Linear, dh.OnDisk(tmp_path))
+    assert saving.names == ("linear",)
+    with pytest.raises(dh.errors.AttachError, match="attach to the MultiheadAttention"):
+        dh.save_activations(model, "attention.out_proj", dh.OnDisk(tmp_path))
+    with warnings.catch_warnings(), dh.save_activations(model, ["attention", "*out_proj"], dh.OnDisk(tmp_path)) as both:
+        warnings.simplefilter("error")  # the attention is attached, and all that is in it
+    assert both.names == ("attention",)
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda row: self.row(row).tanh())(x)
+
+
+@pytest.mark.any_device
+def test_the_user_is_told_of_a_module_inside_vmap_and_the_one_around_it_stores(tmp_path: pathlib.Path) -> None:
+    model, line = nn.Sequential(nn.Linear(64, 64), Mapped()), dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
+    x = torch.randn(32, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "*row", line) as saving:
+        with pytest.warns(UserWarning, match=r"'1\.row' is called inside a transform of torch\.func") as told:
+            assert identical(step(model, x), truth)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step(model, x)
+    assert len(told) == 1
+    assert saving.report().passed == {"hooks disabled": 2}
+    assert any("torch.func (vmap" in advice for advice in saving.report().advice())
+    with warnings.catch_warnings(), dh.save_activations(model, "1", line) as saving:  # the remedy
+        warnings.simplefilter("error")
+        assert identical(step(model, x), truth)
+    assert saving.report().moved == 2 * x.nbytes
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("to", [dh.OnCpu(), dh.Tiered(dh.OnDevice("1 GiB"), dh.OnCpu())])
+def test_a_store_where_the_tensors_are_says_so(to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+    with dh.save_activations(model, "?", to) as saving:
+        with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
+            step(model, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            step(model, x)
+    assert saving.report().stored == 0
+    assert any("stores nothing" in advice for advice in saving.report().advice())
+    for stages in ((dh.Compact(), to), (dh.Recompute(), to), (dh.Tiered(dh.OnCpu("1 KiB"), dh.OnDisk(tmp_path)),)):
+        with warnings.catch_warnings(), dh.save_activations(model, "?", dh.pipeline(*stages)):
+            warnings.simplefilter("error")
+            step(model, x)

@@ -1,0 +1,474 @@
+"""Law 16, one decision.
+
+"What depends on a value (skip a step, adapt a threshold, change a plan) is decided alike by all ranks and does not
+depend on how elements are sharded; its state can be saved and restored. A skipped step leaves every optimizer
+untouched."
+
+This file shows skipped steps for every optimizer, whoever calls the step; two attachments; and decisions on two
+ranks. Its sibling shows steps that raise, and closures.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks import stats
+from disthooks._torch import Inner, step_wrapper
+from tests.support.engines import loss_of, make, whole
+from tests.support.ranks.harness import Ranks
+
+# --- A step that is left out, for every optimizer
+
+
+class Own(torch.optim.Optimizer):
+    """What the faulty ones have in common."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    def each(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        yield from ((group, p) for group in self.param_groups for p in group["params"])
+
+
+class Counts(Own):
+    """A count for each group, whatever there is to do, as in most of pytorch-optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["step"] += 1
+        for group, p in self.each():
+            if p.grad is not None:
+                p.data.add_(p.grad, alpha=-group["lr"] / group["step"])
+        return loss
+
+
+class Fills(Own):
+    """Takes a missing gradient for zeros, and has momentum and decay, as Muon."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p in self.each():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad)
+            p.mul_(0.99).add_(momentum, alpha=-group["lr"])
+
+
+class Raises(Own):
+    """Wants every gradient, as some of second order."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p in self.each():
+            p.add_(p.grad, alpha=-group["lr"])
+
+
+class Averages(Own):
+    """Counts for all of it and averages its weights, as schedulefree."""
+
+    k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k += 1
+        for group, p in self.each():
+            z = self.state[p].setdefault("z", p.clone())
+            if p.grad is not None:
+                z.sub_(p.grad, alpha=group["lr"])
+            p.lerp_(z, 1 / self.k)
+
+
+class Unhooked(torch.optim.Optimizer):
+    """Wraps another one without calling ``Optimizer.__init__``, as pytorch-optimizer's Lookahead."""
+
+    def __init__(self, params: Any) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.count = torch.optim.SGD(params, lr=0.1, momentum=0.9), 0
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # type: ignore[assignment]
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.inner.step()
+
+
+OWN = {kind.__name__: kind for kind in (Counts, Fills, Raises, Averages, Unhooked)}
+
+
+TORCH = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
+
+
+for name in ("Optimizer", "SparseAdam", "LBFGS"):  # no optimizer, no dense gradients, no step without a closure
+    del TORCH[name]
+
+
+FUSED = {
+    f"{kind.__name__} fused": lambda p, kind=kind, kw=kw: kind(p, lr=0.1, fused=True, **kw)
+    for kind, kw in (
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.Adagrad, {}),
+    )
+}
+
+
+MAKE: dict[str, Callable[[Any], Any]] = {**OWN, **TORCH, **FUSED}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))  # Muon has no biases
+
+
+def backward(model: nn.Module, step: int, spoiled: bool = False) -> None:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 6).view(2, 3) + step).square().sum().backward()
+    if spoiled:
+        model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+
+
+def everything(model: nn.Module, optimizer: Any) -> Any:
+    own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float)) and not k.startswith("_")}
+    state = [optimizer.state.get(parameter) for parameter in model.parameters()]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return copy.deepcopy([list(model.parameters()), state, groups, own, held])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else bool(a == b)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
+    """The first one too, before any state is there; the steps around it are those of a run without it."""
+    model, other = net(), net()
+    optimizer, plain = MAKE[kind](model.parameters()), MAKE[kind](other.parameters())
+    found = []
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+        for step in range(5):
+            backward(model, step, step in (0, 3))
+            before = everything(model, optimizer)
+            optimizer.step()
+            if step in (0, 3):
+                found.append(same(everything(model, optimizer), before))
+            else:
+                backward(other, step)
+                plain.step()
+    assert found == [True, True]
+    truth, seen = everything(other, plain), everything(model, optimizer)
+    assert same(seen[:4], truth[:4])
+    assert not same(seen[0], list(net().parameters()))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_parameters_that_rest_keep_value_and_state(kind: str) -> None:
+    model = net()
+    optimizer = MAKE[kind](model.parameters())
+    first, last = model[0].weight, model[2].weight  # type: ignore[index]
+    # torch's fused SGD cannot take a parameter that has a gradient for the first time later than others do
+    with dh.gradients(model, optimizer, rules=[dh.only("0.*", dh.Freeze(until=2))]):
+        for step in range(2 if kind == "SGD fused" else 4):
+            backward(model, step)
+            grad = first.grad.clone()
+            before = copy.deepcopy([first.detach(), optimizer.state.get(first)])
+            moving, held = last.detach().clone(), [group["params"] for group in optimizer.param_groups]
+            optimizer.step()
+            after = [first.detach(), optimizer.state.get(first)]
+            assert torch.equal(before[0], after[0]) == (step < 2)
+            assert step >= 2 or same(before, after)
+            assert not torch.equal(moving, last)
+            assert torch.equal(first.grad, grad)
+            assert all(group["params"] is was for group, was in zip(optimizer.param_groups, held, strict=True))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind.endswith("fused")])
+def test_a_step_that_the_scaler_and_a_rule_leave_out(kind: str) -> None:
+    """Two reasons are one: a fused kernel makes no update where it is told 1, and one of NaN where it is told 2."""
+    model = net()
+    optimizer = MAKE[kind](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
+        for step in range(4):
+            backward(model, step, step == 2)
+            for parameter in model.parameters():
+                parameter.grad.mul_(8.0)  # type: ignore[union-attr]
+            scaler.scale(torch.ones(()))  # as if it had scaled the loss
+            scaler.unscale_(optimizer)
+            before = everything(model, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert same(everything(model, optimizer), before) == (step == 2)
+    assert watch.latest["skipped_total"] == 1
+
+
+# --- Whoever calls the step
+
+
+def _scheduled(optimizer: Any, attach: Callable[[], Any], early: bool) -> tuple[Any, Callable[[], None]]:
+    make = lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)  # noqa: E731
+    schedule = make() if early else None
+    watch = attach()
+    schedule = schedule or make()
+
+    def step() -> None:
+        optimizer.step()
+        schedule.step()
+
+    return watch, step
+
+
+def _accelerated(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """accelerate keeps the method that it finds, and puts it back on the optimizer in every step."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    outer = accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    return attach(), outer.step
+
+
+def _compiled(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def step() -> None:
+        optimizer.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager")
+    return attach(), compiled
+
+
+def _kept(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    method = optimizer.step
+    return attach(), method
+
+
+def _in_no_grad(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    return attach(), torch.no_grad()(lambda: optimizer.step())
+
+
+def _replaced(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Somebody has a step of their own on the object, around the class's."""
+    true = optimizer.step
+    optimizer.step = types.MethodType(lambda self: true(), optimizer)
+    return attach(), lambda: optimizer.step()
+
+
+WAYS: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
+    "a schedule, made before": lambda o, a: _scheduled(o, a, True),
+    "a schedule, made after": lambda o, a: _scheduled(o, a, False),
+    "accelerate with a scaler": _accelerated,
+    "compiled": _compiled,
+    "a method kept from before": _kept,
+    "no_grad": _in_no_grad,
+    "replaced on the object": _replaced,
+    "by the class": lambda o, a: (a(), lambda: type(o).step(o)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_calls_the_step_it_is_left_out(way: str) -> None:
+    model = net()
+    optimizer = Counts(model.parameters())
+    function = Inner(step_wrapper(Counts)).function
+    attach = lambda: dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.*")
+        watch, step = WAYS[way](optimizer, attach)
+        moved = []
+        for number in range(4):
+            backward(model, number, number in (0, 2))
+            before = everything(model, optimizer)
+            step()
+            moved.append(not same(everything(model, optimizer)[0], before[0]))
+    own = vars(optimizer).get("step")
+    assert moved == [False, True, False, True]
+    assert (optimizer.param_groups[0]["step"], watch.steps) == (2, 4)
+    watch.remove()
+    assert vars(optimizer).get("step") is own
+    assert Inner(step_wrapper(Counts)).function is function
+    assert not optimizer._optimizer_step_pre_hooks
+    backward(model, 4, True)
+    step()
+    assert optimizer.param_groups[0]["step"] == 3
+
+
+def test_another_optimizer_of_the_class_is_left_alone() -> None:
+    model, other = net(), net()
+    optimizer, plain = Counts(model.parameters()), Counts(other.parameters())
+    first = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()])
+    second = dh.gradients(model, optimizer, rules=[dh.Scale(0.5)])
+    for net_ in (model, other):
+        backward(net_, 0, True)
+    first.remove()
+    plain.step()
+    assert math.isnan(float(other[0].weight.detach()[0, 0]))  # type: ignore[index]
+    backward(model, 0)
+    grad = model[0].weight.grad.clone()  # type: ignore[index, union-attr]
+    optimizer.step()
+    assert torch.equal(model[0].weight.grad, grad * 0.5)  # type: ignore[index, arg-type]
+    second.remove()
+    assert not hasattr(Inner(step_wrapper(Counts)).function, "seam")
+
+
+def test_copies_and_pickles_of_an_optimizer_are_plain() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]) as watch:
+        backward(model, 0)
+        optimizer.step()
+        copied, pickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+        assert "disthooks" not in str(pickle.dumps(optimizer))
+        for each in (copied, pickled):
+            for group in each.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.full_like(p, math.nan)
+            each.step()
+            assert math.isnan(float(each.param_groups[0]["params"][0].detach()[0, 0]))
+        assert watch.steps == 1
+
+
+# --- A second attachment does not undo what the first one decided
+
+
+NAN = math.nan
+
+
+def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("second", [{"stats": [stats.Norm()]}, {"rules": [dh.ClipNorm(1.0)]}], ids=["stats", "rules"])
+def test_skip_survives_a_second_attachment(second: Any, fused: bool) -> None:
+    model, optimizer = small(fused=fused)
+    before = model.weight.clone()
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]), dh.gradients(model, optimizer, **second):
+        model(torch.full((1, 2), NAN)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_freeze_survives_a_second_attachment() -> None:
+    model, optimizer = small()
+    before = model.weight.clone()
+    rules = [dh.only("weight", dh.Freeze())]
+    with dh.gradients(model, optimizer, rules=rules), dh.gradients(model, optimizer, stats=[stats.Norm()]):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is not None
+
+
+# --- State is saved and restored
+
+
+def _zeros(name: str, grad: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(grad)
+
+
+def test_averages_are_saved_and_a_broken_step_is_left_out() -> None:
+    def run(steps: range, state: dict[str, Any] | None = None, spoil: int = -1) -> Any:
+        model = make("plain")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        watch = dh.gradients(model, optimizer, rules=[_zeros], stats=[stats.NoiseScale()], every=1)
+        if state is not None:
+            watch.load_state_dict(state)
+        for step in steps:
+            optimizer.zero_grad()
+            for micro in range(2):
+                loss_of(model, 2 * step + micro, "plain").backward()
+            if step == spoil:
+                model.scale.grad[0, 0] = math.nan
+            optimizer.step()
+        return watch
+
+    through = run(range(4))
+    half = run(range(2))
+    resumed = run(range(2, 4), half.state_dict())
+    through.remove()
+    resumed.remove()
+    assert resumed.latest == through.latest
+    assert through.latest["noise_scale_norm2"] > 0
+    spoilt = run(range(5), spoil=4)
+    spoilt.remove()
+    assert {k: v for k, v in spoilt.latest.items() if k != "step"} == {
+        k: v for k, v in through.latest.items() if k != "step"
+    }
+    model = make("plain")
+    with dh.gradients(model, torch.optim.SGD(model.parameters()), stats=[stats.Norm()]) as other:
+        with pytest.raises(dh.errors.UsageError, match=r"state is of the stats \['NoiseScale'\]"):
+            other.load_state_dict(half.state_dict() | {"rules": []})
+        other.load_state_dict({"steps": 7, "rules": []})  # of a version without averages
+        assert other.steps == 7
+
+
+# --- All ranks decide alike
+
+
+def _skips(rank: int, engine: str) -> tuple[float, float, list[float]]:
+    """1500 squares of 5e18 are more than a float32, and 750 of them, which a rank has, are too."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(1500, 1, bias=False)
+    if engine == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    elif engine == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(), dh.ClipNorm(1.0, 16.0)], every=1) as watch:
+        model(torch.full((1, 1500), 5e18)).sum().backward()
+        optimizer.step()
+    grads = whole(next(iter(model.parameters())).grad)
+    return watch.latest["skipped"], watch.latest["grad_norm_l16"], [float(grads.min()), float(grads.max())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp2"])
+def test_a_decision_does_not_depend_on_sharding(ranks: Ranks, engine: str) -> None:
+    for skipped, norm, grads in ranks(_skips, engine):
+        assert skipped == 0
+        assert norm == pytest.approx(5e18 * 1500 ** (1 / 16), rel=1e-6)
+        assert grads == pytest.approx([1500 ** (-1 / 16)] * 2, rel=1e-6)
+
+
+def _two(rank: int, engine: str) -> bool:
+    model = make(engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    first = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()])
+    second = dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)])
+    (loss_of(model, 0, engine, rank) * (NAN if rank == 1 else 1.0)).backward()
+    optimizer.step()
+    first.remove()
+    second.remove()
+    return any(bool(torch.isnan(whole(p)).any()) for p in model.parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp", "fsdp1"])
+def test_skip_survives_a_second_attachment_on_ranks(ranks: Ranks, engine: str) -> None:
+    assert ranks(_two, engine) == [False, False]

@@ -1,0 +1,377 @@
+"""Law 16, one decision, in steps with a closure and in steps that raise.
+
+Optimizer and gradients are as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks import stats
+from disthooks.errors import UsageError
+
+# --- Closures
+
+
+class Own(torch.optim.Optimizer):
+    """What the faulty ones have in common."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    def each(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        yield from ((group, p) for group in self.param_groups for p in group["params"])
+
+
+class Counts(Own):
+    """A count for each group, whatever there is to do, as in most of pytorch-optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["step"] += 1
+        for group, p in self.each():
+            if p.grad is not None:
+                p.data.add_(p.grad, alpha=-group["lr"] / group["step"])
+        return loss
+
+
+class Fills(Own):
+    """Takes a missing gradient for zeros, and has momentum and decay, as Muon."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p in self.each():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad)
+            p.mul_(0.99).add_(momentum, alpha=-group["lr"])
+
+
+class Raises(Own):
+    """Wants every gradient, as some of second order."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, p in self.each():
+            p.add_(p.grad, alpha=-group["lr"])
+
+
+class Averages(Own):
+    """Counts for all of it and averages its weights, as schedulefree."""
+
+    k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k += 1
+        for group, p in self.each():
+            z = self.state[p].setdefault("z", p.clone())
+            if p.grad is not None:
+                z.sub_(p.grad, alpha=group["lr"])
+            p.lerp_(z, 1 / self.k)
+
+
+class Unhooked(torch.optim.Optimizer):
+    """Wraps another one without calling ``Optimizer.__init__``, as pytorch-optimizer's Lookahead."""
+
+    def __init__(self, params: Any) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.count = torch.optim.SGD(params, lr=0.1, momentum=0.9), 0
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state  # type: ignore[assignment]
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.inner.step()
+
+
+OWN = {kind.__name__: kind for kind in (Counts, Fills, Raises, Averages, Unhooked)}
+
+
+TORCH = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
+
+
+for name in ("Optimizer", "SparseAdam", "LBFGS"):  # no optimizer, no dense gradients, no step without a closure
+    del TORCH[name]
+
+
+FUSED = {
+    f"{kind.__name__} fused": lambda p, kind=kind, kw=kw: kind(p, lr=0.1, fused=True, **kw)
+    for kind, kw in (
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        (torch.optim.Adagrad, {}),
+    )
+}
+
+
+MAKE: dict[str, Callable[[Any], Any]] = {**OWN, **TORCH, **FUSED}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))  # Muon has no biases
+
+
+def backward(model: nn.Module, step: int, spoiled: bool = False) -> None:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 6).view(2, 3) + step).square().sum().backward()
+    if spoiled:
+        model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
+
+
+def everything(model: nn.Module, optimizer: Any) -> Any:
+    own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float)) and not k.startswith("_")}
+    state = [optimizer.state.get(parameter) for parameter in model.parameters()]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    held = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return copy.deepcopy([list(model.parameters()), state, groups, own, held])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else bool(a == b)
+
+
+def _closed(model: nn.Module, optimizer: Any, step: int, spoiled: bool = False, seen: list[float] | None = None) -> Any:
+    def closure() -> torch.Tensor:
+        backward(model, step, spoiled)
+        if seen is not None:
+            seen.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))  # type: ignore[union-attr]
+        return torch.tensor(float(step))
+
+    return optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Counts", "AdamW fused"])
+def test_rules_act_when_the_closure_is_done(kind: str) -> None:
+    model, other = net(), net()
+    optimizer, plain = MAKE[kind](model.parameters()), MAKE[kind](other.parameters())
+    rules = [dh.SkipNonFinite(), dh.only("0.*", dh.Freeze()), dh.ClipValue(0.01)]
+    with dh.gradients(model, optimizer, rules=rules, every=1) as watch, dh.gradients(other, plain, rules=rules):
+        for step in range(4):
+            assert float(_closed(model, optimizer, step, step in (0, 2))) == step  # the loss comes back
+            backward(other, step, step in (0, 2))
+            plain.step()
+            assert same(everything(model, optimizer)[:4], everything(other, plain)[:4])
+    assert watch.latest["skipped_total"] == 2
+    assert watch.steps == 4
+
+
+def test_an_optimizer_that_moves_before_its_closure_cannot_skip() -> None:
+    class Looks(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for _, p in self.each():
+                p.data.add_(0.1)  # counted nowhere
+            torch.enable_grad()(closure)()
+            for group, p in self.each():
+                p.data.sub_(0.1).sub_(p.grad, alpha=group["lr"])
+
+    model = net()
+    optimizer = Looks(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(), dh.ClipNorm(0.5)], every=1) as watch:
+        _closed(model, optimizer, 0)
+        with pytest.raises(UsageError, match=r"Looks changed its parameters.*before it called the closure"):
+            _closed(model, optimizer, 1, True)
+    assert watch.latest["grad_norm_clipped"] <= 0.5 or math.isnan(watch.latest["grad_norm_clipped"])
+
+
+def test_a_parameter_that_has_become_nan_is_no_change() -> None:
+    """The optimizer moved nothing before its closure, so the step is left out and not refused."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[0] = math.nan
+    before = copy.deepcopy(list(model.parameters()))
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
+        _closed(model, optimizer, 0)
+    assert watch.latest["skipped"] == 1
+    for mine, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(mine, was, rtol=0, atol=0, equal_nan=True)
+
+
+def test_statistics_of_lbfgs_are_of_its_first_call() -> None:
+    model, other = net(), net()
+    makes = dict(lr=0.5, max_iter=4, history_size=3, line_search_fn="strong_wolfe")
+    optimizer, plain = (torch.optim.LBFGS(m.parameters(), **makes) for m in (model, other))  # type: ignore[arg-type]
+    records: list[Any] = []
+    firsts = []
+    with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=1):
+        for step in range(3):
+            seen: list[float] = []
+            _closed(model, optimizer, step, seen=seen)
+            _closed(other, plain, step)
+            assert len(seen) > 1
+            firsts.append(seen[0])
+    assert same(list(model.parameters()), list(other.parameters()))
+    assert [record["grad_norm"] for record in records] == pytest.approx(firsts)
+
+
+def test_rules_for_lbfgs_are_refused_before_anything_moves() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]), pytest.raises(UsageError, match="more than once"):
+        _closed(model, optimizer, 0)
+    assert same(list(model.parameters()), list(net().parameters()))
+    assert not optimizer.state
+
+
+def test_a_closure_that_is_never_called_is_an_error() -> None:
+    model = net()
+    optimizer = Raises(model.parameters())
+    backward(model, 0)
+    with (
+        dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]),
+        pytest.raises(UsageError, match="never called its closure"),
+    ):
+        optimizer.step(lambda: None)
+
+
+# --- What a step that raised leaves behind, and what goes with an attachment
+
+
+def test_a_step_that_raises_gives_gradients_and_groups_back() -> None:
+    class Breaks(Own):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise KeyError("its own")
+
+    model = net()
+    optimizer = Breaks(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.only("0.*", dh.Freeze())]):
+        backward(model, 0)
+        with pytest.raises(KeyError, match="its own"):
+            optimizer.step()
+        assert len(optimizer.param_groups[0]["params"]) == 2
+        assert all(p.grad is not None for p in model.parameters())
+
+
+NAN = math.nan
+
+
+def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+def _interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_fused_optimizer_is_free_again_after_removal() -> None:
+    model, optimizer = small(fused=True)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+        hook = optimizer.register_step_pre_hook(_interrupt)
+        model(torch.full((1, 2), NAN)).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    hook.remove()
+    optimizer.zero_grad()
+    before = model.weight.clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)  # found_inf stayed on it: no step is ever made again
+
+
+def test_gradients_are_back_after_removal() -> None:
+    model, optimizer = small()
+    with dh.gradients(model, optimizer, rules=[dh.only("weight", dh.Freeze())]):
+        optimizer.register_step_pre_hook(_interrupt)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert model.weight.grad is not None
+
+
+def test_a_gradient_of_a_step_that_raised_is_not_used_later() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(1, 2)
+    with dh.gradients(model, optimizer, rules=[dh.only("a.*", dh.Freeze(until=1))]):
+        hook = optimizer.register_step_pre_hook(_interrupt)
+        (model["a"](x) + model["b"](x)).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        hook.remove()
+        optimizer.zero_grad()
+        before = model["a"].weight.clone()
+        model["b"](x).sum().backward()
+        optimizer.step()
+    assert torch.equal(model["a"].weight, before)
+
+
+def test_a_model_with_a_final_function_can_die() -> None:
+    model, _ = small()
+    dh.on_gradient(model, "weight", lambda grad: grad)  # handle not kept, as in the first lines of the docs
+    ref = weakref.ref(model)
+    del model, _
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_fused_optimizer_can_die_after_a_step_that_raised() -> None:
+    model, optimizer = small(fused=True)
+    watch = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()])
+    hook = optimizer.register_step_pre_hook(_interrupt)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    watch.remove()
+    hook.remove()
+    ref = weakref.ref(optimizer)
+    del model, optimizer, watch, hook
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_model_and_its_optimizer_die_with_what_is_attached() -> None:
+    model, optimizer = small()
+    watch = dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], stats=[stats.Norm(), stats.Spread()])
+    refs = [weakref.ref(each) for each in (model, optimizer, watch)]
+    del model, optimizer, watch
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
+def test_a_rule_that_raises_leaves_withheld_gradients_where_they_were() -> None:
+    model, optimizer = small()
+
+    def broken(name: str, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+    model(torch.ones(1, 2)).sum().backward()
+    with (
+        dh.gradients(model, optimizer, rules=[dh.only("weight", dh.Freeze())]),
+        dh.gradients(model, optimizer, rules=[dh.only("bias", broken)]),
+    ):
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert model.weight.grad is not None

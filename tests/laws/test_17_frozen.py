@@ -1,0 +1,190 @@
+"""Law 17, shared objects are frozen.
+
+"Mutable state lives in the packed value, the attachment or a thread-local."
+
+This file shows it for every object that a user may share between attachments, models and threads: stores, codecs,
+pipelines, rules, statistics and sinks. None takes an assignment, none is another one after it was used, and what two
+attachments learn with one rule stays apart. The stores still carry their runtime beside their specification: what a
+user asked for does not change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks import sinks, stats
+from tests.support.models import Tiny, identical, step, tokens
+
+STORES: dict[str, Callable[[pathlib.Path], Any]] = {
+    "OnCpu": lambda folder: dh.OnCpu("1 GiB"),
+    "OnDevice": lambda folder: dh.OnDevice("1 GiB"),
+    "OnDisk": lambda folder: dh.OnDisk(folder, "1 GiB"),
+    "Tiered": lambda folder: dh.Tiered(dh.OnDevice("64 KiB"), dh.OnDisk(folder)),
+    "Functions": lambda folder: dh.Functions(torch.clone, torch.clone),
+}
+STAGES: dict[str, Callable[[], Any]] = {
+    "AtLeast": lambda: dh.AtLeast("1 KiB"),
+    "Cast": lambda: dh.Cast(torch.bfloat16),
+    "Compact": lambda: dh.Compact(),
+    "Quantize": lambda: dh.Quantize(8),
+    "Recompute": lambda: dh.Recompute(),
+}
+RULES: dict[str, Callable[[], Any]] = {
+    "ClipAdaptive": lambda: dh.ClipAdaptive(),
+    "ClipNorm": lambda: dh.ClipNorm(1.0),
+    "ClipPercentile": lambda: dh.ClipPercentile(window=3),
+    "ClipValue": lambda: dh.ClipValue(0.1),
+    "ClipZScore": lambda: dh.ClipZScore(warmup_steps=2),
+    "Freeze": lambda: dh.only("norm.*", dh.Freeze(until=1)),
+    "Noise": lambda: dh.Noise(0.1, seed=3),
+    "Sanitize": lambda: dh.Sanitize(),
+    "Scale": lambda: dh.Scale(0.5),
+    "SkipNonFinite": lambda: dh.SkipNonFinite(),
+    "only": lambda: dh.only("*.bias", dh.ClipNorm(0.5)),
+}
+STATS: dict[str, Callable[[], Any]] = {
+    name: getattr(stats, name)
+    for name in (
+        "Extremes",
+        "Histogram",
+        "MaxAbs",
+        "Moments",
+        "NonFinite",
+        "Norm",
+        "Spread",
+        "Updates",
+        "Weights",
+        "Zeros",
+    )
+} | {"NoiseScale": lambda: stats.NoiseScale(4), "Agreement": lambda: stats.Agreement("norm.*")}
+
+
+def _asked_for(spec: Any) -> dict[str, Any]:
+    """What the user asked for: the fields that are given when such an object is made."""
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+
+
+def _assert_takes_no_assignment(spec: Any) -> None:
+    for name in [*_asked_for(spec), "anything"]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(spec, name, None)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            delattr(spec, name)
+
+
+@pytest.mark.parametrize("kind", [*RULES, *STATS])
+def test_rules_and_statistics_take_no_assignment(kind: str) -> None:
+    _assert_takes_no_assignment({**RULES, **STATS}[kind]())
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_the_stages_of_a_pipeline_take_no_assignment(kind: str) -> None:
+    _assert_takes_no_assignment(STAGES[kind]())
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_stores_and_pipelines_take_no_assignment(kind: str, tmp_path: pathlib.Path) -> None:
+    store = STORES[kind](tmp_path)
+    _assert_takes_no_assignment(store)
+    _assert_takes_no_assignment(dh.pipeline(dh.AtLeast(0), store))
+
+
+def test_sinks_take_no_assignment(tmp_path: pathlib.Path) -> None:
+    for sink in (sinks.Jsonl(tmp_path / "a.jsonl"), sinks.Console()):
+        _assert_takes_no_assignment(sink)
+
+
+def test_reports_take_no_assignment(tmp_path: pathlib.Path) -> None:
+    model = dh.SaveToDisk(nn.Linear(64, 64), tmp_path)
+    model(torch.randn(64, 64)).sum().backward()
+    report = model.report()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.stored = 0  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.tiers[0].held = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_is_the_same_one_after_use(kind: str, tmp_path: pathlib.Path) -> None:
+    store = STORES[kind](tmp_path)
+    before = repr(store), _asked_for(store)
+    model = Tiny()
+    truth = step(model, tokens())
+    with dh.save_activations(model, "blocks.*", dh.pipeline(dh.AtLeast(0), store)):
+        assert identical(step(model, tokens()), truth)
+    assert (repr(store), _asked_for(store)) == before
+    if kind != "Functions":  # equal by its functions, and a fresh one has the same
+        assert store == STORES[kind](tmp_path)
+        assert pickle.loads(pickle.dumps(store)) == store
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_stage_is_the_same_one_after_use(kind: str, tmp_path: pathlib.Path) -> None:
+    stage, model = STAGES[kind](), Tiny()
+    before = repr(stage), dict(vars(stage))
+    line = dh.pipeline(stage, dh.OnDisk(tmp_path))
+    with dh.save_activations(model, "blocks.*", line) as saving:
+        step(model, tokens())
+    assert saving.report().stored > 0
+    assert (repr(stage), dict(vars(stage))) == before
+    assert line == dh.pipeline(STAGES[kind](), dh.OnDisk(tmp_path))
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"norm": nn.LayerNorm(8), "out": nn.Linear(8, 2)})
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, scale: float) -> None:
+    """A step of two micro-batches, whose gradients grow with its number."""
+    optimizer.zero_grad()
+    for micro in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + micro))
+        (scale * (1 + number) * model["out"](model["norm"](x)).square().sum()).backward()
+    optimizer.step()
+
+
+def _trained(rules: list[Any], watched: list[Any], scale: float = 1.0) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The last gradients and the last record of five steps."""
+    model, optimizer = _made()
+    with dh.gradients(model, optimizer, rules=rules, stats=watched, every=1) as watch:
+        for number in range(5):
+            _step(model, optimizer, number, scale)
+    return [parameter.grad.clone() for parameter in model.parameters()], watch.latest
+
+
+@pytest.mark.parametrize("kind", [*RULES, *STATS])
+def test_a_rule_or_a_statistic_is_the_same_one_after_use(kind: str) -> None:
+    """Trained twice with one object, the second time as the first: it remembered nothing."""
+    spec = {**RULES, **STATS}[kind]()
+    before = repr(spec), dict(vars(spec))
+    found = []
+    for _ in range(2):
+        found.append(_trained([spec], []) if kind in RULES else _trained([], [spec]))
+    assert (repr(spec), dict(vars(spec))) == before
+    assert identical(found[0][0], found[1][0])
+    assert repr(found[0][1]) == repr(found[1][1])  # NaN is NaN
+
+
+@pytest.mark.parametrize("rule", [dh.ClipPercentile(window=3), dh.ClipZScore(warmup_steps=2), dh.SkipNonFinite()])
+def test_two_attachments_of_one_rule_learn_apart(rule: Any) -> None:
+    """Two models train in turns with one rule; each has the record that it has alone."""
+    alone = {scale: _trained([rule], [], scale)[1] for scale in (1.0, 100.0)}
+    made = {scale: _made() for scale in alone}
+    watches = {scale: dh.gradients(*made[scale], rules=[rule], every=1) for scale in alone}
+    for number in range(5):
+        for scale in alone:
+            _step(*made[scale], number, scale)
+    for scale, watch in watches.items():
+        watch.remove()
+        assert repr(watch.latest) == repr(alone[scale])
