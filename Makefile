@@ -69,6 +69,7 @@ house: $(READY)
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(RUN) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
 type: $(READY)
 	$(PYTHON) -m mypy

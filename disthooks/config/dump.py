@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from disthooks.errors import ConfigError
 from disthooks.grads.rules.only import Only
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.stores.tiers import Tiered
-
-if TYPE_CHECKING:
-    from disthooks.config.plan import Plan
 
 _EMPTY = inspect.Parameter.empty
 
@@ -43,26 +40,6 @@ def yaml_of(document: Mapping[str, Any]) -> str:
             return True
 
     return str(yaml.dump(document, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120))
-
-
-def plan(given: Plan) -> dict[str, Any]:
-    """A plan that was made of objects."""
-    found: dict[str, Any] = {}
-    if given.budget is not None:
-        found["budget"] = given.budget
-    if given.exact:
-        found["exact"] = True
-    if given.strict:
-        found["strict"] = True
-    if given.blame:
-        found["blame"] = True
-    if given.check_replicas is not None:
-        found["check_replicas"] = given.check_replicas
-    if given.saves:
-        found["save"] = [_saved(patterns, line) for patterns, line in given.saves]
-    if given.watches:
-        found["watch"] = _watched(given.watches)
-    return found
 
 
 def entry(value: Any) -> dict[str, Any]:
@@ -159,7 +136,8 @@ def _kept_placeholder(path: str) -> str:
     return escaped(path).replace("{{local_rank}}", "{local_rank}")
 
 
-def _saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
+def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
+    """One entry of ``save``: what the modules that match ``patterns`` save goes through ``line``."""
     found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
     if line.at_least != line.store.worth:
         found["at_least"] = line.at_least
@@ -176,7 +154,8 @@ def _patterns(patterns: Any, where: str) -> Any:
     return plain[0] if len(plain) == 1 else plain
 
 
-def _watched(watches: Mapping[str, Any]) -> dict[str, Any]:
+def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands below ``watch``: the arguments of :func:`disthooks.gradients`."""
     found: dict[str, Any] = {}
     for key, value in watches.items():
         if key in ("rules", "stats", "sinks"):

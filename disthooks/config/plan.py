@@ -200,7 +200,18 @@ class Plan:
         Raises:
             ConfigError: when an object cannot be written: a function, or a class whose arguments cannot be read back.
         """
-        return dump.copied(self._written.source.document) if self._written else dump.plan(self)
+        if self._written:
+            return dump.copied(self._written.source.document)
+        values: dict[str, Any] = {
+            "budget": self.budget,
+            "exact": self.exact or None,
+            "strict": self.strict or None,
+            "blame": self.blame or None,
+            "check_replicas": self.check_replicas,
+            "save": [dump.saved(patterns, line) for patterns, line in self.saves] or None,
+            "watch": dump.watched(self.watches) if self.watches else None,
+        }
+        return {key: value for key, value in values.items() if value is not None}
 
     def to_yaml(self) -> str:
         """:meth:`to_dict` as the text of a file."""

@@ -11,11 +11,11 @@ import socket
 import sys
 import time
 import traceback
+from types import TracebackType
 from typing import Any
 
-from disthooks.launcher.worker import shortened
-
 VARIABLE = "DISTHOOKS_RECORDS"
+_HERE = str(pathlib.Path(__file__).parent)
 
 
 class Record:
@@ -102,6 +102,14 @@ class Record:
             pathlib.Path(path).write_text(json.dumps({"message": message}))
         except OSError as problem:
             print(f"disthooks: no error file {path}: {problem}", file=sys.stderr)
+
+
+def shortened(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the script on, as python would show it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return trace
 
 
 def _number(name: str, default: int = 0) -> int:

@@ -116,9 +116,6 @@ def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None
     return Command(rest[0], module, (*passed, *rest[1:]), hooks)
 
 
-_HERE = str(pathlib.Path(__file__).parent)
-
-
 def execute(command: Command) -> None:
     """Run it to its end; what it raises passes through, ``SystemExit`` too."""
     if command.module:
@@ -129,14 +126,6 @@ def execute(command: Command) -> None:
         runpy.run_path(command.target, run_name="__main__")
     else:
         _script(command)
-
-
-def shortened(error: BaseException) -> types.TracebackType | None:
-    """The traceback of ``error`` from the script on, as python would show it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
-        trace = trace.tb_next
-    return trace
 
 
 def _script(command: Command) -> None:
@@ -237,7 +226,7 @@ def _run(command: Command, record: records.Record, session: Session) -> NoReturn
     except BaseException as error:
         # What is attached is taken off last: it may wait for the device, and the time of the error is now.
         record.end("exception", error)
-        sys.excepthook(type(error), error.with_traceback(shortened(error)), shortened(error))
+        sys.excepthook(type(error), error.with_traceback(records.shortened(error)), records.shortened(error))
         session.finish(here, failed=True)
         sys.exit(1)
     record.end("finished", None, 0, **session.finish(here))

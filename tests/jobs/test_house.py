@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.support import ROOT
+
 sys.path.append(str(ROOT / "benchmarks"))
 
 FIRST = '''"""A module.
