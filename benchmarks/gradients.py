@@ -39,7 +39,7 @@ from models import Block
 from torch import nn
 
 import disthooks as dh
-from disthooks.grads.local_hooks import Looking
+from disthooks.grads.local_hooks import LocalGradientHooks
 
 Way = Callable[[], None]
 SIZES = {  # name: blocks, width, sequences, tokens
@@ -149,19 +149,19 @@ def _wandb(model: nn.Module) -> Callable[[], Way] | str:
 @contextlib.contextmanager
 def timed_hooks() -> Iterator[list[float]]:
     """The seconds that the hooks of our statistics take in backward."""
-    total, true = [0.0], Looking._hook
+    total, true = [0.0], LocalGradientHooks._hook
 
-    def timed(self: Looking, index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    def timed(self: LocalGradientHooks, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         begin = time.perf_counter()
         result = true(self, index, grad)
         total[0] += time.perf_counter() - begin
         return result
 
-    Looking._hook = timed  # type: ignore[method-assign]
+    LocalGradientHooks._hook = timed  # type: ignore[method-assign]
     try:
         yield total
     finally:
-        Looking._hook = true  # type: ignore[method-assign]
+        LocalGradientHooks._hook = true  # type: ignore[method-assign]
 
 
 class Turns:

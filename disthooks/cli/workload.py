@@ -379,7 +379,7 @@ def _rules(plan: Any, shards: Sequence[Any], found: Found) -> dict[str, list[str
             names[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
         except DisthooksError as error:
             found.failed(where, error)
-        if rule.withholds:
+        if rule.excludes:
             found.warnings.append(
                 f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
                 "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"

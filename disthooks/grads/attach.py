@@ -12,7 +12,7 @@ from disthooks._match import Pattern
 from disthooks.engines.base import refuse_replicate
 from disthooks.engines.detect import find
 from disthooks.errors import UsageError
-from disthooks.grads.attachment import Gradients, Wishes
+from disthooks.grads.attachment import Gradients, GradientsConfig
 from disthooks.grads.plan import check_stat
 from disthooks.grads.rules.base import Rule, as_rule
 from disthooks.grads.sinks import Sink, as_numbers
@@ -90,8 +90,8 @@ def gradients(
     engine = find(model)
     refuse_replicate(engine)
     numbers = [as_numbers(it) for it in _listed("also", also)]
-    wishes = Wishes(chosen, watched, targets, every, named, numbers, scaler)
-    return Gradients(engine, engine.stepping(optimizer), wishes)
+    config = GradientsConfig(chosen, watched, targets, every, named, numbers, scaler)
+    return Gradients(engine, engine.stepping(optimizer), config)
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:

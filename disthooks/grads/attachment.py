@@ -24,14 +24,23 @@ from disthooks.engines.skip import withhold
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
-from disthooks.grads.local_hooks import UNCAPTURED, Looking, Looks
-from disthooks.grads.nonfinite import NonFiniteSteps, Told
-from disthooks.grads.plan import Steps, check_step, groups_of, scope_of, start_stats, wanted_of
+from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks, LocalNeeds
+from disthooks.grads.nonfinite import NonFiniteStep, NonFiniteSteps
+from disthooks.grads.plan import StepPlan, check_step, groups_of, optimized_shards, scope_of, start_stats
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.rules.only import Only
 from disthooks.grads.sinks import Numbers, Sink, add_to, close_all, open_all, write
 from disthooks.grads.stats.base import Stat
-from disthooks.grads.step import Alarms, Grads, Outcome, Pending, Runner, in_users_units, put_back, rounds_in
+from disthooks.grads.step import (
+    DeferredErrors,
+    Grads,
+    PendingRecord,
+    StepResult,
+    StepRunner,
+    count_rounds,
+    in_users_units,
+    put_back,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class GradientsReport:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GradientsConfig:
     """What the user asked for; see :func:`disthooks.gradients`."""
 
     rules: Sequence[Rule] = ()
@@ -72,7 +81,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class LeftBehind:
+class UnwrittenRecords:
     """What an attachment had not yet written when it was collected.
 
     Attributes:
@@ -110,7 +119,7 @@ class Gradients(Attachment):
             where ``stats.NonFinite`` or ``SkipNonFinite`` looks, else those that were logged with a norm.
     """
 
-    def __init__(self, engine: Engine, optimizer: Any, wishes: Wishes) -> None:
+    def __init__(self, engine: Engine, optimizer: Any, config: GradientsConfig) -> None:
         super().__init__()
         self.nonfinite_steps = 0
         self._in_a_row = False  # whether the step that was read last was one of these
@@ -119,27 +128,27 @@ class Gradients(Attachment):
         self.last_nonfinite: dict[str, Any] | None = None
         self.steps = 0
         self._warned = False
-        self._engine, self._optimizer, self._wishes = engine, optimizer, wishes
-        self._also = wishes.also
+        self._engine, self._optimizer, self._config = engine, optimizer, config
+        self._also = config.also
         self._is_alone = False
         self._when: list[Callable[[int], bool]] = []
         self._held = engine.held(optimizer)
-        wanted = wanted_of(engine, self._held)
+        wanted = optimized_shards(engine, self._held)
         self._shards = [engine.shards[i] for i in wanted]
-        final = [rule for rule in wishes.rules if not _at_local(rule)]
+        final = [rule for rule in config.rules if not _at_local(rule)]
         _check_withholding(final, engine)
-        self._plan = Steps(final, wishes.stats, self._shards, groups_of(wishes.groups, self._shards))
-        self._stats = start_stats(wishes.stats, engine, self._shards, len(self._plan.groups))
-        self._looking = self._look_at(wanted)
+        self._plan = StepPlan(final, config.stats, self._shards, groups_of(config.groups, self._shards))
+        self._stats = start_stats(config.stats, engine, self._shards, len(self._plan.groups))
+        self._local_hooks = self._look_at(wanted)
         self._group = collectives.group_of(engine.ranks)
         self._device = collectives.device_for(self._group, self._shards[0].parameter.device)
-        self._runner = Runner(engine, self._plan, self._group, self._device)
+        self._runner = StepRunner(engine, self._plan, self._group, self._device)
         self._counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(self._group))
-        self._alarms, self._nonfinite = Alarms(), NonFiniteSteps(self._plan, engine.ranks)
-        self._open: tuple[Outcome, Grads] | None = None
-        self._pending: Pending | None = None
-        self._heir: Callable[[LeftBehind], object] | None = None
-        self._sinks = self._opened(wishes.sinks)
+        self._deferred_errors, self._nonfinite = DeferredErrors(), NonFiniteSteps(self._plan, engine.ranks)
+        self._open: tuple[StepResult, Grads] | None = None
+        self._pending: PendingRecord | None = None
+        self._heir: Callable[[UnwrittenRecords], object] | None = None
+        self._sinks = self._opened(config.sinks)
         try:
             self._attach(optimizer)
         except BaseException:
@@ -147,7 +156,7 @@ class Gradients(Attachment):
             raise
 
     def __repr__(self) -> str:
-        rules, stats = (", ".join(map(str, part)) or "none" for part in (self._wishes.rules, self._wishes.stats))
+        rules, stats = (", ".join(map(str, part)) or "none" for part in (self._config.rules, self._config.stats))
         where = f"{self._engine.label}, {len(self._shards)} parameters"
         return f"<Gradients on {where}, {self.steps} steps, rules: {rules}; stats: {stats}>"
 
@@ -164,7 +173,7 @@ class Gradients(Attachment):
             engine=self._engine.label,
             ranks=self._engine.ranks,
             parameters=len(self._shards),
-            rounds=rounds_in(self._plan),
+            rounds=count_rounds(self._plan),
             collectives=(calls[0], calls[1]),
             bytes=(sizes[0], sizes[1]),
             steps=self.steps,
@@ -198,7 +207,7 @@ class Gradients(Attachment):
             when: asked once for each step, before its backward; it must say the same on every rank.
         """
         self._when.append(when)
-        self._looking.begin(self.steps, self._logged())
+        self._local_hooks.begin(self.steps, self._logged())
 
     def flush(self, **known: float) -> None:
         """Read the step that was logged last and give it to the sinks, waiting for the device if need be.
@@ -275,7 +284,7 @@ class Gradients(Attachment):
                     self._tell_of(record)
         return others, record
 
-    def _not_finite(self, told: Iterable[Told]) -> list[dict[str, Any]]:
+    def _not_finite(self, told: Iterable[NonFiniteStep]) -> list[dict[str, Any]]:
         """A record for each step that is not logged and is the first of several that are not finite."""
         found = [{"step": each.step, **each.fields} for each in told if each.first]
         for record in found:
@@ -283,11 +292,11 @@ class Gradients(Attachment):
             self._tell_of(record)
         return found
 
-    def _record_nonfinite(self, told: Iterable[Told]) -> None:
+    def _record_nonfinite(self, told: Iterable[NonFiniteStep]) -> None:
         for record in self._not_finite(told):
             self._sinks = write(self._sinks, record)
 
-    def leave_to(self, heir: Callable[[LeftBehind], object]) -> None:
+    def leave_to(self, heir: Callable[[UnwrittenRecords], object]) -> None:
         """Have ``heir`` called with what is left to write, should this be collected without ``remove()``.
 
         Args:
@@ -304,7 +313,7 @@ class Gradients(Attachment):
         with contextlib.suppress(Exception):  # while torch traces something there are no numbers
             others, record = self._read()
         heir(
-            LeftBehind(
+            UnwrittenRecords(
                 self.steps, self.nonfinite_steps, (*others, record) if record else others, self._also, self._sinks
             )
         )
@@ -337,7 +346,7 @@ class Gradients(Attachment):
             _check_states(part, mine[part], state.get(part, []))
         self._counts.loaded()
         self.steps = int(state["steps"])
-        self._looking.begin(self.steps, self._logged())
+        self._local_hooks.begin(self.steps, self._logged())
         for part, states in self._states().items():
             for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
                 for name, value in found.items():
@@ -350,7 +359,7 @@ class Gradients(Attachment):
         return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
 
     def _attach(self, optimizer: Any) -> None:
-        for handle in self._looking.attach():
+        for handle in self._local_hooks.attach():
             self.on_remove(handle.remove)
         again: Again = "refuse" if self._plan.rules else "first"
         if self._engine.alone and several_ranks():
@@ -372,18 +381,18 @@ class Gradients(Attachment):
             self._is_alone = True
         refuse_reduced(self._engine)
 
-    def _look_at(self, wanted: Sequence[int]) -> Looking:
-        measures = [measure for stat in self._wishes.stats for measure in stat.measures()]
+    def _look_at(self, wanted: Sequence[int]) -> LocalGradientHooks:
+        measures = [measure for stat in self._config.stats for measure in stat.measures()]
         rules = [
             (rule, frozenset(wanted[i] for i in scope_of(rule, self._shards)))
-            for rule in self._wishes.rules
+            for rule in self._config.rules
             if _at_local(rule)
         ]
-        kept = {wanted[i] for measure in measures for i in measure.keeps(self._shards)}
-        always = {look for part in self._plan.rounds for measure in part.always.uses for look in measure.looks}
-        logged = {look for measure in measures for look in measure.looks}
-        looks = Looks(frozenset(logged), frozenset(always), frozenset(kept), must=bool(logged))
-        return Looking(self._engine, wanted, looks, rules, self._wishes.scaler)
+        kept = {wanted[i] for measure in measures for i in measure.accumulates(self._shards)}
+        always = {fact for part in self._plan.rounds for measure in part.always.uses for fact in measure.local_facts}
+        logged = {fact for measure in measures for fact in measure.local_facts}
+        needs = LocalNeeds(frozenset(logged), frozenset(always), frozenset(kept), must=bool(logged))
+        return LocalGradientHooks(self._engine, wanted, needs, rules, self._config.scaler)
 
     def _opened(self, sinks: Sequence[Sink]) -> Sequence[Sink]:
         """The sinks on the first rank, none on the others; when it cannot open them every rank raises."""
@@ -410,9 +419,9 @@ class Gradients(Attachment):
 
     def _described(self) -> str:
         """What all ranks must have alike, or they would add up different things, or wait for each other."""
-        wishes, names = self._wishes, [shard.name for shard in self._shards]
-        scopes = [bound.indices for bound in self._plan.rules], self._looking.scopes()
-        asked = f"every={wishes.every}, rules={described(wishes.rules)}, stats={described(wishes.stats)}"
+        config, names = self._config, [shard.name for shard in self._shards]
+        scopes = [bound.indices for bound in self._plan.rules], self._local_hooks.scopes()
+        asked = f"every={config.every}, rules={described(config.rules)}, stats={described(config.stats)}"
         return f"{asked}, groups={self._plan.groups}, for the parameters {scopes} of {names}"
 
     @torch.no_grad()
@@ -429,20 +438,20 @@ class Gradients(Attachment):
             told = self._nonfinite.read(wait=False)
             self.nonfinite_steps += len(told)
             self._record_nonfinite(told)
-        self._alarms.check()
+        self._deferred_errors.check()
         self._open, logged = None, self._logged()
-        outcome = self._run([shard.gradient() for shard in self._shards], logged)
-        if outcome.withheld:
-            withhold(optimizer, [shard.parameter for shard in outcome.withheld])
-        self._alarms.set(outcome.alarms)
-        skip = outcome.skip()
-        self._nonfinite.watch(self.steps, outcome.merged, skip, logged)
+        result = self._run([shard.gradient() for shard in self._shards], logged)
+        if result.excluded:
+            withhold(optimizer, [shard.parameter for shard in result.excluded])
+        self._deferred_errors.set(result.deferred_errors)
+        skip = result.skip()
+        self._nonfinite.watch(self.steps, result.merged, skip, logged)
         if logged and self._plan.after.uses:
-            self._open = outcome, self._runner.copies(keep=self._wishes.every == 1)
-        elif logged and (self._wishes.stats or outcome.log):
-            self._pending = Pending.of(self.steps, outcome.merged, outcome.log)
+            self._open = result, self._runner.copies(keep=self._config.every == 1)
+        elif logged and (self._config.stats or result.log):
+            self._pending = PendingRecord.of(self.steps, result.merged, result.log)
         self.steps += 1
-        self._looking.begin(self.steps, self._logged())
+        self._local_hooks.begin(self.steps, self._logged())
         return skip
 
     def _left_to_ranks(self) -> bool:
@@ -459,9 +468,9 @@ class Gradients(Attachment):
         if not self._warned:
             self._warned = True
             warnings.warn(f"this step is not measured, and none of its kind: {why}", stacklevel=2)
-        self._looking.take()
+        self._local_hooks.take()
         self.steps += 1
-        self._looking.begin(self.steps, self._logged())
+        self._local_hooks.begin(self.steps, self._logged())
         return True
 
     def _about_to_clip(self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]) -> None:
@@ -475,29 +484,29 @@ class Gradients(Attachment):
 
     def _logged(self) -> bool:
         """Whether the step that is made next is to be logged."""
-        return self.steps % self._wishes.every == 0 or any(when(self.steps) for when in self._when)
+        return self.steps % self._config.every == 0 or any(when(self.steps) for when in self._when)
 
-    def _run(self, grads: Grads, logged: bool) -> Outcome:
+    def _run(self, grads: Grads, logged: bool) -> StepResult:
         scale, factor = self._loss_scale(), self._engine.scale()
         copies = grads if factor is None else in_users_units(grads, factor)
-        outcome = self._runner.run(copies, self._looking.take(), scale, self.steps, logged)
+        result = self._runner.run(copies, self._local_hooks.take(), scale, self.steps, logged)
         if factor is not None:
             put_back(copies, grads, factor, self._plan.rewritten)
-        return outcome
+        return result
 
     @torch.no_grad()
     def _after_step(self) -> None:
         if self._open is not None:
-            (outcome, before), self._open = self._open, None
-            merged = [*outcome.merged, self._runner.after(before)]
-            self._pending = Pending.of(self.steps - 1, merged, outcome.log)
+            (result, before), self._open = self._open, None
+            merged = [*result.merged, self._runner.after(before)]
+            self._pending = PendingRecord.of(self.steps - 1, merged, result.log)
 
     def _loss_scale(self) -> torch.Tensor | None:
         """What gradients were multiplied by when they were looked at before their reduction."""
         found = self._engine.scale()
-        scaler = self._wishes.scaler or (scaler_under_way() if self._looking.used else None)
+        scaler = self._config.scaler or (scaler_under_way() if self._local_hooks.used else None)
         if found is None and scaler is not None and scaler.is_enabled():
-            if self._looking.ruled and self._wishes.scaler is None:
+            if self._local_hooks.ruled and self._config.scaler is None:
                 raise UsageError(
                     "rules at 'local' see gradients multiplied by the scale of a GradScaler: give it to "
                     "gradients(scaler=...), and they work in your units"
@@ -516,7 +525,7 @@ class Gradients(Attachment):
 
 
 def _check_withholding(rules: Iterable[Rule], engine: Engine) -> None:
-    asked = [rule for rule in rules if rule.withholds]
+    asked = [rule for rule in rules if rule.excludes]
     if asked and not engine.can_withhold:
         raise AttachError(
             f"{asked[0]!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "

@@ -15,18 +15,18 @@ from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule
-from disthooks.grads.stats.base import Look, Seen, onto
+from disthooks.grads.stats.base import LocalFact, LocalStats, onto
 from disthooks.grads.stats.norms import norms
-from disthooks.grads.stats.scan import size_of
+from disthooks.grads.stats.scan import finite_probe
 
-_NOTHING = Seen()
+_NOTHING = LocalStats()
 UNCAPTURED = (
     "let the optimizer step outside of the graph, and in a captured backward have nothing look at gradients before "
     "their reduction (rules at='local', statistics of ranks: NonFinite, NoiseScale); or remove() the hooks first"
 )
 
 
-class Looks(NamedTuple):
+class LocalNeeds(NamedTuple):
     """The gradients that the hooks look at, and when.
 
     Attributes:
@@ -36,13 +36,13 @@ class Looks(NamedTuple):
         must: whether what asks for them cannot do without: a gradient that no hook sees is then an error.
     """
 
-    logged: frozenset[Look] = frozenset()
-    always: frozenset[Look] = frozenset()
+    logged: frozenset[LocalFact] = frozenset()
+    always: frozenset[LocalFact] = frozenset()
     kept: frozenset[int] = frozenset()
     must: bool = True
 
 
-class Looking:
+class LocalGradientHooks:
     """Hooks on this rank's own gradients; they communicate with nobody and wait for nothing.
 
     Attributes:
@@ -55,16 +55,16 @@ class Looking:
         self,
         engine: Engine,
         wanted: Sequence[int],
-        looks: Looks,
+        needs: LocalNeeds,
         rules: Sequence[tuple[Rule, frozenset[int]]],
         scaler: Any,
     ) -> None:
-        self._looks = looks
-        self._any = bool(looks.logged | looks.always)
+        self._needs = needs
+        self._any = bool(needs.logged | needs.always)
         self.on, self.used, self.ruled = True, self._any or bool(rules), bool(rules)
         self._engine, self._wanted = engine, wanted
         self._rules, self._scaler = rules, scaler
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, LocalStats] = {}
         self._last: dict[int, int] = {}  # in which backward
         self._nothing = [_NOTHING] * len(wanted)
         self._step, self._batches = 0, Counter[int]()
@@ -83,7 +83,7 @@ class Looking:
         """The parameters of each rule."""
         return [sorted(indices) for _, indices in self._rules]
 
-    def take(self) -> list[Seen]:
+    def take(self) -> list[LocalStats]:
         """What was seen of each parameter since the last time."""
         self._batches.clear()
         if not self._seen:
@@ -93,7 +93,7 @@ class Looking:
 
     @property
     def _must(self) -> bool:
-        return self._looks.must or self.ruled
+        return self._needs.must or self.ruled
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if grad.is_cuda:
@@ -103,22 +103,22 @@ class Looking:
         if grad.layout is not torch.strided:
             self._refuse(index, grad)
             return None
-        looks = self._looks.logged | self._looks.always if self.on else self._looks.always
-        if looks:
-            self._look(index, local_part(grad.detach()), looks)
+        local_facts = self._needs.logged | self._needs.always if self.on else self._needs.always
+        if local_facts:
+            self._look(index, local_part(grad.detach()), local_facts)
         return self._rewritten(index, grad)
 
     @torch.no_grad()
-    def _look(self, index: int, grad: torch.Tensor, looks: frozenset[Look]) -> None:
+    def _look(self, index: int, grad: torch.Tensor, local_facts: frozenset[LocalFact]) -> None:
         if index in self._seen and self._engine.begins(index):
             self._forget()
-        seen = self._seen.get(index, Seen())
-        if "norms" in looks:
+        seen = self._seen.get(index, LocalStats())
+        if "norms" in local_facts:
             seen = seen._replace(norms=(*seen.norms, *norms([grad], 2.0)))
-        elif "finite" in looks:
-            seen = seen._replace(sizes=(*seen.sizes, size_of(grad)))
-        if self.on and index in self._looks.kept:
-            seen = seen._replace(kept=grad.clone() if seen.kept is None else seen.kept + grad)
+        elif "finite" in local_facts:
+            seen = seen._replace(finite_probes=(*seen.finite_probes, finite_probe(grad)))
+        if self.on and index in self._needs.kept:
+            seen = seen._replace(accumulated=grad.clone() if seen.accumulated is None else seen.accumulated + grad)
         self._seen[index], self._last[index] = seen, backward_id()
 
     def _forget(self) -> None:

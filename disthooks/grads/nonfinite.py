@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disthooks.grads.plan import Steps
+from disthooks.grads.plan import StepPlan
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import NonFiniteCount, OwnNonFinite, ranks_in
-from disthooks.grads.step import Copy, Merged
+from disthooks.grads.step import HostCopy, Merged
 
 _MOST = 10  # parameters that a record names
 
 
-class Told(NamedTuple):
+class NonFiniteStep(NamedTuple):
     """The message about one step.
 
     Attributes:
@@ -35,7 +35,7 @@ class _Step(NamedTuple):
 
     step: int
     decides: bool  # whether a rule decided about the step
-    copy: Copy
+    copy: HostCopy
 
 
 class _Row(NamedTuple):
@@ -55,7 +55,7 @@ class NonFiniteSteps:
     parameters are as they were, and the next one is told unless it is the same parameters and ranks again.
     """
 
-    def __init__(self, steps: Steps, ranks: Sequence[int]) -> None:
+    def __init__(self, steps: StepPlan, ranks: Sequence[int]) -> None:
         self._steps, self._ranks = steps, ranks
         self._round, self._indices = _where(steps)
         self._names = [steps.shards[i].name for i in self._indices]
@@ -77,9 +77,9 @@ class NonFiniteSteps:
         sizes = layout.pick(values, NonFiniteCount() if counted else Power(2.0), self._indices)
         numbers = [sizes, layout.pick(values, OwnNonFinite(), self._indices)]
         decision = [] if skip is None else [skip.double().reshape(1)]
-        self._on_way.append(_Step(step, skip is not None, Copy([torch.cat([*numbers, *decision])])))
+        self._on_way.append(_Step(step, skip is not None, HostCopy([torch.cat([*numbers, *decision])])))
 
-    def read(self, wait: bool) -> list[Told]:
+    def read(self, wait: bool) -> list[NonFiniteStep]:
         """Those that are not finite among the steps whose numbers have arrived, or with ``wait`` among all."""
         found = []
         while self._on_way and (wait or self._on_way[0].copy.arrived()):
@@ -89,7 +89,7 @@ class NonFiniteSteps:
             found += [told] if told is not None else []
         return found
 
-    def _told(self, each: _Step, numbers: torch.Tensor) -> Told | None:
+    def _told(self, each: _Step, numbers: torch.Tensor) -> NonFiniteStep | None:
         many = len(self._indices)
         sizes, marks, decision = numbers[:many], numbers[many : 2 * many], numbers[2 * many :]
         skipped = bool(decision.any())
@@ -109,7 +109,7 @@ class NonFiniteSteps:
         self._row = _Row(each.step if first or row is None else row.since, skipped, seen)
         fields = self._fields(places, sizes.tolist() if counted else None, marks.tolist())
         fields |= {"skipped": float(skipped)} if each.decides else {}
-        return Told(each.step, fields if first else fields | {"nonfinite_since": self._row.since}, first)
+        return NonFiniteStep(each.step, fields if first else fields | {"nonfinite_since": self._row.since}, first)
 
     @property
     def _counted(self) -> bool:
@@ -131,7 +131,7 @@ class NonFiniteSteps:
         }
 
 
-def _where(steps: Steps) -> tuple[int, tuple[int, ...]]:
+def _where(steps: StepPlan) -> tuple[int, tuple[int, ...]]:
     """The first round that measures in every step which ranks had non-finite gradients, and of which parameters."""
     for i, part in enumerate(steps.rounds):
         if OwnNonFinite() in part.always.uses:

@@ -17,7 +17,7 @@ from disthooks.engines.detect import find
 from disthooks.engines.optimizer_step import under_way
 from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
-from disthooks.grads.plan import check_step, ids_of
+from disthooks.grads.plan import check_step, parameter_ids
 
 Function = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -74,7 +74,7 @@ class OnGradient(Attachment):
         check_step(optimizer)
         for outer in under_way():
             if outer is not optimizer:
-                held -= ids_of(outer)  # the outer step has had them already
+                held -= parameter_ids(outer)  # the outer step has had them already
         for shard in self._shards.values():
             grad = shard.final() if id(shard.parameter) in held else None
             if grad is not None:

@@ -20,12 +20,12 @@ from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Measure, Stat
 
 
-def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of the parameters of all groups."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def wanted_of(engine: Engine, held: Sequence[nn.Parameter]) -> list[int]:
+def optimized_shards(engine: Engine, held: Sequence[nn.Parameter]) -> list[int]:
     """Which of the engine's shards the optimizer holds.
 
     Raises:
@@ -61,7 +61,7 @@ Use = tuple[Measure, tuple[int, ...]]  # of which parameters
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundRule:
     """A rule and the parameters it is for.
 
     Attributes:
@@ -87,7 +87,7 @@ class Round:
         logged: what is measured in a step that is logged.
     """
 
-    rules: tuple[Bound, ...]
+    rules: tuple[BoundRule, ...]
     always: Layout
     logged: Layout
 
@@ -96,7 +96,7 @@ class Round:
         return self.logged if logged else self.always
 
 
-class Steps:
+class StepPlan:
     """What every step does.
 
     Attributes:
@@ -125,7 +125,7 @@ class Steps:
         self.after = self._layout([use for use in wanted if use[0].after])
 
     @property
-    def rules(self) -> list[Bound]:
+    def rules(self) -> list[BoundRule]:
         """All rules in their order."""
         return [bound for part in self.rounds for bound in part.rules]
 
@@ -134,7 +134,7 @@ class Steps:
         """The parameters whose gradients a rule may change."""
         return frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
-    def _round(self, rules: Sequence[Bound], always: Iterable[Use], logged: Iterable[Use]) -> Round:
+    def _round(self, rules: Sequence[BoundRule], always: Iterable[Use], logged: Iterable[Use]) -> Round:
         """What the rules measure, with what statistics do in every step, and in a step that is logged."""
         needed = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()] + list(always)
         return Round(tuple(rules), self._layout(needed), self._layout([*needed, *logged]))
@@ -147,7 +147,7 @@ class Steps:
         return Layout({m: tuple(sorted(indices)) for m, indices in union.items()}, self.shards, self.scopes)
 
 
-def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[Bound]]:
+def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:
     """Split the rules into rounds: a rule that measures what an earlier one rewrites starts a new one.
 
     Rules for different parameters share a round.
@@ -163,7 +163,7 @@ def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[Bound]]:
     >>> len(_bound([only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0))], shards))
     1
     """
-    split: list[list[Bound]] = [[]]
+    split: list[list[BoundRule]] = [[]]
     touched: set[int] = set()  # in this round
     rewritten: set[int] = set()  # in any
     labels = labels_of(rules)
@@ -172,7 +172,7 @@ def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[Bound]]:
         if rule.measures() and touched & set(indices):
             split.append([])
             touched = set()
-        split[-1].append(Bound(rule, indices, not rewritten & set(indices), label))
+        split[-1].append(BoundRule(rule, indices, not rewritten & set(indices), label))
         if rule.rewrites:
             touched |= set(indices)
             rewritten |= set(indices)

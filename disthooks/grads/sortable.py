@@ -14,13 +14,13 @@ _LOW = 24  # bits for the rank's place
 _PLACES = 2**_LOW - 1
 
 #: Below every number: what a rank that has none gives.
-NONE = -(2**63)
+NO_NUMBER = -(2**63)
 
 
-def ordered(values: torch.Tensor) -> torch.Tensor:
+def to_sortable(values: torch.Tensor) -> torch.Tensor:
     """int64 of the same order as the float64 ``values``, with NaN above all.
 
-    >>> unordered(ordered(torch.tensor([-2.5, 0.0, float("inf"), float("nan")], dtype=torch.float64))).tolist()
+    >>> from_sortable(to_sortable(torch.tensor([-2.5, 0.0, float("inf"), float("nan")], dtype=torch.float64))).tolist()
     [-2.5, 0.0, inf, nan]
     """
     bits = values.double().view(torch.int64)
@@ -28,27 +28,28 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), _NAN, keys)
 
 
-def unordered(keys: torch.Tensor) -> torch.Tensor:
-    """The float64 values that ``keys`` were made of; NaN for :data:`NONE`."""
+def from_sortable(keys: torch.Tensor) -> torch.Tensor:
+    """The float64 values that ``keys`` were made of; NaN for :data:`NO_NUMBER`."""
     bits: torch.Tensor = keys ^ ((keys >> 63) & _FLIP)
     return bits.view(torch.float64)
 
 
-def held(values: torch.Tensor, position: int) -> torch.Tensor:
-    """Like :func:`ordered`, and by whom: values rounded to 28 binary digits, then this rank's place.
+def with_rank(values: torch.Tensor, position: int) -> torch.Tensor:
+    """Like :func:`to_sortable`, and by whom: values rounded to 28 binary digits, then this rank's place.
 
     Of two ranks with the same value the first wins.
 
-    >>> keys = torch.stack([held(torch.tensor(0.5), 3), held(torch.tensor(1.5), 7), held(torch.tensor(1.5), 9)])
-    >>> holder(keys.amax()).item()
+    >>> pairs = [(0.5, 3), (1.5, 7), (1.5, 9)]
+    >>> keys = torch.stack([with_rank(torch.tensor(value), rank) for value, rank in pairs])
+    >>> rank_of(keys.amax()).item()
     7
     """
-    rounded: torch.Tensor = (ordered(values) + (1 << (_LOW - 1))) >> _LOW << _LOW
+    rounded: torch.Tensor = (to_sortable(values) + (1 << (_LOW - 1))) >> _LOW << _LOW
     rounded += _PLACES - position
     return rounded
 
 
-def holder(keys: torch.Tensor) -> torch.Tensor:
+def rank_of(keys: torch.Tensor) -> torch.Tensor:
     """The place of the rank that gave each of ``keys``; -1 where no rank did."""
     places: torch.Tensor = _PLACES - (keys & _PLACES)
-    return torch.where(keys == NONE, -1, places)
+    return torch.where(keys == NO_NUMBER, -1, places)

@@ -18,18 +18,18 @@ from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.grads import collectives
 from disthooks.grads.collectives import Layout
-from disthooks.grads.plan import Bound, Round, Steps
+from disthooks.grads.plan import BoundRule, Round, StepPlan
 from disthooks.grads.rules.base import State as RuleState
 from disthooks.grads.rules.base import Work
-from disthooks.grads.stats.base import Found, Local, Measure, Seen, Stat, State
+from disthooks.grads.stats.base import Found, Local, LocalStats, Measure, Stat, State
 
 Merged = tuple[torch.Tensor, torch.Tensor]
 
 
-class Copy:
+class HostCopy:
     """Tensors that are being copied to the host; from an accelerator into pinned memory, so that nothing waits.
 
-    >>> Copy([torch.tensor([1.0])]).tensors()
+    >>> HostCopy([torch.tensor([1.0])]).tensors()
     [tensor([1.])]
     """
 
@@ -49,7 +49,7 @@ class Copy:
         return self._copies
 
 
-class Pending(NamedTuple):
+class PendingRecord(NamedTuple):
     """What was measured and decided in a logged step.
 
     Attributes:
@@ -61,15 +61,15 @@ class Pending(NamedTuple):
 
     step: int
     names: Sequence[str]
-    copy: Copy
+    copy: HostCopy
 
     @staticmethod
-    def of(step: int, merged: Sequence[Merged], log: Mapping[str, torch.Tensor]) -> Pending:
+    def of(step: int, merged: Sequence[Merged], log: Mapping[str, torch.Tensor]) -> PendingRecord:
         """Start the copies."""
         numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
-        return Pending(step, list(log), Copy([*(vector for pair in merged for vector in pair), numbers]))
+        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
 
-    def record(self, steps: Steps, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
+    def record(self, steps: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
         """What goes into the log; each statistic with what it keeps from step to step."""
         *vectors, numbers = self.copy.tensors()
         record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
@@ -91,27 +91,27 @@ def _rows(layout: Layout, merged: Merged, wanted: set[Measure]) -> dict[Measure,
 
 
 #: A number that all ranks have alike, and what to do with it on the host: raise, if it says so.
-Alarm = tuple[torch.Tensor, Callable[[float], None]]
+DeferredError = tuple[torch.Tensor, Callable[[float], None]]
 
 
-class Alarms:
+class DeferredErrors:
     """Numbers on their way to the host, and what may be raised because of them.
 
     >>> def loud(value: float) -> None:
     ...     print(f"it was {value}")
-    >>> alarms = Alarms()
-    >>> alarms.set([(torch.tensor(2.0), loud)])
-    >>> alarms.check()
+    >>> deferred_errors = DeferredErrors()
+    >>> deferred_errors.set([(torch.tensor(2.0), loud)])
+    >>> deferred_errors.check()
     it was 2.0
-    >>> alarms.check()
+    >>> deferred_errors.check()
     """
 
     def __init__(self) -> None:
-        self._set: list[tuple[Copy, Callable[[float], None]]] = []
+        self._set: list[tuple[HostCopy, Callable[[float], None]]] = []
 
-    def set(self, alarms: Iterable[Alarm]) -> None:
+    def set(self, deferred_errors: Iterable[DeferredError]) -> None:
         """Start copying the numbers of this step."""
-        self._set = [(Copy([value]), tell) for value, tell in alarms]
+        self._set = [(HostCopy([value]), tell) for value, tell in deferred_errors]
 
     def check(self) -> None:
         """Read those of the step before; every rank reads the same, so all raise or none."""
@@ -124,43 +124,45 @@ Grads = list[torch.Tensor | None]
 
 
 @dataclass
-class Outcome:
+class StepResult:
     """What came of a step's rounds.
 
     Attributes:
         merged: the vectors of each round, merged over the ranks.
         log: the numbers that rules wrote, by name.
         skips: decisions that the optimizer is to leave everything as it is.
-        withheld: parameters that it is not to move.
-        alarms: numbers that may make the next step raise.
+        excluded: parameters that it is not to move.
+        deferred_errors: numbers that may make the next step raise.
     """
 
     merged: list[Merged] = field(default_factory=list)
     log: dict[str, torch.Tensor] = field(default_factory=dict)
     skips: list[torch.Tensor] = field(default_factory=list)
-    withheld: list[Shard] = field(default_factory=list)
-    alarms: list[Alarm] = field(default_factory=list)
+    excluded: list[Shard] = field(default_factory=list)
+    deferred_errors: list[DeferredError] = field(default_factory=list)
 
     def skip(self) -> torch.Tensor | None:
         """The decision; None when no rule ever decides."""
         return torch.stack(self.skips).any() if self.skips else None
 
 
-class Runner:
-    """Runs what :class:`~disthooks.grads.plan.Steps` has planned.
+class StepRunner:
+    """Runs what :class:`~disthooks.grads.plan.StepPlan` has planned.
 
     Attributes:
         states: what each rule keeps from step to step, in their order.
     """
 
-    def __init__(self, engine: Engine, steps: Steps, group: Any, device: torch.device) -> None:
+    def __init__(self, engine: Engine, steps: StepPlan, group: Any, device: torch.device) -> None:
         self._engine, self._steps, self._group, self._device = engine, steps, group, device
         self._copies: Grads = []
         self.states: list[RuleState] = [
             bound.rule.start([steps.shards[i] for i in bound.indices], device) for bound in steps.rules
         ]
 
-    def run(self, grads: Grads, seen: Sequence[Seen], scale: torch.Tensor | None, step: int, logged: bool) -> Outcome:
+    def run(
+        self, grads: Grads, seen: Sequence[LocalStats], scale: torch.Tensor | None, step: int, logged: bool
+    ) -> StepResult:
         """Measure and rewrite, round after round.
 
         Args:
@@ -170,15 +172,15 @@ class Runner:
             step: how many steps there were before.
             logged: whether this step will be logged.
         """
-        outcome, states = Outcome(), iter(self.states)
+        result, states = StepResult(), iter(self.states)
         for part in self._steps.rounds:
             layout = part.layout(logged)
             merged = self._merged(layout, self.local(grads)._replace(seen=seen, scale=scale))
             values = layout.unpack(merged)
-            outcome.merged.append(merged)
+            result.merged.append(merged)
             for bound in part.rules:
-                self._rewrite(bound, layout, values, grads, next(states), step, outcome)
-        return outcome
+                self._rewrite(bound, layout, values, grads, next(states), step, result)
+        return result
 
     def copies(self, keep: bool) -> Grads:
         """The parameters as they are now, where this rank owns them.
@@ -208,7 +210,7 @@ class Runner:
         return Local(
             shards=self._steps.shards,
             grads=[grad if shard.owned else None for grad, shard in pairs],
-            seen=[Seen()] * len(pairs),
+            seen=[LocalStats()] * len(pairs),
             scopes=self._steps.scopes,
             position=self._engine.position,
             world=len(self._engine.ranks),
@@ -221,13 +223,13 @@ class Runner:
 
     def _rewrite(
         self,
-        bound: Bound,
+        bound: BoundRule,
         layout: collectives.Layout,
         values: dict[Measure, torch.Tensor],
         grads: Grads,
         state: RuleState,
         step: int,
-        outcome: Outcome,
+        result: StepResult,
     ) -> None:
         shards = self._steps.shards
         work = Work(
@@ -239,12 +241,12 @@ class Runner:
             fresh=bound.fresh,
         )
         bound.rule.rewrite(work)
-        outcome.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
-        outcome.skips += work.skips
-        outcome.withheld += work.withheld
-        outcome.alarms += work.alarms
-        if work.withheld:  # what follows finds no gradient there
-            gone = {id(shard) for shard in work.withheld}
+        result.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
+        result.skips += work.skips
+        result.excluded += work.excluded
+        result.deferred_errors += work.deferred_errors
+        if work.excluded:  # what follows finds no gradient there
+            gone = {id(shard) for shard in work.excluded}
             grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
 
 
@@ -269,7 +271,7 @@ def put_back(copies: Grads, grads: Grads, scale: float | torch.Tensor, rewritten
             grad.copy_(copy * scale)
 
 
-def rounds_in(steps: Steps) -> int:
+def count_rounds(steps: StepPlan) -> int:
     """How many measurements a logged step takes."""
     parts: list[Round] = [part for part in steps.rounds if part.logged.uses]
     return len(parts) + bool(steps.after.uses)

@@ -27,7 +27,7 @@ from disthooks.config.plan import at_line, tell_attached
 from disthooks.config.watchers import Watchers
 from disthooks.engines.base import is_a
 from disthooks.errors import AttachError, MatchError
-from disthooks.grads.attachment import Gradients, LeftBehind
+from disthooks.grads.attachment import Gradients, UnwrittenRecords
 from disthooks.launcher import world
 from disthooks.launcher.frameworks import Frameworks
 from disthooks.launcher.torch_patches import Seams, only_fills_state
@@ -102,7 +102,7 @@ class Watched:
         self._alive = weakref.ref(gradients)
         self._first = self._last = gradients.steps
         self._nonfinite = 0
-        self._left: collections.deque[LeftBehind] = collections.deque(maxlen=1)
+        self._left: collections.deque[UnwrittenRecords] = collections.deque(maxlen=1)
         gradients.leave_to(self._left.append)
 
     @property

@@ -23,7 +23,7 @@ from disthooks.engines.detect import find
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
-from disthooks.grads.plan import wanted_of
+from disthooks.grads.plan import optimized_shards
 
 Ranks = tuple[int, ...]
 
@@ -73,7 +73,7 @@ class Copies:
                 "of which no rank has a copy: leave it out"
             )
         inner, seen = self._engine.stepping(optimizer), set[int]()
-        for i in wanted_of(self._engine, self._engine.held(inner)):
+        for i in optimized_shards(self._engine, self._engine.held(inner)):
             shard = self._engine.shards[i]
             if id(shard.parameter) in seen:  # FSDP1's flat ones are several of the user's
                 continue

@@ -19,7 +19,7 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.engines.base import Engine
 from disthooks.grads.collectives import Layout
-from disthooks.grads.stats.base import Local, Seen
+from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
 from tests.support.engines import ENGINES, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 from tests.support.ranks.harness import Ranks
@@ -147,7 +147,7 @@ def _norm(parts: list[list[torch.Tensor]], p: float) -> float:
     layout = Layout({Power(p): tuple(range(len(parts[0])))}, Engine(model).shards)
     rows = []
     for place, grads in enumerate(parts):
-        seen = [Seen()] * len(grads)
+        seen = [LocalStats()] * len(grads)
         rows.append(layout.pack(Local(layout.shards, grads, seen, [], place, len(parts), torch.device("cpu")))[0])
     return float(Power(p).norm(torch.stack(rows).sum(0), dim=0))
 
@@ -171,7 +171,7 @@ def test_a_norm_of_different_sizes_on_different_ranks_is_right(p: float) -> None
 
 def _row(grad: torch.Tensor, p: float) -> torch.Tensor:
     layout = Layout({Power(p): (0,)}, Engine(nn.ParameterList([nn.Parameter(torch.zeros(1))])).shards)
-    packed = layout.pack(Local(layout.shards, [grad], [Seen()], [[0]], 0, 1, torch.device("cpu")))
+    packed = layout.pack(Local(layout.shards, [grad], [LocalStats()], [[0]], 0, 1, torch.device("cpu")))
     return packed[math.isinf(p)]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.grads.stats.base import Found, Local, Seen
+from disthooks.grads.stats.base import Found, Local, LocalStats
 from tests.support.engines import ENGINES, close, first_of, grads_of, is_fsdp1, loss_of, make, train
 from tests.support.ranks.harness import Ranks
 
@@ -299,7 +299,7 @@ def _row(norms: list[float]) -> dict[str, Any]:
     spread = stats.Spread()
     locals_ = []
     for place, norm in enumerate(norms):
-        seen = [Seen(norms=(torch.tensor(norm, dtype=torch.float64),))]
+        seen = [LocalStats(norms=(torch.tensor(norm, dtype=torch.float64),))]
         locals_.append(Local([], [], seen, [[0]], place, len(norms), torch.device("cpu")))
     sums, peaks = spread.measures()
     rows = {
@@ -459,7 +459,7 @@ def test_local_norms_are_taken_in_logged_steps_only() -> None:
     with dh.gradients(model, optimizer, stats=[stats.Spread(), stats.Agreement()], every=3) as watch:
         for step in range(4):
             loss_of(model, step, "plain").backward()
-            looked.append(len(watch._looking._seen))
+            looked.append(len(watch._local_hooks._seen))
             optimizer.step()
     assert looked == [8, 0, 0, 8]
 

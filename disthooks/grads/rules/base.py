@@ -29,8 +29,8 @@ class Work:
         fresh: whether no rule before it rewrote any of these gradients.
         log: numbers to be logged in this step, by name; tensors without dimensions, on the device.
         skips: whether the optimizer is to leave everything as it is in this step; bools without dimensions.
-        withheld: parameters that the optimizer is not to move in this step.
-        alarms: numbers that may make the next step raise, and what is done with each on the host.
+        excluded: parameters that the optimizer is not to move in this step.
+        deferred_errors: numbers that may make the next step raise, and what is done with each on the host.
     """
 
     shards: Sequence[Shard]
@@ -41,8 +41,8 @@ class Work:
     fresh: bool = True
     log: dict[str, torch.Tensor] = field(default_factory=dict)
     skips: list[torch.Tensor] = field(default_factory=list)
-    withheld: list[Shard] = field(default_factory=list)
-    alarms: list[tuple[torch.Tensor, Callable[[float], None]]] = field(default_factory=list)
+    excluded: list[Shard] = field(default_factory=list)
+    deferred_errors: list[tuple[torch.Tensor, Callable[[float], None]]] = field(default_factory=list)
 
     def present(self) -> Iterator[tuple[Shard, torch.Tensor]]:
         """The parameters that have elements of a gradient here."""
@@ -80,11 +80,11 @@ class Rule:
 
     Attributes:
         rewrites: whether it changes gradients; what a later rule measures must then be measured anew.
-        withholds: whether it may keep single parameters from the optimizer.
+        excludes: whether it may keep single parameters from the optimizer.
     """
 
     rewrites: ClassVar[bool] = True
-    withholds: ClassVar[bool] = False
+    excludes: ClassVar[bool] = False
 
     def measures(self) -> tuple[Measure, ...]:
         """What must be known over all ranks before gradients can be rewritten."""

@@ -29,9 +29,9 @@ class Only(Rule):
         return self.rule.rewrites
 
     @property
-    def withholds(self) -> bool:  # type: ignore[override]
+    def excludes(self) -> bool:  # type: ignore[override]
         """That of the rule inside."""
-        return self.rule.withholds
+        return self.rule.excludes
 
     def measures(self) -> tuple[Measure, ...]:
         """Those of the rule inside."""

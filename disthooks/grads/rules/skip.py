@@ -12,7 +12,7 @@ import torch
 from disthooks.engines.shard import Shard
 from disthooks.errors import NonFiniteError, UsageError
 from disthooks.grads.rules.base import Rule, State, Work
-from disthooks.grads.stats.across_ranks import NonFiniteApart
+from disthooks.grads.stats.across_ranks import NonFiniteUnreduced
 from disthooks.grads.stats.base import Measure
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import OwnNonFinite
@@ -63,7 +63,7 @@ class SkipNonFinite(Rule):
 
     def measures(self) -> tuple[Measure, ...]:
         """The norm, what of gradients that nobody reduces is on one rank alone, and the ranks where it began."""
-        return Power(2.0), NonFiniteApart(), OwnNonFinite()
+        return Power(2.0), NonFiniteUnreduced(), OwnNonFinite()
 
     def logs(self) -> frozenset[str]:
         """How often it skipped."""
@@ -83,7 +83,9 @@ class SkipNonFinite(Rule):
         work.skips.append(bad)
         work.log.update(skipped=bad.double(), skipped_in_a_row=in_a_row.double(), skipped_total=total.double())
         if self.max_consecutive is not None:
-            work.alarms.append((in_a_row.double(), functools.partial(_too_many, self.max_consecutive, work.step)))
+            work.deferred_errors.append(
+                (in_a_row.double(), functools.partial(_too_many, self.max_consecutive, work.step))
+            )
 
     def local_error(self) -> str:
         """It decides for all parameters on all ranks."""
@@ -129,7 +131,7 @@ class Freeze(Rule):
     (True, False)
     """
 
-    withholds: ClassVar[bool] = True
+    excludes: ClassVar[bool] = True
     until: int | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +140,7 @@ class Freeze(Rule):
     def rewrite(self, work: Work) -> None:
         """Withhold them."""
         if self.until is None or work.step < self.until:
-            work.withheld.extend(work.shards)
+            work.excluded.extend(work.shards)
 
     def local_error(self) -> str:
         """It is about the step."""

@@ -21,12 +21,12 @@ from disthooks._match import match
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.sortable import NONE, held, holder, ordered, unordered
+from disthooks.grads.sortable import NO_NUMBER, from_sortable, rank_of, to_sortable, with_rank
 from disthooks.grads.stats.base import (
     Fact,
     Found,
     Local,
-    Look,
+    LocalFact,
     Measure,
     Merge,
     Per,
@@ -40,7 +40,7 @@ from disthooks.grads.stats.scan import known
 
 
 @dataclass(frozen=True)
-class NonFiniteApart(Measure):
+class NonFiniteUnreduced(Measure):
     """How many elements are not finite in gradients that are apart and not owned; no numbers for other parameters."""
 
     merge: ClassVar[Merge] = "sum"
@@ -73,7 +73,7 @@ class RankNorms(Measure):
     each: bool = False
     merge: ClassVar[Merge] = "sum"
     facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    looks: ClassVar[frozenset[Look]] = frozenset({"norms"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
 
     @property
     def per(self) -> Per:  # type: ignore[override]
@@ -102,7 +102,7 @@ class RankExtremes(Measure):
     each: bool = False
     merge: ClassVar[Merge] = "max"
     facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    looks: ClassVar[frozenset[Look]] = frozenset({"norms"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
 
     @property
     def per(self) -> Per:  # type: ignore[override]
@@ -116,7 +116,12 @@ class RankExtremes(Measure):
     def local(self, local: Local) -> torch.Tensor:
         """The four keys of each scope."""
         norm = own_squares(local, self.each).sqrt()
-        keys = [ordered(norm), ordered(-norm), held(norm, local.position), held(-norm, local.position)]
+        keys = [
+            to_sortable(norm),
+            to_sortable(-norm),
+            with_rank(norm, local.position),
+            with_rank(-norm, local.position),
+        ]
         return torch.stack(keys, dim=1).flatten()
 
 
@@ -145,8 +150,8 @@ class _Cosine(Measure):
 
     patterns: tuple[str, ...]
     each: bool = False
-    facts: ClassVar[frozenset[Fact]] = frozenset({"dot", "kept", "final"})
-    looks: ClassVar[frozenset[Look]] = frozenset({"kept"})
+    facts: ClassVar[frozenset[Fact]] = frozenset({"dot", "accumulated", "final"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"accumulated"})
 
     @property
     def per(self) -> Per:  # type: ignore[override]
@@ -157,7 +162,7 @@ class _Cosine(Measure):
         """Two."""
         return 2
 
-    def keeps(self, shards: Sequence[Shard]) -> Sequence[int]:
+    def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
         """The parameters that the patterns match."""
         names = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
         return [i for i, shard in enumerate(shards) if shard.name in names]
@@ -184,15 +189,15 @@ class CosineLowest(_Cosine):
     def local(self, local: Local) -> torch.Tensor:
         """Both for each scope."""
         cosine, there = _cosines(self, local)
-        keys = torch.stack([ordered(-cosine), held(-cosine, local.position)], dim=1)
-        return torch.where(there[:, None], keys, NONE).flatten()
+        keys = torch.stack([to_sortable(-cosine), with_rank(-cosine, local.position)], dim=1)
+        return torch.where(there[:, None], keys, NO_NUMBER).flatten()
 
 
 def _cosines(measure: _Cosine, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
     """The cosine of each scope, and whether there is one: not where either gradient is zero."""
     found = known(local, measure.facts)
-    table = torch.stack([found["dot"], found["kept"], found["final"]])
-    mine = set(measure.keeps(local.shards))
+    table = torch.stack([found["dot"], found["accumulated"], found["final"]])
+    mine = set(measure.accumulates(local.shards))
     rows = torch.stack([take(table, [i for i in places if i in mine]).sum(-1) for places in local.scopes], dim=1)
     dot, kept, final = torch.cat([rows, table], dim=1) if measure.each else rows
     there = (kept != 0) & (final != 0)
@@ -237,7 +242,7 @@ class Agreement(Stat):
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
         """Every rank must have all of the final gradient."""
         check_own_data(self, engine)
-        for shard in (shards[i] for i in self._sums().keeps(shards)):
+        for shard in (shards[i] for i in self._sums().accumulates(shards)):
             if shard.layout not in ("whole", "replica"):
                 raise UsageError(
                     f"Agreement: under {engine.label} no rank has all of the final gradient of {shard.name!r} to "
@@ -251,7 +256,7 @@ class Agreement(Stat):
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Mean, smallest, and the place of its rank: -1 for none."""
         count, total = values[0].unbind(-1)
-        lowest, who = -unordered(values[1][:, 0]), holder(values[1][:, 1])
+        lowest, who = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
         return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: who}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
@@ -300,11 +305,13 @@ class Spread(Stat):
     Raises:
         UsageError: when ``outlier`` is not above 0; when attached, if ranks share their data (tensor parallelism).
 
-    >>> from disthooks.grads.sortable import held, ordered
+    >>> from disthooks.grads.sortable import with_rank, to_sortable
     >>> norms = torch.tensor([1.0, 1.1, 0.9, 5.0], dtype=torch.float64)
     >>> sums = torch.tensor([[4.0, 4.0, float(norms.sum()), float(norms.square().sum())]])
-    >>> keys = [torch.stack([ordered(n), ordered(-n), held(n, i), held(-n, i)]) for i, n in enumerate(norms)]
-    >>> found = Spread().numbers([sums, torch.stack(keys).amax(0)[None]])
+    >>> keys = torch.stack([to_sortable(norms), to_sortable(-norms), norms.long(), norms.long()], dim=1)
+    >>> for rank, norm in enumerate(norms):
+    ...     keys[rank, 2:] = torch.stack([with_rank(norm, rank), with_rank(-norm, rank)])
+    >>> found = Spread().numbers([sums, keys.amax(0)[None]])
     >>> [int(found[f"grad_norm/{name}_rank"]) for name in ("argmin", "argmax", "outlier")]
     [2, 3, 3]
     """
@@ -328,8 +335,8 @@ class Spread(Stat):
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """All but the ranks are what is logged; those are places among the ranks, -1 for none."""
         ranks, _, total, squares = values[0].unbind(-1)
-        high, low = unordered(values[1][:, 0]), -unordered(values[1][:, 1])
-        who_high, who_low = holder(values[1][:, 2]), holder(values[1][:, 3])
+        high, low = from_sortable(values[1][:, 0]), -from_sortable(values[1][:, 1])
+        who_high, who_low = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
         mean = total / ranks
         std = (squares / ranks - mean.square()).clamp(min=0).sqrt()
         far_high, far_low = (_far(ranks, total, squares, norm, self.outlier) for norm in (high, low))

@@ -22,27 +22,27 @@ from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]
 Per = Literal["parameter", "scope", "both"]
-Look = Literal["norms", "finite", "kept"]
+LocalFact = Literal["norms", "finite", "accumulated"]
 Fact = Literal[
-    "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "kept", "final"
+    "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
 ]
 
 _SMALL_ROW = 1e-14  # squares of float32 below 1e-19 lose digits or vanish: of 1024 elements they could be 1e-35 in all
 
 
-class Seen(NamedTuple):
+class LocalStats(NamedTuple):
     """What hooks saw on this rank of one parameter's gradients before any reduction, since the last step.
 
     Attributes:
         norms: the 2-norm of each micro-batch's gradient, without dimensions; empty if nobody asked, or none came.
-        sizes: of each of them a number that is not finite where an element is not; empty if nobody asked, or ``norms``
-            tell.
-        kept: the sum of them, of the whole parameter; None if nobody asked.
+        finite_probes: of each of them a number that is not finite where an element is not; empty if nobody asked, or
+            ``norms`` tell.
+        accumulated: the sum of them, of the whole parameter; None if nobody asked.
     """
 
     norms: tuple[torch.Tensor, ...] = ()
-    sizes: tuple[torch.Tensor, ...] = ()
-    kept: torch.Tensor | None = None
+    finite_probes: tuple[torch.Tensor, ...] = ()
+    accumulated: torch.Tensor | None = None
 
 
 class Local(NamedTuple):
@@ -65,7 +65,7 @@ class Local(NamedTuple):
 
     shards: Sequence[Shard]
     grads: Sequence[torch.Tensor | None]
-    seen: Sequence[Seen]
+    seen: Sequence[LocalStats]
     scopes: Sequence[Sequence[int]]
     position: int
     world: int
@@ -95,21 +95,21 @@ class Measure:
         per: whether there are numbers for each parameter or for each scope.
         facts: what it needs of each gradient that others may need too; :func:`~disthooks.grads.stats.scan.known`
             finds them.
-        looks: what of the gradients before their reduction it needs.
+        local_facts: what of the gradients before their reduction it needs.
         after: whether it is measured once the update is made.
     """
 
     merge: ClassVar[Merge]
     per: ClassVar[Per] = "parameter"
     facts: ClassVar[frozenset[Fact]] = frozenset()
-    looks: ClassVar[frozenset[Look]] = frozenset()
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset()
     after: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
         """How many numbers there are for one parameter; for one scope when ``shard`` is None."""
         return 1
 
-    def keeps(self, shards: Sequence[Shard]) -> Sequence[int]:
+    def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
         """The parameters whose whole gradients before the reduction it needs, as places in ``shards``."""
         return ()
 

@@ -18,7 +18,7 @@ import torch
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import UsageError
-from disthooks.grads.sortable import ordered, unordered
+from disthooks.grads.sortable import from_sortable, to_sortable
 from disthooks.grads.stats.base import (
     Fact,
     Found,
@@ -159,11 +159,11 @@ class ExtremeValues(Measure):
     def local(self, local: Local) -> torch.Tensor:
         """Both for each parameter; minus infinity where it has no elements here."""
         found = known(local, self.facts)
-        return ordered(torch.stack([found["high"], found["low"]], dim=1).flatten())
+        return to_sortable(torch.stack([found["high"], found["low"]], dim=1).flatten())
 
     def low_high(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Smallest and largest from merged numbers; NaN of nothing."""
-        high, low = unordered(values).unbind(-1)
+        high, low = from_sortable(values).unbind(-1)
         nothing = (high == -torch.inf) & (low == -torch.inf)
         return torch.where(nothing, torch.nan, -low), torch.where(nothing, torch.nan, high)
 
@@ -228,8 +228,8 @@ class Extremes(Stat):
     Raises:
         UsageError: when attached, if a parameter is complex.
 
-    >>> from disthooks.grads.sortable import ordered
-    >>> found = Extremes().numbers([ordered(torch.tensor([[3.0, 4.0]]))])  # the largest, and of the negatives
+    >>> from disthooks.grads.sortable import to_sortable
+    >>> found = Extremes().numbers([to_sortable(torch.tensor([[3.0, 4.0]]))])  # the largest, and of the negatives
     >>> {name: column.tolist() for name, column in found.items()}
     {'grad_min': [-4.0], 'grad_max': [3.0]}
     """

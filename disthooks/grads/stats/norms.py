@@ -14,7 +14,7 @@ import torch
 
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.sortable import ordered, unordered
+from disthooks.grads.sortable import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
 from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, known, ranks_in
 
@@ -81,7 +81,7 @@ class Power(Measure):
         """The sum of powers, or the largest, for each parameter."""
         if math.isinf(self.p):
             found = known(local, self.facts)
-            return ordered(torch.maximum(found["high"], found["low"]).clamp(min=0))
+            return to_sortable(torch.maximum(found["high"], found["low"]).clamp(min=0))
         for fact in self.facts & local.known.keys():
             return local.known[fact]
         if self.p == 2:
@@ -97,7 +97,7 @@ class Power(Measure):
             dim: 0 for the row of all; 1 for a norm of each row.
         """
         if math.isinf(self.p):
-            return unordered(values.amax(dim))
+            return from_sortable(values.amax(dim))
         if self._windows == 1:
             return values.sum(dim).pow(1 / self.p)
         return self._joined(values.view(-1, self._windows).sum(0) if values.ndim == 1 else values)
@@ -305,8 +305,8 @@ class Norm(Stat):
 class MaxAbs(Stat):
     """The largest magnitude among all elements: ``grad_max_abs``; not a number if any element is.
 
-    >>> from disthooks.grads.sortable import ordered
-    >>> MaxAbs().numbers([ordered(torch.tensor([[2.0]]))])
+    >>> from disthooks.grads.sortable import to_sortable
+    >>> MaxAbs().numbers([to_sortable(torch.tensor([[2.0]]))])
     {'grad_max_abs': tensor([2.], dtype=torch.float64)}
     """
 

@@ -19,10 +19,10 @@ import torch
 from disthooks.grads.stats.base import (
     Fact,
     Local,
-    Look,
+    LocalFact,
+    LocalStats,
     Measure,
     Merge,
-    Seen,
     moved,
     onto,
     real,
@@ -56,12 +56,12 @@ def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
     found = scan(local.grads, final, local.device) if final else {}
     if "own" in missing:
         found["own"] = own(local.seen, local.device)
-    if missing & {"dot", "kept", "final"}:
-        found |= zip(("dot", "kept", "final"), products(local), strict=True)
+    if missing & {"dot", "accumulated", "final"}:
+        found |= zip(("dot", "accumulated", "final"), products(local), strict=True)
     return {**local.known, **found}
 
 
-def own(seen: Sequence[Seen], device: torch.device) -> torch.Tensor:
+def own(seen: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
     """For each parameter the sum over micro-batches of the squared norms, in float64."""
     flat = [onto(norm, device) for entry in seen for norm in entry.norms]
     total = torch.zeros(len(seen), dtype=torch.float64, device=device)
@@ -75,7 +75,9 @@ def products(local: Local) -> torch.Tensor:
     """Three inner products for each parameter, in float64; zeros where nothing was kept."""
     zero = torch.zeros(3, dtype=torch.float64, device=local.device)
     found = [
-        zero if seen.kept is None or (final := shard.gradient()) is None else _dots(seen.kept, final).to(local.device)
+        zero
+        if seen.accumulated is None or (final := shard.gradient()) is None
+        else _dots(seen.accumulated, final).to(local.device)
         for shard, seen in zip(local.shards, local.seen, strict=True)
     ]
     return torch.stack(found, dim=1) if found else zero[:, None][:, :0]
@@ -281,7 +283,7 @@ class FirstToFail(Measure):
     """Which rank comes first whose own gradient was non-finite: world minus its place, and 0 for none."""
 
     merge: ClassVar[Merge] = "max"
-    looks: ClassVar[frozenset[Look]] = frozenset({"finite"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
 
     def local(self, local: Local) -> torch.Tensor:
         """World minus this rank's place wherever its own gradient was non-finite."""
@@ -297,7 +299,7 @@ class OwnNonFinite(Measure):
     """
 
     merge: ClassVar[Merge] = "sum"
-    looks: ClassVar[frozenset[Look]] = frozenset({"finite"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
 
     def local(self, local: Local) -> torch.Tensor:
         """This rank's number wherever its own gradient was non-finite."""
@@ -324,7 +326,7 @@ def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 def own_nonfinite(local: Local) -> torch.Tensor:
     """For each parameter whether any gradient of this rank's own, before the reduction, was not finite."""
-    found = [(place, value) for place, seen in enumerate(local.seen) for value in seen.norms or seen.sizes]
+    found = [(place, value) for place, seen in enumerate(local.seen) for value in seen.norms or seen.finite_probes]
     if not found:
         return torch.zeros(len(local.seen), dtype=torch.bool, device=local.device)
     values = [onto(value, local.device) for _, value in found]
@@ -346,7 +348,7 @@ def _shift(world: int) -> int:
     return 2 * world.bit_length()
 
 
-def size_of(grad: torch.Tensor) -> torch.Tensor:
+def finite_probe(grad: torch.Tensor) -> torch.Tensor:
     """A number without dimensions that is finite where all elements of ``grad`` are, by one reading.
 
     On the CPU it is the sum of the elements, which reads a hundred times as fast as the largest one. The sum of finite

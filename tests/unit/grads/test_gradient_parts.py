@@ -22,8 +22,8 @@ from disthooks import sinks, stats
 from disthooks.engines.base import Engine
 from disthooks.grads.collectives import Layout
 from disthooks.grads.sinks import local
-from disthooks.grads.sortable import unordered
-from disthooks.grads.stats.base import Found, Local, Seen
+from disthooks.grads.sortable import from_sortable
+from disthooks.grads.stats.base import Found, Local, LocalStats
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in
 from tests.support.engines import close, grads_of, loss_of, make
@@ -35,7 +35,7 @@ SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf, 0.0])
 
 
 def _local(grads: list[torch.Tensor | None], position: int = 0, world: int = 1) -> Local:
-    return Local(shards(len(grads)), grads, [Seen()] * len(grads), [], position, world, CPU)
+    return Local(shards(len(grads)), grads, [LocalStats()] * len(grads), [], position, world, CPU)
 
 
 def shards(count: int) -> Any:
@@ -61,14 +61,16 @@ def test_measures_merge_however_a_tensor_is_split(numbers: list[float], data: st
     exact = whole.double()
     assert close(float(found[Power(2.0)]), float(exact.square().sum()), 1e-6)
     assert close(float(found[Power(1.0)]), float(exact.abs().sum()), 1e-6)
-    assert close(float(unordered(found[Power(math.inf)])), float(exact.abs().max()), 1e-6)
+    assert close(float(from_sortable(found[Power(math.inf)])), float(exact.abs().max()), 1e-6)
     assert int(found[NonFiniteCount()]) == sum(not math.isfinite(x) for x in numbers)
 
 
 def test_the_first_rank_to_fail() -> None:
     flags = [[None, False, True], [True, False, None], [True, False, True]]
     parts = [
-        _local([None] * 3, rank, 3)._replace(seen=[Seen(sizes=() if f is None else (_size(f),)) for f in row])
+        _local([None] * 3, rank, 3)._replace(
+            seen=[LocalStats(finite_probes=() if f is None else (_size(f),)) for f in row]
+        )
         for rank, row in enumerate(flags)
     ]
     layout = layout_of(FirstToFail(), OwnNonFinite(), parameters=3)
@@ -90,7 +92,7 @@ def test_the_ranks_that_failed_in_one_number(world: int) -> None:
     ranks, last = range(100, 100 + world), world - 1
 
     def told(bad: list[int]) -> tuple[int, ...] | None:
-        seen = [Seen(sizes=(_size(True),))]
+        seen = [LocalStats(finite_probes=(_size(True),))]
         marks = [OwnNonFinite().local(_local([None], place, world)._replace(seen=seen)) for place in bad]
         return ranks_in(float(torch.stack(marks).sum()) if marks else 0.0, ranks)
 
@@ -284,7 +286,7 @@ def test_local_gradients_are_looked_at_in_logged_steps_only() -> None:
     with dh.gradients(model, optimizer, stats=[stats.Spread()], every=3) as watch:
         for step in range(5):
             loss_of(model, step, "plain").backward()
-            looked.append(len(watch._looking._seen))
+            looked.append(len(watch._local_hooks._seen))
             optimizer.step()
     assert looked == [8, 0, 0, 8, 0]
 

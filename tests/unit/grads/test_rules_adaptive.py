@@ -16,7 +16,7 @@ import disthooks as dh
 from disthooks.engines.shard import Part, Shard
 from disthooks.grads.collectives import Layout
 from disthooks.grads.rules import Work
-from disthooks.grads.stats.base import Local, Seen
+from disthooks.grads.stats.base import Local, LocalStats
 from tests.support.engines import close
 from tests.support.rules import stepped, tensors
 
@@ -95,7 +95,7 @@ def test_parts_together_are_what_the_whole_is(split: tuple[tuple[int, ...], list
     grads = [_of(grad, part).clone() for part in parts]
     layouts = [Layout({measure: (0,) for measure in rule.measures()}, [shard]) for shard in shards]
     packed = [
-        layout.pack(Local([shard], [mine], [Seen()], [], 0, 1, CPU))
+        layout.pack(Local([shard], [mine], [LocalStats()], [], 0, 1, CPU))
         for layout, shard, mine in zip(layouts, shards, grads, strict=True)
     ]
     merged = sum(sums for sums, _ in packed)
@@ -114,7 +114,7 @@ def test_adaptive_leaves_owned_by_others_uncounted() -> None:
     rule, part = dh.ClipAdaptive(), Part.whole(torch.Size([2, 3]))
     shard = Shard("w", nn.Parameter(torch.ones(2, 3)), False, "replica", part)
     layout = Layout({measure: (0,) for measure in rule.measures()}, [shard])
-    assert layout.pack(Local([shard], [None], [Seen()], [], 0, 1, CPU))[0].tolist() == [0.0] * 4
+    assert layout.pack(Local([shard], [None], [LocalStats()], [], 0, 1, CPU))[0].tolist() == [0.0] * 4
 
 
 def test_adaptive_keeps_nan_in_its_unit() -> None:

@@ -19,7 +19,7 @@ from disthooks.errors import UsageError
 from disthooks.grads.collectives import Layout
 from disthooks.grads.stats import scan as scanning
 from disthooks.grads.stats.across_ranks import CosineSums
-from disthooks.grads.stats.base import Found, Local, Measure, Seen
+from disthooks.grads.stats.base import Found, Local, LocalStats, Measure
 from disthooks.grads.stats.elements import ExtremeValues, MomentSums, ZeroCount
 from disthooks.grads.stats.histogram import BINS, MagnitudeCounts, edges, quantile
 from disthooks.grads.stats.norms import Power
@@ -42,7 +42,7 @@ def _found(measures: list[Measure], ranks: list[list[torch.Tensor | None]], scop
     everything = tuple(range(count))
     layout = Layout({m: everything for m in measures}, _shards(count), scopes or [everything])
     parts = [
-        layout.pack(Local(layout.shards, grads, [Seen()] * count, layout.scopes, place, len(ranks), CPU))
+        layout.pack(Local(layout.shards, grads, [LocalStats()] * count, layout.scopes, place, len(ranks), CPU))
         for place, grads in enumerate(ranks)
     ]
     merged = torch.stack([p[0] for p in parts]).sum(0), torch.stack([p[1] for p in parts]).amax(0)
@@ -159,7 +159,7 @@ def test_cosines_are_of_their_own_patterns_alone() -> None:
     for name, parameter in model.items():
         parameter.grad = torch.tensor([1.0, 0.0]) if name == "a" else torch.tensor([0.0, 1.0])
     shards = Engine(model).shards
-    seen = [Seen(kept=torch.tensor([1.0, 0.0]))] * 2
+    seen = [LocalStats(accumulated=torch.tensor([1.0, 0.0]))] * 2
     local = Local(shards, [None] * 2, seen, [(0, 1)], 0, 1, CPU)
     assert CosineSums(("a",)).local(local).tolist() == [1.0, 1.0]
     assert CosineSums(("a", "b")).local(local).tolist() == [1.0, pytest.approx(0.5)]
