@@ -24,10 +24,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 dh.OnDisk.worth = 4096
 
 
-#: Helpers and scripts, without tests or examples; some read the command line when they are imported.
-collect_ignore = ["support"]
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The simulated device has to be there before the first backward, when autograd starts a thread for each device."""
     wanted = any("device" in getattr(item, "fixturenames", ()) for item in session.items)
