@@ -1,4 +1,4 @@
-# make demo | test | lint | type | fmt | bench: each makes the environment it needs first.
+# make demo | test | test-all | lint | type | fmt | bench: each makes the environment it needs first.
 # Where nothing can be installed, use the interpreter as it is:  make test PYTHON=python3 VENV=
 
 VENV ?= .venv
@@ -11,23 +11,34 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 ARGS ?=
-# Workers of the tests; each has its own processes to be ranks. A file is one worker's: fixtures are made once.
+# Workers of the tests; each has its own processes to be ranks. One that is done takes tests over from another.
 JOBS ?= 2
 # Threads of each: more of them than cores wait for each other, busily.
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
 
+PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
+
+# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. MINUTES on 2 cores.
 test: $(READY)
-	OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) --tier first $(ARGS)
+
+# What the first tier leaves out: every engine and situation, four ranks, races, integrations, whole commands.
+test-rest: $(READY)
+	$(PYTEST) --tier second $(ARGS)
+
+test-all: test test-rest
 
 # All of torch's operators and modules, every dtype and store, and threads for hundreds of steps: 45 minutes on 2 cores.
+# On another torch (2.9, 2.11), with an interpreter that has it: make test-full VENV= PYTHON=/path/to/python
+FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py)
 test-full: $(READY)
-	DISTHOOKS_FULL=1 $(RUN) -m pytest -s tests/laws/test_01_exact_every_op.py tests/laws/test_01_exact_every_module.py tests/laws/test_07_thread_local_many_threads.py $(ARGS)
+	DISTHOOKS_FULL=1 $(RUN) -m pytest -s $(FULL_TESTS) $(ARGS)
 
 # What is a GPU's own, and the laws on it; its time on an H200 is not measured yet. docs/gpu.md has it in pieces.
 # Few threads each: as many as there are cores, in every one of the processes, take turns on them.

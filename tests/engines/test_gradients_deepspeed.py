@@ -13,6 +13,7 @@ import torch.distributed as dist
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.detect import find
+from tests.support import needs
 from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import (
@@ -29,8 +30,7 @@ from tests.support.zero import (
     weights_of,
 )
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs("deepspeed")]
 STAGES = [0, 1, 2, 3]
 
 
@@ -88,6 +88,7 @@ def _rules(rank: int, stage: int, dtype: str, names: list[str], options: dict[st
     return wrong
 
 
+@pytest.mark.first_tier(stage=(2,))
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_equals_one_process(ranks: Ranks, stage: int) -> None:
     assert ranks(_rules, stage, "fp32", list(RULES), {}) == [[], []]

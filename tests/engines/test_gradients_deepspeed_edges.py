@@ -17,12 +17,12 @@ from disthooks import stats
 from disthooks.engines.detect import find
 from disthooks.engines.skip import withhold
 from disthooks.errors import DisthooksError
+from tests.support import needs
 from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs("deepspeed")]
 
 
 # --- who calls the step, and when

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from tests.support import needs
 from tests.support.models import Tiny, tokens
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import (
@@ -27,8 +28,7 @@ from tests.support.ranks.proof import (
     trainer,
 )
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs("deepspeed")]
 STAGES = [0, 1, 2, 3]
 
 
@@ -95,6 +95,7 @@ def _half() -> nn.Module:
     return Tiny().bfloat16()
 
 
+@pytest.mark.first_tier(stage=(2,), how=("before", "after"))
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_bit_identical(ranks: Ranks, stage: int, how: str, tmp_path: pathlib.Path) -> None:

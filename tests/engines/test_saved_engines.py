@@ -97,6 +97,7 @@ def _compare(rank: int, engine: str, how: str, folder: str, accumulate: bool) ->
     return results
 
 
+@pytest.mark.first_tier(engine=("ddp", "fsdp2"), how=("before", "after"))
 @pytest.mark.parametrize("how", ["before", "after", "wrappers"])
 @pytest.mark.parametrize("engine", ["ddp", "ddp static", "fsdp2", "fsdp2 keep", "fsdp2 mixed"])
 def test_gradients_are_bit_identical(ranks: Ranks, engine: str, how: str, tmp_path: pathlib.Path) -> None:

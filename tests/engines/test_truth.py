@@ -10,7 +10,7 @@ import torch
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import close
+from tests.support.engines import FIRST, close
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.truth import SITUATIONS, Model, run
 
@@ -58,6 +58,7 @@ def equal_to_one_process(found: dict[str, Any], situation: str, world: int) -> N
         assert close(grads, their_grads, 1e-11), name
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.parametrize(("engine", "situation"), TWO)
 def test_two_ranks(ranks: Ranks, engine: str, situation: str) -> None:
     for found in ranks(run, 2, engine, situation, PLANS):

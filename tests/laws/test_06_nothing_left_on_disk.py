@@ -57,6 +57,7 @@ print(hit)
 """
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("in_flight", ["64 MiB", "40 KiB"])
 def test_an_interrupt_at_any_moment_leaves_nothing(in_flight: str, tmp_path: pathlib.Path) -> None:
     done = script(INTERRUPTED, tmp_path, 1, in_flight, 100)
@@ -82,6 +83,7 @@ if sys.argv[3] == "raise": raise SystemExit(3)
 """
 
 
+@pytest.mark.first_tier(end=("kill",))
 @pytest.mark.parametrize(
     ("end", "status", "file"),
     [("kill", -9, "nameless"), ("kill", -9, "named"), ("raise", 3, "named"), ("return", 0, "nameless")],
@@ -127,6 +129,7 @@ def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
     assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
+@pytest.mark.second_tier
 def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of random sizes: file, memory, descriptors and threads stay as they were."""
     monkeypatch.setattr(moved, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
@@ -181,6 +184,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.second_tier
 def test_a_model_that_memory_has_no_room_for_trains(tmp_path: pathlib.Path) -> None:
     """Under a limit that it fails at without disthooks it trains, with the same numbers."""
     if not hasattr(ctypes.CDLL(None), "mallopt"):

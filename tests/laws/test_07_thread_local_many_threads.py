@@ -137,6 +137,7 @@ def train(seed: int, steps: int, store: object | None, check: Callable[[], objec
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.first_tier(kind=("copies",))
 @pytest.mark.parametrize("kind", ["disk", "copies"])
 def test_thirty_two_threads_share_one_store(kind: str, tmp_path: pathlib.Path) -> None:
     """Models of every kind: each thread gets, bit for bit, what it gets alone and without hooks.

@@ -21,7 +21,7 @@ from disthooks.engines.base import Engine
 from disthooks.grads.collectives import Layout
 from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
-from tests.support.engines import ENGINES, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
+from tests.support.engines import ENGINES, FIRST, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 from tests.support.ranks.harness import Ranks
 
 # --- In one process, a rule gives what torch and arithmetic by hand give
@@ -277,6 +277,7 @@ def _all(rank: int, engine: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
@@ -299,6 +300,7 @@ def _frozen(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_part_of_a_flat_parameter_cannot_be_frozen(ranks: Ranks) -> None:
     assert all("in one piece: set requires_grad_(False)" in message for message in ranks(_frozen))
@@ -327,6 +329,7 @@ def _beside(rank: int, engine: str) -> Any:
     return records, grads_of(model)
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "engine",
@@ -352,6 +355,7 @@ def _chosen(rank: int, engine: str) -> Any:
     return norm, grads_of(model)
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_predicate_sees_the_whole_parameter_under_fsdp1(ranks: Ranks) -> None:
     truth = _chosen(0, "plain")
@@ -368,6 +372,7 @@ def _flat_ones(rank: int, engine: str) -> dict[str, torch.Tensor]:
     return grads_of(model)
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", ["fsdp2", "fsdp1"])  # fsdp2 holds
 def test_a_predicate_of_the_number_of_dimensions_finds_the_biases(ranks: Ranks, engine: str) -> None:
@@ -387,6 +392,7 @@ def _zero_chosen(rank: int, stage: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_predicate_sees_the_whole_parameter_under_zero_3(ranks: Ranks) -> None:
     assert ranks(_zero_chosen, 3, timeout=120) == ranks(_zero_chosen, 1, timeout=120)
@@ -399,6 +405,7 @@ def _zeroed(rank: int, engine: str) -> dict[str, torch.Tensor]:
     return grads_of(model)
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_predicate_of_on_gradient_sees_the_whole_parameter_under_fsdp1(ranks: Ranks) -> None:
     truth = _zeroed(0, "plain")

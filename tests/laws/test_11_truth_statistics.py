@@ -14,7 +14,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.grads.stats.base import Found, Local, LocalStats
-from tests.support.engines import ENGINES, close, first_of, grads_of, is_fsdp1, loss_of, make, train
+from tests.support.engines import ENGINES, FIRST, close, first_of, grads_of, is_fsdp1, loss_of, make, train
 from tests.support.ranks.harness import Ranks
 
 # --- In one process
@@ -146,6 +146,7 @@ def spoil(model: nn.Module, step: int, rank: int) -> None:
         local[0, 0] = math.nan
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("engine", [*ENGINES, "hsdp12", "fsdp1hybrid", "fsdp1none", "fsdp1flatnone"])
@@ -260,6 +261,7 @@ def _truth(ranks: int) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize(("engine", "scale"), [("ddp", 1.0), ("fsdp2", 1.0), ("hsdp", 1.0), ("ddp", 1024.0)])
 def test_statistics_of_ranks_equal_float64_by_hand(ranks: Ranks, engine: str, scale: float) -> None:
@@ -505,6 +507,7 @@ def _scaled(rank: int, engine: str, to_none: bool) -> float:
     return watch.latest["grad_norm/max_rank"]
 
 
+@pytest.mark.first_tier(engine=FIRST)
 def test_a_step_that_the_scaler_skipped_is_not_in_the_spread() -> None:
     assert math.isfinite(_scaled(0, "plain", True))
 

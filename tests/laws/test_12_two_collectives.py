@@ -21,7 +21,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import ENGINES, all_reduces, loss_of, make
+from tests.support.engines import ENGINES, FIRST, all_reduces, loss_of, make
 from tests.support.ranks.harness import Ranks
 
 EVERYTHING = [
@@ -47,6 +47,7 @@ def _count(rank: int, engine: str, rules: list, watched: list, every: int = 2) -
     return in_backward, [[op for op, _ in step] for step in in_steps], watch.report()
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_is_one_sum_and_one_max(ranks: Ranks, engine: str) -> None:
@@ -204,6 +205,7 @@ def _of_some_size(rank: int) -> Any:
     return True
 
 
+@pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_predicate_of_size_does_not_hang_fsdp1() -> None:
     own = Ranks(2, timeout=120)

@@ -26,7 +26,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks._torch import Inner, step_wrapper
-from tests.support.engines import loss_of, make, whole
+from tests.support.engines import FIRST, loss_of, make, whole
 from tests.support.ranks.harness import Ranks
 
 # --- A step that is left out, for every optimizer
@@ -361,6 +361,7 @@ def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("second", [{"stats": [stats.Norm()]}, {"rules": [dh.ClipNorm(1.0)]}], ids=["stats", "rules"])
 def test_skip_survives_a_second_attachment(second: Any, fused: bool) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import ENGINES, loss_of, make
+from tests.support.engines import ENGINES, FIRST, loss_of, make
 from tests.support.ranks.harness import Ranks
 
 # --- What a report of saved tensors says
@@ -82,6 +82,7 @@ def _began(rank: int, engine: str) -> list[object]:
     return seen
 
 
+@pytest.mark.first_tier(engine=FIRST)
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_record_names_the_rank_and_the_parameter_where_it_began(ranks: Ranks, engine: str) -> None:

@@ -18,6 +18,8 @@ from tests.support.replicas import data_parallel
 
 BATCH = 8
 ENGINES = ["ddp", "fsdp2", "hsdp", "fsdp1", "fsdp1flat"]
+#: Those of the first tier; ZeRO-2 has files of its own.
+FIRST = ("plain", "dp", "ddp", "fsdp2")
 BOTH = [0, 1]
 
 

@@ -10,6 +10,7 @@ files; with a kind of device, what is wrong if there is none.
 from __future__ import annotations
 
 import os
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +19,7 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext
 
-from tests.support import ROOT
-
-LAWS = ROOT / "tests" / "laws"
+LAWS = pathlib.Path(__file__).parents[1] / "laws"
 KIND = os.environ.get("DISTHOOKS_DEVICE", "cpu")
 #: The files with tests that are marked any_device.
 FILES = sorted(path.name for path in LAWS.glob("test_*.py") if "pytest.mark.any_device" in path.read_text())

@@ -135,6 +135,7 @@ def _ends(sink: str, end: str, folder: pathlib.Path, before: str = "") -> subpro
     )
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize("end", ["raise SystemExit(3)", "raise KeyError('batch')", "sys.exit()"])
 def test_tensorboard_has_the_last_step_when_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
@@ -142,6 +143,7 @@ def test_tensorboard_has_the_last_step_when_the_process_ends(end: str, tmp_path:
     assert [step for step, _ in _scalars(tmp_path / "run", "gradients/grad_norm")] == [0, 1, 2], done.stderr
 
 
+@pytest.mark.second_tier
 def test_tensorboard_has_what_was_logged_when_the_process_is_killed(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     script = """

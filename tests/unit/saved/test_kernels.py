@@ -45,6 +45,7 @@ def test_a_device_where_kernels_do_not_work_is_said_once() -> None:
         blocks._works.cache_clear()
 
 
+@pytest.mark.second_tier
 @needs_triton
 @pytest.mark.slow
 def test_interpreted_they_give_the_bits_of_torch() -> None:

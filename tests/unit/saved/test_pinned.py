@@ -63,6 +63,7 @@ def test_what_is_idle_is_bounded() -> None:
     assert pool.held == 0
 
 
+@pytest.mark.second_tier
 def test_it_is_pinned_by_torch(device: torch.device) -> None:
     pool = Pinned(device)
     each = tensor(pool, 100 * KiB)
