@@ -98,7 +98,7 @@ def measure(name: str, count: int, rounds: int, folder: str) -> dict[str, Any]:
             moved = saved.report().moved if hooks else moved
             if number >= 0:  # the first round warms up
                 times.append(seconds)
-            store.rest()
+            store.release_idle()
             gc.collect()
     medians = {key: statistics.median(times) for key, times in found.items()}
     few, many = counts

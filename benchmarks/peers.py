@@ -92,7 +92,7 @@ def _trl(model: nn.Module, device: str) -> Way:
 def _ours(name: str, folder: str, *codecs: dh.Cast) -> Way:
     store = dh.OnDisk(folder)
     # What it writes is in the report of each context.
-    return Way(name, lambda: dh.saving(*codecs, store), exact=not codecs, flush=store.wait, rest=store.rest)
+    return Way(name, lambda: dh.saving(*codecs, store), exact=not codecs, flush=store.wait, rest=store.release_idle)
 
 
 def all_ways(model: nn.Module, device: str, folder: str) -> list[Way]:

@@ -61,7 +61,7 @@ def measure(rounds: int, folder: str) -> dict[int, float]:
             figure = once(size, tensors[size], context)
             if number >= 0:  # the first round warms up
                 figures.append(figure)
-            stores[size].rest()
+            stores[size].release_idle()
         gc.collect()
     return {size: statistics.median(found[size, True]) - statistics.median(found[size, False]) for size in SIZES}
 

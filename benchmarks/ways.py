@@ -74,7 +74,7 @@ class Ways:
     def rest(self, name: str) -> None:
         """Let go of memory, for the way ``name``: the host has not room for others' page-locked memory and ours."""
         if not name.startswith("disthooks"):
-            self.store.rest()
+            self.store.release_idle()
         self.device.empty()
 
     # -- those of others

@@ -40,7 +40,7 @@ class Order(enum.IntEnum):
     PACKED = 3  # one packed value
     PLACE = 4  # what Recompute has proven
     PLACED = 5  # one tensor of a Tiered
-    OPENING = 6  # the movers and arenas of OnDisk that exist
+    OPENING = 6  # the movers and scratch files of OnDisk that exist
     MOVER = 7  # the queues of a mover (OnDisk) or of a courier (OnCpu)
     WAY = 8  # whether there is a way from the GPU to the disk past the host
     TRANSFER = 9  # what a mover has under way between devices and host
@@ -48,11 +48,11 @@ class Order(enum.IntEnum):
     TURNS = 11  # in which order the tensors of a Tiered are read
     QUEUE = 12  # what lies in one tier
     POOL = 13  # memory that is used again
-    ARENA = 14  # who has which part of a file
-    ACCOUNT = 15  # bytes under a limit
-    TRAFFIC = 16  # time in which a thread moves bytes
+    SCRATCH_FILE = 14  # which part of a file is used by whom
+    BUDGET = 15  # bytes under a limit
+    IO_STATS = 16  # time in which a thread moves bytes
     WATCH = 17  # what a watcher has seen
-    LEDGER = 18  # the counts of an attachment, and what is packed
+    COUNTERS = 18  # the counts of an attachment, and what is packed
 
 
 def _make(order: Order, again: bool) -> Any:
@@ -70,9 +70,9 @@ _numbers = itertools.count()
 def shared(order: Order) -> Any:
     """A lock for what several threads use. Its thread may take it again, and ``os.fork`` takes it.
 
-    >>> lock = shared(Order.LEDGER)
+    >>> lock = shared(Order.COUNTERS)
     >>> with lock, lock:
-    ...     (Order.LEDGER, lock) in shared_locks()
+    ...     (Order.COUNTERS, lock) in shared_locks()
     True
     """
     lock, number = make(order, True), next(_numbers)

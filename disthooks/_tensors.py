@@ -219,7 +219,7 @@ def is_waiting(module: nn.Module) -> bool:
     return any(nn.parameter.is_lazy(it) for it in itertools.chain(module.parameters(), module.buffers()))
 
 
-class Region(NamedTuple):
+class StorageRegion(NamedTuple):
     """The elements of a large storage that a small tensor covers, whichever of its views shows them."""
 
     dtype: torch.dtype
@@ -237,7 +237,7 @@ class Region(NamedTuple):
         """Bytes of the elements."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
-    def raw(self) -> Region:
+    def raw(self) -> StorageRegion:
         """The same in a dtype that torch can copy, which it cannot every other (``torch.int4``): bits are bits."""
         return self._replace(dtype=_RAW[self.dtype.itemsize])
 
@@ -250,7 +250,7 @@ def is_most_of(layout: Layout, covered: int, nbytes: int) -> bool:
     return covered * 2 >= nbytes and 0 not in layout.stride
 
 
-def region_of(layout: Layout, nbytes: int) -> Region | None:
+def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     """What of a storage of ``nbytes`` to keep for a tensor of ``layout``: None for all of it.
 
     Half of the storage or more is kept whole: other views of it will ask for the rest, and its strides come
@@ -274,7 +274,9 @@ def region_of(layout: Layout, nbytes: int) -> Region | None:
     for step, n in reversed(dims):
         if step < covered:  # overlapping windows: keep the run of elements they lie in
             length = 1 + sum((n - 1) * step for step, n in dims)
-            return None if length * itemsize * 2 >= nbytes else Region(layout.dtype, layout.offset, (length,), (1,))
+            return (
+                None if length * itemsize * 2 >= nbytes else StorageRegion(layout.dtype, layout.offset, (length,), (1,))
+            )
         if merged and step == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * n)
         else:
@@ -283,4 +285,4 @@ def region_of(layout: Layout, nbytes: int) -> Region | None:
     size = tuple(n for _, n in reversed(merged))
     if torch.Size(size).numel() * itemsize * 2 >= nbytes:
         return None
-    return Region(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))
+    return StorageRegion(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))

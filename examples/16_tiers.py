@@ -31,7 +31,7 @@ watch = dh.gradients(
 
 optimizer.zero_grad()
 loss = model(x).square().sum()
-assert memory.account.held == 4 << 20  # the limit, and not a byte more
+assert memory.budget.held == 4 << 20  # the limit, and not a byte more
 in_memory, on_disk = saving.report().tiers
 assert in_memory.held + on_disk.held == 16 << 20
 loss.backward()

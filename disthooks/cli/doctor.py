@@ -470,23 +470,23 @@ def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
 
 def _measured(path: str, most: int) -> dict[str, Any]:
     """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several."""
-    from disthooks.saved.stores.pools import Buffers
-    from disthooks.saved.stores.scratch_file import CHUNK, Arena
+    from disthooks.saved.stores.pools import AlignedPool
+    from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
 
-    arena = Arena(path, "auto")
+    file = ScratchFile(path, "auto")
     if most < _LEAST:
-        return {"direct": arena.direct}
-    lease = Buffers().lease(CHUNK)
+        return {"direct": file.direct}
+    lease = AlignedPool().lease(CHUNK)
     block = memoryview(lease).cast("B")[:CHUNK]
     block[:] = os.urandom(CHUNK)  # a file system may compress
-    extent = arena.allocate(most)
+    extent = file.allocate(most)
     try:
-        written, write = _timed(lambda offset: arena.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
-        _, read = _timed(lambda offset: arena.read(block, extent.offset + offset, CHUNK), written, CHUNK)
+        written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
+        _, read = _timed(lambda offset: file.read(block, extent.offset + offset, CHUNK), written, CHUNK)
     finally:
-        arena.free(extent)
-        arena.shrink(keep_peak=False)
-    return {"direct": arena.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
+        file.free(extent)
+        file.shrink(keep_peak=False)
+    return {"direct": file.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
 
 
 def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:

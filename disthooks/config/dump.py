@@ -139,7 +139,7 @@ def _kept_placeholder(path: str) -> str:
 def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
     """One entry of ``save``: what the modules that match ``patterns`` save goes through ``line``."""
     found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
-    if line.at_least != line.store.worth:
+    if line.at_least != line.store.min_bytes:
         found["at_least"] = line.at_least
     if line.recompute is not None:
         found["recompute"] = entry(line.recompute)

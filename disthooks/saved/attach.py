@@ -157,7 +157,7 @@ class Saving(Attachment):
     def __init__(self, ledger: Ledger, store: Store, names: tuple[str, ...]) -> None:
         super().__init__()
         self._ledger, self._store = ledger, store
-        self.on_remove(store.rest)
+        self.on_remove(store.release_idle)
         self.names = names
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from disthooks._streams import handed_over
-from disthooks._tensors import Layout, Region, alone, is_most_of, region_of
+from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_of
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
@@ -89,7 +89,7 @@ class InStore(Packed):
         self,
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
-        region: Region | None,
+        region: StorageRegion | None,
         first: Layout,
         codecs: Sequence[Codec],
         store: Store,
@@ -167,7 +167,7 @@ class InStore(Packed):
             self._copy = None
         parts = self._encode(content) if self._codecs else (content,)
         self._encoded = not (len(parts) == 1 and parts[0] is content)
-        stays = self._codecs and not self._encoded and not self._store.moves(content)
+        stays = self._codecs and not self._encoded and not self._store.leaves_memory(content)
         if stays and not self.ledger.recomputes:  # others are computed from what a store holds
             self.ledger.count_kept("in place", self.nbytes, self.where)
             self._copy = self._weak_copy = None
@@ -239,7 +239,7 @@ class InStore(Packed):
             except StoreError as error:
                 raise _named(error, "to store what", self.where) from error
             total += tensor.nbytes
-            moved += tensor.nbytes if self._store.moves(tensor) or tensor.device != self.alias.device else 0
+            moved += tensor.nbytes if self._store.leaves_memory(tensor) or tensor.device != self.alias.device else 0
         held.nbytes = total
         self.ledger.change_held(total)
         self.ledger.count_put(total, moved, time.perf_counter() - begin, self.where, saved)
@@ -255,7 +255,7 @@ class InStore(Packed):
             raise _named(error, "to bring back what", self.where) from error
         seconds, copied = time.perf_counter() - begin, 0.0
         for ticket in self._tickets.tickets:
-            copied += self._store.took(ticket)
+            copied += self._store.pop_transfer_seconds(ticket)
         self.ledger.count_got(self._tickets.nbytes, seconds, self.where, copied)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
@@ -298,7 +298,7 @@ class Parts:
             first, covered = weakref.ref(packed), 0
         self._sums[key] = first, covered + packed.region.nbytes
 
-    def to_widen(self, key: Hashable, owner: torch.Tensor, region: Region, nbytes: int) -> InStore | None:
+    def to_widen(self, key: Hashable, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> InStore | None:
         """What may as well hold all ``nbytes`` of the storage of ``owner``, of which ``region`` is saved now.
 
         That is the first part, if all parts and ``region`` together are half of it or more.
@@ -362,7 +362,7 @@ _COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.co
 _COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-def _spread(content: torch.Tensor, region: Region | None) -> torch.Tensor:
+def _spread(content: torch.Tensor, region: StorageRegion | None) -> torch.Tensor:
     """``content`` at the strides of its region, or as it is, at the front of a storage."""
     if content.is_conj() or content.is_neg():
         content = content.resolve_conj().resolve_neg()
@@ -374,7 +374,7 @@ def _spread(content: torch.Tensor, region: Region | None) -> torch.Tensor:
     return base
 
 
-def _at(region: Region, storage: torch.UntypedStorage) -> torch.Tensor:
+def _at(region: StorageRegion, storage: torch.UntypedStorage) -> torch.Tensor:
     """The elements of ``region`` in ``storage``."""
     tensor = torch.empty(0, dtype=region.dtype, device=storage.device)
     return tensor.set_(storage, region.offset, region.size, region.stride)

@@ -75,7 +75,7 @@ class Ledger:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
     def __init__(self) -> None:
-        self.lock = shared(Order.LEDGER)
+        self.lock = shared(Order.COUNTERS)
         self.index = Index()
         self.place = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.

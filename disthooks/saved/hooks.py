@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from disthooks import _handles
-from disthooks._tensors import Layout, Region, exotic, local_part, region_of
+from disthooks._tensors import Layout, StorageRegion, exotic, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.contents import InStore, Parts, SmallCopy
@@ -173,7 +173,7 @@ class Frame:
         if not part.is_cpu and in_graph_memory(part):
             self._ledger.say_graphs(self._where)
             return "CUDA graph"
-        if self._codecs or self._store.moves(part):
+        if self._codecs or self._store.leaves_memory(part):
             return None
         if self._again is not None:
             return None if owner.grad_fn is not None else "in place"
@@ -183,7 +183,7 @@ class Frame:
     def _pins_much(self, part: torch.Tensor) -> bool:
         """Whether keeping a small ``part`` would keep in memory what would otherwise go to the store."""
         nbytes = part.untyped_storage().nbytes()
-        if nbytes < self._at_least or _nbytes(part) == 0 or not self._store.moves(part):
+        if nbytes < self._at_least or _nbytes(part) == 0 or not self._store.leaves_memory(part):
             return False
         return region_of(Layout.of(part), nbytes) is not None and self._weights.owned(part) is None
 
@@ -242,7 +242,7 @@ class Frame:
         self._pending.append(weakref.ref(packed))
 
     def _found(
-        self, key: Key, part: torch.Tensor, owner: torch.Tensor, region: Region | None, dtype: torch.dtype | None
+        self, key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None, dtype: torch.dtype | None
     ) -> Packed | None:
         """What is packed under ``key``; for a ``region`` also what all of the storage of ``part`` is packed as.
 
@@ -281,7 +281,7 @@ class Frame:
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
         weight: nn.Parameter | None,
-        region: Region | None,
+        region: StorageRegion | None,
         layout: Layout,
         small: bool,
         owner: torch.Tensor | None,

@@ -16,7 +16,7 @@ import torch
 
 from disthooks._fork_safe import Order, own
 from disthooks._streams import current_stream, handed_over, on, on_accelerator, used_on
-from disthooks._tensors import Layout, Region
+from disthooks._tensors import Layout, StorageRegion
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.counters import Ledger
@@ -164,7 +164,7 @@ class Packed(ABC):
         self,
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
-        region: Region | None,
+        region: StorageRegion | None,
         first: Layout,
         ledger: Ledger,
         where: str,

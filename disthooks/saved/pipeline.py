@@ -66,7 +66,7 @@ Stage = AtLeast | Recompute | Codec | Store
 def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     """Chain ``AtLeast`` and ``Recompute`` (at most one each), codecs (any number) and exactly one store, in this order.
 
-    Without ``AtLeast``, tensors that the store is not worth its while for (``store.worth``) are kept: under 64 KiB for
+    Without ``AtLeast``, tensors of fewer than ``store.min_bytes`` bytes are kept where they are: under 64 KiB for
     ``OnDisk``, under 4 KiB for others, none for ``Functions``.
 
     Raises:
@@ -99,7 +99,7 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
         raise UsageError(
             f"pipeline{_shown(stages)}: Functions takes each tensor as it is; give Recompute another store"
         )
-    least = gate.nbytes if isinstance(gate, AtLeast) else store.worth
+    least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
     return Pipeline(least, codecs, store, again if isinstance(again, Recompute) else None)
 
 

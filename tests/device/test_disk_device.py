@@ -52,10 +52,10 @@ def clean(store: dh.OnDisk) -> bool:
         links = moving.transfer._links.values()
         copying = any(link._sent or link._coming for link in links)
         used = 0
-        for arena in moving.arenas:
-            arena.shrink(keep_peak=True)
-            used += arena._used
-        return not (busy or copying or used or store.account.held)
+        for file in moving.files:
+            file.shrink(keep_peak=True)
+            used += file._used
+        return not (busy or copying or used or store.budget.held)
 
     return soon(nothing)
 
@@ -162,7 +162,7 @@ def test_the_forward_waits_at_the_bound_alone(gate: Gate, tmp_path: pathlib.Path
     thread.join(0.3)
     assert thread.is_alive()
     assert store.report()[0].in_flight == 1 << 20
-    assert store.account.held == (1 << 20) + x.nbytes  # the one that waits counts
+    assert store.budget.held == (1 << 20) + x.nbytes  # the one that waits counts
     gate.open.set()
     thread.join(30)
     assert not thread.is_alive()
@@ -204,9 +204,9 @@ def test_what_is_on_the_device_is_handed_back_itself(tmp_path: pathlib.Path, dev
     with simulated.held(link._out):
         ticket = store.put(tensor)
         assert store.get(ticket).data_ptr() == tensor.data_ptr()
-        assert store.on_device() == tensor.nbytes
+        assert store.device_bytes() == tensor.nbytes
     store.wait()
-    assert store.on_device() == 0
+    assert store.device_bytes() == 0
     store.drop(ticket)
     assert clean(store)
 
@@ -215,7 +215,7 @@ def test_the_limit_counts_them(tmp_path: pathlib.Path, device: torch.device) -> 
     store = dh.OnDisk(tmp_path, "100 KiB")
     with pytest.raises(StoreError, match="full"):
         store.put(torch.zeros(1 << 20, device=device))
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 @pytest.mark.usefixtures("each_alone")

@@ -115,7 +115,7 @@ def test_past_the_host(kvikio: object, tmp_path: pathlib.Path, device: torch.dev
     assert kvikio_like.moved[:2] == probe
     assert len(kvikio_like.moved) == 2 + 6 * 12
     gc.collect()
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def test_others_go_through_the_host(kvikio: object, tmp_path: pathlib.Path, device: torch.device) -> None:
@@ -140,7 +140,7 @@ def test_a_write_that_fails(kvikio: object, tmp_path: pathlib.Path, device: torc
         store.wait()
     assert store.get(ticket).data_ptr() == tensor.data_ptr()
     store.drop(ticket)
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def test_memory_that_the_device_is_not_done_with(kvikio: object, tmp_path: pathlib.Path, device: torch.device) -> None:

@@ -187,7 +187,7 @@ def test_small_ones_of_all_kinds(device: torch.device) -> None:
             back = store.get(ticket)
             assert (back.dtype, back.device, back.shape) == (value.dtype, value.device, value.shape)
             assert torch.equal(back.cpu(), value.cpu())
-            assert torch.equal(store.held(ticket), value.cpu()) or not waited
+            assert torch.equal(store.peek(ticket), value.cpu()) or not waited
         store.wait()
         torch.accelerator.synchronize(device)
     for ticket in tickets:
@@ -269,7 +269,7 @@ def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, mo
     x = given(device)
     store = dh.OnCpu(in_flight="500 KiB")
     monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
-    store.courier(device).pool = pools.Pinned(device)
+    store.courier(device).pool = pools.PinnedPool(device)
     with pytest.warns(UserWarning, match="page-locked memory is not to be had"):
         assert torch.equal(step(store, x), gradient(x))
     with warnings.catch_warnings():
@@ -454,7 +454,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
     with simulated.held(link._out):
         for _ in range(4):
             store.put(x)  # and dropped
-        assert store.account.held == 4 << 20
+        assert store.budget.held == 4 << 20
         waits = threading.Thread(target=lambda: done.append(store.put(x)), daemon=True)
         waits.start()
         waits.join(0.3)
@@ -467,7 +467,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         store.wait()
         for _ in range(3):  # brought back, and not there yet when it is dropped
             ticket = store.put(x.clone())
-            store.courier(device).allow(0)
+            store.courier(device).set_device_limit(0)
             store.get(ticket)
             del ticket
         assert tier(store).held > 1 << 20

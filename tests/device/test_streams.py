@@ -58,14 +58,14 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
         assert ticket.ticket in store.courier(device)._staying
         thread, found = None, []
         if how == "room":
-            store.allow(0)
+            store.set_device_limit(0)
         else:
-            thread, found = beside(lambda: store.held(ticket))
+            thread, found = beside(lambda: store.peek(ticket))
         time.sleep(TIME)
     if thread is not None:
         thread.join()
         assert torch.equal(found[0], x.cpu())
-    assert torch.equal(store.held(ticket), x.cpu())
+    assert torch.equal(store.peek(ticket), x.cpu())
     store.drop(ticket)
     assert is_clean(store, device)
 
@@ -155,7 +155,7 @@ def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.devic
             with on(second), torch.no_grad():
                 seen.copy_(y)
             del y
-            store.courier(device).on_device  # noqa: B018  what is copied is let go of
+            store.courier(device).device_bytes  # noqa: B018  what is copied is let go of
             with on(first):
                 for _ in range(4):
                     torch.empty(N, device=device).copy_(junk, non_blocking=True)

@@ -33,7 +33,7 @@ def down(folder: pathlib.Path, kind: str) -> list[object]:
 
 def counted_on_device(tiers: Tiered) -> int:
     """Bytes that all tiers hold on the device, in flight too."""
-    return tiers.stores[0].account.held + sum(store.on_device() for store in tiers.stores[1:])
+    return tiers.stores[0].budget.held + sum(store.device_bytes() for store in tiers.stores[1:])
 
 
 def nothing_left(tiers: Tiered) -> bool:

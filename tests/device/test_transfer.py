@@ -9,7 +9,7 @@ import torch
 
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved.stores import transfer
-from disthooks.saved.stores.transfer import Link, Rate
+from disthooks.saved.stores.transfer import Link, Throughput
 from tests.support.sim import simulated
 from tests.support.sim.carried import only_simulated
 
@@ -29,7 +29,7 @@ TRUTH = torch.arange(N, dtype=torch.float32)
 
 
 def test_there_and_back(device: torch.device) -> None:
-    link, rate = Link(device), Rate()
+    link, rate = Link(device), Throughput()
     for i in range(20):
         sent = link.send(numbers(device, i), pinned(), rate)
         back = link.take(link.bring(sent, rate))

@@ -62,7 +62,7 @@ def test_device_memory_falls(kind: str, tmp_path: pathlib.Path) -> None:
 def test_pinned_memory_is_used_and_bounded() -> None:
     store = dh.OnCpu("8 MiB")
     ticket = store.put(torch.ones(1 << 20, device="cuda"))
-    assert store.held(ticket).is_pinned()
+    assert store.peek(ticket).is_pinned()
     with pytest.raises(dh.errors.StoreError, match="full"):
         store.put(torch.ones(2 << 20, device="cuda"))
 

@@ -9,7 +9,7 @@ import torch
 
 import disthooks as dh
 from disthooks.saved.stores import pools
-from disthooks.saved.stores.pools import Pinned, pinned_block
+from disthooks.saved.stores.pools import PinnedPool, pinned_block
 from disthooks.saved.stores.transfer import Link
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -22,7 +22,7 @@ def cuda() -> torch.device:
 
 
 def test_registered_memory_is_pinned(cuda: torch.device) -> None:
-    pool = Pinned(cuda)
+    pool = PinnedPool(cuda)
     host = pool.tensor(torch.Size([5 * MiB]), torch.uint8)
     assert host.is_pinned()
     assert host[4096:].is_pinned()
@@ -56,7 +56,7 @@ def test_a_refusal_leaves_no_error_behind(cuda: torch.device) -> None:
 
 def test_copies_run_beside_the_computation(cuda: torch.device) -> None:
     """Seen by events: a copy begins before the product that was launched first ends."""
-    link, pool = Link(cuda), Pinned(cuda)
+    link, pool = Link(cuda), PinnedPool(cuda)
     x, a = torch.ones(64 * MiB, device=cuda), torch.randn(8192, 8192, device=cuda)
     host = pool.tensor(x.shape, x.dtype)
     link.send(x, host).wait()

@@ -73,7 +73,7 @@ def test_every_dtype_comes_back_from_a_store(store: Callable, dtype: torch.dtype
         ticket = place.put(view(x))
         assert same(place.get(ticket), view(x), layout=False), name
         place.drop(ticket)
-    assert place.account.held == 0
+    assert place.budget.held == 0
 
 
 class Save(torch.autograd.Function):

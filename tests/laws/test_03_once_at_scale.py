@@ -12,20 +12,20 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks._tensors import Region
+from disthooks._tensors import StorageRegion
 from disthooks._torch import StorageRef
 from disthooks.saved import contents, packed
-from disthooks.saved.stores.pools import Buffers
+from disthooks.saved.stores.pools import AlignedPool
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often what was looked at."""
     counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
-    nbytes = Region.nbytes.fget
-    part, bring, total = packed.Packed._part, contents.InStore._bring, Buffers._total
+    nbytes = StorageRegion.nbytes.fget
+    part, bring, total = packed.Packed._part, contents.InStore._bring, AlignedPool._total
 
-    def counted_nbytes(region: Region) -> int:
+    def counted_nbytes(region: StorageRegion) -> int:
         counts["regions"] += 1
         assert nbytes is not None
         return int(nbytes(region))
@@ -42,10 +42,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["blocks"] += len(self._blocks)
         return total(self)
 
-    monkeypatch.setattr(Region, "nbytes", property(counted_nbytes))
+    monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
     monkeypatch.setattr(packed.Packed, "_part", counted_part)
     monkeypatch.setattr(contents.InStore, "_bring", counted_bring)
-    monkeypatch.setattr(Buffers, "_total", counted_total)
+    monkeypatch.setattr(AlignedPool, "_total", counted_total)
     return counts
 
 

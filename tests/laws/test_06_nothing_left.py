@@ -79,7 +79,7 @@ def test_bytes_go_with_the_graph(end: str, tmp_path: pathlib.Path) -> None:
     if end not in ("forward fails", "interrupted"):
         assert saving.report().moved > 10_000
     assert saving.report().held == 0
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
@@ -104,7 +104,7 @@ class Step:
     """A small model whose saved tensors go through a pair, in one of three ways, and the memory of its steps."""
 
     def __init__(self, way: str, kind: str, folder: object, **faults: Any) -> None:
-        self.to, self.account = line(kind, folder, **faults)
+        self.to, self.budget = line(kind, folder, **faults)
         self.wait = getattr(self.to, "store", self.to).wait
         self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
         self.block: Any = contextlib.nullcontext()
@@ -131,7 +131,7 @@ class Step:
         assert top_hooks(True) is None
         self.model.zero_grad()
         self.wait()  # what a thread writes in this moment is in memory until it is written
-        assert left(lambda: self.wait() or self.report().held, self.account, self.watch.alive) == (0, 0, 0)
+        assert left(lambda: self.wait() or self.report().held, self.budget, self.watch.alive) == (0, 0, 0)
 
 
 STORES = ["disk", "copies", "functions"]
@@ -231,7 +231,7 @@ def test_a_forward_that_does_not_fit_leaves_nothing(tmp_path: pathlib.Path) -> N
         else:
             with suppressed(StoreError):
                 model(torch.ones(rows, 8))
-        assert store.account.held == model.report().held == 0
+        assert store.budget.held == model.report().held == 0
 
 
 def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +251,13 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monke
             ticket = store.put(x)
             store.wait()
         store.drop(ticket)
-        assert store.account.held == 0
+        assert store.budget.held == 0
         store.wait()
     for _ in range(2):
         ticket = store.put(x)
         store.wait()
         store.drop(ticket)
-    assert os.fstat(store._mover.arenas[0]._fd).st_size == x.nbytes
+    assert os.fstat(store._mover.files[0]._fd).st_size == x.nbytes
 
 
 def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:
@@ -307,7 +307,7 @@ def test_a_pack_that_raises_holds_nothing() -> None:
 
 
 def _parts(step: Step) -> tuple:
-    return step.report, step.account, step.watch
+    return step.report, step.budget, step.watch
 
 
 @pytest.mark.parametrize("gone", ["hooks", "model", "everything"])
@@ -337,7 +337,7 @@ def test_hooks_are_removed_while_a_graph_is_alive(tmp_path: pathlib.Path) -> Non
     (truth,) = torch.autograd.grad(model(x).sum(), model[0].weight)
     store = dh.OnDisk(tmp_path)
     saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))
-    loss, account = model(x).sum(), store.account
+    loss, account = model(x).sum(), store.budget
     saving.remove()
     del store
     assert saving.report().held == 2 * x.nbytes
@@ -555,7 +555,7 @@ def test_the_file_has_no_name_and_is_used_again(tmp_path: pathlib.Path) -> None:
             loss.backward()
     assert sizes[0] > 0
     assert sizes == [sizes[0]] * 4
-    store.rest()
+    store.release_idle()
     del store, loss
     gc.collect()
     assert _anonymous_bytes(tmp_path) is None

@@ -50,7 +50,7 @@ for i in range(int(sys.argv[4])):
         hit += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    assert clean(store), (i, store.account.held, store._mover.in_flight)
+    assert clean(store), (i, store.budget.held, store._mover.in_flight)
     assert saved.report().held == 0 or lost, (i, saved.report())
     assert right(store), i
 print(hit)
@@ -106,7 +106,7 @@ def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeyp
     assert not movers()
     assert right(store)
     assert movers()
-    store.rest()
+    store.release_idle()
     assert not movers()
     assert right(store)
     assert 1 <= len(movers()) <= 2
@@ -124,7 +124,7 @@ def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
         store.drop(ticket)
         del ticket
         store.wait()
-        store.rest()
+        store.release_idle()
         del store
     assert soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
@@ -147,7 +147,7 @@ def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: p
                 for _ in range(length):
                     y = y.sin()
             y.sum().backward()
-            sizes.append(os.fstat(store._mover.arenas[0]._fd).st_size)
+            sizes.append(os.fstat(store._mover.files[0]._fd).st_size)
             resident.append(dh.memory.resident())
 
     steps(300)

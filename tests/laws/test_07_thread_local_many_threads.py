@@ -152,7 +152,7 @@ def test_thirty_two_threads_share_one_store(kind: str, tmp_path: pathlib.Path) -
     assert [seed for seed in range(32) if not isinstance(found[seed], list)] == []
     assert [seed for seed in range(32) if not identical(found[seed], alone[seed])] == []
     gc.collect()
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def _weights(copy: nn.Module) -> list[torch.Tensor]:
@@ -217,7 +217,7 @@ def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
     assert all(isinstance(count, int) and count > 3 for count in results[:4]), results[:4]
     assert all(identical(a, b) for a, b in zip(results[4:], alone, strict=True))
     gc.collect()
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: pathlib.Path) -> None:
@@ -255,4 +255,4 @@ def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: p
     saving.remove()
     assert all(identical(grads, list(torch.autograd.grad(loss(inputs[i]), weights))) for i, grads in found.items())
     gc.collect()
-    assert saving.report().held == store.account.held == 0
+    assert saving.report().held == store.budget.held == 0

@@ -69,7 +69,7 @@ def test_what_is_put_comes_back(make: object, kind: str) -> None:
         assert (back.dtype, back.device, back.shape) == (tensor.dtype, tensor.device, tensor.shape)
         assert torch.equal(back, tensor)
     store.drop(ticket)
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 def test_copies_and_pickles_of_a_store_work(make: object) -> None:
@@ -100,9 +100,9 @@ def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> No
             tensor, ticket = held.pop(int(torch.randint(0, 20, (1,), generator=generator)))
             assert torch.equal(store.get(ticket), tensor)
             store.drop(ticket)
-        ends.append(store._mover.arenas[0]._end)
+        ends.append(store._mover.files[0]._end)
     assert ends[-1] < 4 * 20 * 60_000
-    assert store.account.held == sum(store.account.size(tensor.nbytes) for tensor, _ in held)
+    assert store.budget.held == sum(store.budget.size(tensor.nbytes) for tensor, _ in held)
 
 
 def test_extent_sizes_are_few_and_waste_little() -> None:
@@ -152,7 +152,7 @@ def test_what_is_put_comes_back_to_a_gpu(make: object) -> None:
     store = make(limit="1 MiB")
     tensor = torch.randn(100, 100, device="cuda")
     ticket = store.put(tensor)
-    assert store.account.held == tensor.nbytes
+    assert store.budget.held == tensor.nbytes
     back = store.get(ticket)
     assert back.device == tensor.device
     assert torch.equal(back, tensor)
@@ -174,7 +174,7 @@ print(saved.report().advice())
 with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
     torch.ones(64, requires_grad=True).exp()
 print(saved.report())
-print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).worth, dh.OnCpu().worth)
+print(dh.Tiered(dh.OnDevice(1), dh.OnDisk(sys.argv[1])).min_bytes, dh.OnCpu().min_bytes)
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
@@ -245,7 +245,7 @@ def test_a_trace_does_not_poison_the_arena(tmp_path: pathlib.Path) -> None:
     model = dh.SaveWith(nn.Linear(64, 64), store)
     torch.jit.trace(model, torch.randn(64, 64))
     gc.collect()
-    assert isinstance(store.account.held, int)
+    assert isinstance(store.budget.held, int)
     model(torch.randn(64, 64)).sum().backward()
 
 
@@ -283,7 +283,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_never_zeros(tmp_path: pathlib.P
     with dh.saving(store):
         y = x.exp()
     store.wait()
-    os.truncate(store._mover.arenas[0]._fd, 100)
+    os.truncate(store._mover.files[0]._fd, 100)
     with pytest.raises(StoreError, match="too soon"):
         y.sum().backward()
 

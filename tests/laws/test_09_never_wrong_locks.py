@@ -49,13 +49,13 @@ SEEN = {
     (Order.PACKED, Order.POOL),
     (Order.PACKED, Order.TURNS),
     (Order.PACKED, Order.QUEUE),
-    (Order.PACKED, Order.ACCOUNT),
-    (Order.PACKED, Order.LEDGER),
+    (Order.PACKED, Order.BUDGET),
+    (Order.PACKED, Order.COUNTERS),
     (Order.PLACED, Order.PLACED),
     (Order.PLACED, Order.MOVER),
     (Order.PLACED, Order.QUEUE),
     (Order.PLACED, Order.TURNS),
-    (Order.PLACED, Order.ACCOUNT),
+    (Order.PLACED, Order.BUDGET),
 }
 
 
@@ -127,7 +127,15 @@ def test_a_fork_takes_every_shared_lock_in_order(orders: Orders, tmp_path: pathl
     _fork_safe._before()
     _fork_safe._after()
     taken = {order for pair in orders.pairs for order in pair}
-    assert {Order.MOVER, Order.POOL, Order.ARENA, Order.ACCOUNT, Order.LEDGER, Order.OPENING, Order.ATTACH} <= taken
+    assert {
+        Order.MOVER,
+        Order.POOL,
+        Order.SCRATCH_FILE,
+        Order.BUDGET,
+        Order.COUNTERS,
+        Order.OPENING,
+        Order.ATTACH,
+    } <= taken
     assert not [line for line in orders.wrong if line.split(" under ")[0] != line.split(" under ")[1]]
     assert saving.report().held == 0
 
@@ -266,7 +274,7 @@ def test_a_generator_that_a_collection_ends_takes_no_lock(orders: Orders, tmp_pa
     running = body()
     kept = next(running)
     orders.pairs.clear()
-    with _fork_safe.shared(Order.LEDGER):  # whoever holds the last lock of all
+    with _fork_safe.shared(Order.COUNTERS):  # whoever holds the last lock of all
         del running
         gc.collect()
     assert not orders.pairs

@@ -180,7 +180,7 @@ def test_short_writes_and_reads_are_completed(
     store = dh.OnDisk(tmp_path, direct=direct)
     sizes = [size for size in SIZES if size / most < 2000]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    aligned = store._mover.arenas[0].direct
+    aligned = store._mover.files[0].direct
     monkeypatch.setattr(os, "pwrite", lambda fd, memory, at: write(fd, bytes_of(memory, most, aligned), at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [bytes_of(into[0], most, aligned)], at))
     for tensor in tensors:
@@ -202,7 +202,7 @@ def test_a_file_that_was_cut_off_is_an_error(left: int, direct: Any, tmp_path: p
     with dh.saving(pipe(store)):
         y = chain(x, 12)
     store.wait()
-    os.truncate(store._mover.arenas[0]._fd, left)
+    os.truncate(store._mover.files[0]._fd, left)
     assert "too soon" in str(error_of(y.backward))
     del y
     assert clean(store)
@@ -240,7 +240,7 @@ def test_an_error_that_is_over_holds_nothing(tmp_path: pathlib.Path, monkeypatch
             pass
         else:
             pytest.fail("nothing was raised")
-        assert soon(lambda: store.account.held == 0)
+        assert soon(lambda: store.budget.held == 0)
     assert clean(store)
 
 
@@ -252,7 +252,7 @@ def test_a_flipped_bit_is_an_error(at: int, direct: Any, tmp_path: pathlib.Path)
     ticket = store.put(x)
     store.wait()
     assert torch.equal(store.get(ticket), x)
-    fd = os.open(f"/proc/self/fd/{store._mover.arenas[0]._fd}", os.O_RDWR)  # a second one, which is not direct
+    fd = os.open(f"/proc/self/fd/{store._mover.files[0]._fd}", os.O_RDWR)  # a second one, which is not direct
     byte = os.pread(fd, 1, at)
     write(fd, bytes([byte[0] ^ 4]), at)
     with pytest.raises(StoreError, match="checksum differs"):
@@ -269,7 +269,7 @@ def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: path
     x = torch.rand(50_000)
     ticket = store.put(x)
     store.wait()
-    assert store._mover.arenas[0].fileno() >= 512
+    assert store._mover.files[0].fileno() >= 512
     with contextlib.suppress(OSError):
         os.close(theirs)  # a second time
     assert torch.equal(store.get(ticket), x)
@@ -281,7 +281,7 @@ def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path) -> None:
     with dh.save_activations(model, "1", store):
         y = model(torch.ones(1, 8))
     store.wait()
-    fd = os.open(f"/proc/self/fd/{store._mover.arenas[0]._fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{store._mover.files[0]._fd}", os.O_RDWR)
     write(fd, bytes([os.pread(fd, 1, 99)[0] ^ 4]), 99)
     os.close(fd)
     with pytest.raises(StoreError, match=r"to bring back what '1' saved: .*checksum differs"):

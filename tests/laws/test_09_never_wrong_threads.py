@@ -62,7 +62,7 @@ def test_whatever_a_thread_raises_the_step_ends(
         else:  # ahead of need: who wants it reads it itself
             assert step(store)
     assert right(store)
-    store.rest()
+    store.release_idle()
 
 
 @pytest.mark.usefixtures("one_thread", "alone")
@@ -94,7 +94,7 @@ def test_a_thread_that_is_killed_is_not_waited_for(
             store.wait()
     assert right(store)
     assert store._mover._jobs
-    store.rest()  # what is killed while it is idle dies here
+    store.release_idle()  # what is killed while it is idle dies here
 
 
 # --- No thread can be started
@@ -172,7 +172,7 @@ def test_reads_need_no_thread(none_start: pytest.MonkeyPatch, tmp_path: pathlib.
     tensors = [torch.full((1000,), float(i)) for i in range(8)]
     tickets = [store.put(tensor) for tensor in tensors]
     store.wait()
-    store.rest()  # which ends the threads
+    store.release_idle()  # which ends the threads
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -230,8 +230,8 @@ def test_tensors_of_every_size_are_written_together(tmp_path: pathlib.Path) -> N
         assert torch.equal(store.get(tickets[i]), tensors[i])
     for ticket in tickets:
         store.drop(ticket)
-    store.rest()
-    assert soon(lambda: store._mover.arenas[0]._used == 0)
+    store.release_idle()
+    assert soon(lambda: store._mover.files[0]._used == 0)
 
 
 def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> None:

@@ -50,7 +50,7 @@ def test_a_limit_holds_and_a_step_within_it_passes(tmp_path: pathlib.Path) -> No
             model(tokens())
         assert caught.value.wanted > caught.value.free >= 0
         del caught
-        assert tight.account.held == saving.report().held == 0
+        assert tight.budget.held == saving.report().held == 0
 
 
 @pytest.mark.any_device
@@ -122,7 +122,7 @@ MIB = 1 << 20
 
 
 def _blocks(store: OnDisk) -> int:
-    return sum(arena.resident for arena in store._mover.arenas)
+    return sum(file.resident for file in store._mover.files)
 
 
 def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
@@ -167,7 +167,7 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
                 assert torch.equal(store.get(ticket), was)
                 store.drop(ticket)
         assert _blocks(store) <= 3 * MIB + MIB // 2
-    assert any(arena._has_holes for arena in store._mover.arenas)
+    assert any(file._has_holes for file in store._mover.files)
     store.wait()
     for ticket, was in here:
         assert torch.equal(store.get(ticket), was)
@@ -176,9 +176,9 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
 
 def test_a_limit_leaves_no_room_to_measure_the_disk(tmp_path: pathlib.Path) -> None:
     small = dh.OnDisk(tmp_path, "2 MiB")
-    assert not small._mover.arenas[0].may_be_measured
+    assert not small._mover.files[0].may_be_measured
     large = dh.OnDisk(tmp_path, "1 GiB", checksum=True)  # in the same file: the limits add up
-    assert small._mover.arenas[0].may_be_measured
+    assert small._mover.files[0].may_be_measured
     del large
 
 
@@ -192,7 +192,7 @@ def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
         ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
         store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
         store.drop(ticket)
-    assert os.fstat(store._mover.arenas[0]._fd).st_blocks * 512 <= 2 << 20
+    assert os.fstat(store._mover.files[0]._fd).st_blocks * 512 <= 2 << 20
 
 
 # --- Tiers: a tier that is full sends down the tensors that backward reads last, and nothing is lost or held twice
@@ -241,7 +241,7 @@ def test_the_newest_stay_in_the_first(x: torch.Tensor) -> None:
     for i, ticket in enumerate(tickets):
         assert torch.equal(tiers.get(ticket), torch.full((64, 64), float(i)))
         tiers.drop(ticket)
-    assert tiers.stores[0].account.held == tiers.stores[1].account.held == 0
+    assert tiers.stores[0].budget.held == tiers.stores[1].budget.held == 0
 
 
 @pytest.mark.any_device
@@ -262,7 +262,7 @@ def test_a_last_tier_that_is_full_is_an_error(x: torch.Tensor) -> None:
     del caught
     gc.collect()
     assert saved.report().held == 0
-    assert [store.account.held for store in tiers.stores] == [0, 0]
+    assert [store.budget.held for store in tiers.stores] == [0, 0]
     with dh.saving(ALL, tiers):
         y = _chain(x, 3)
     y.sum().backward()
@@ -282,12 +282,12 @@ def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path)
             x.grad = None
             with dh.saving(ALL, tiers):
                 y = _chain(x, 20)
-                assert tiers.stores[1].account.held > 0
+                assert tiers.stores[1].budget.held > 0
             assert tiers.report()[0].held > 0
             y.sum().backward()
             assert torch.equal(x.grad, _truth(x, 20))
             del y
-            assert [store.account.held for store in tiers.stores] == [0, 0]
+            assert [store.budget.held for store in tiers.stores] == [0, 0]
     finally:
         del tiers
         gc.collect()
@@ -358,7 +358,7 @@ def test_threads_share_the_tiers(tmp_path: pathlib.Path) -> None:
         thread.join(60)
     assert all(torch.equal(found[seed], torch.zeros(32, 32)) for seed in range(8))
     gc.collect()
-    assert [store.account.held for store in tiers.stores] == [0, 0, 0]
+    assert [store.budget.held for store in tiers.stores] == [0, 0, 0]
 
 
 @pytest.mark.any_device
@@ -377,10 +377,10 @@ def test_a_tensor_dropped_while_another_thread_reads_it_is_let_go_of() -> None:
     thread.start()
     assert began.wait(10)
     tiers.drop(ticket)
-    assert store.account.held == 400
+    assert store.budget.held == 400
     go_on.set()
     thread.join(10)
-    assert store.account.held == 0
+    assert store.budget.held == 0
 
 
 @pytest.mark.any_device

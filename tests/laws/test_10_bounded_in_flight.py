@@ -36,7 +36,7 @@ def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
 
 def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:
     store = opened(gate, tmp_path)
-    traffic = store._mover.traffic
+    stats = store._mover.stats
     tickets = []
     for thread in (1, 2):
         tickets.append(store.put(X))
@@ -47,7 +47,7 @@ def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: 
     assert store._mover.in_flight == 2 * X.nbytes
     gate.open.set()
     store.wait()
-    assert (traffic.never_written, gate.waiting) == (8 * X.nbytes, 2)
+    assert (stats.never_written, gate.waiting) == (8 * X.nbytes, 2)
     assert clean(store)
 
 
@@ -64,25 +64,25 @@ def test_what_is_wanted_in_time_is_never_read(
     store = opened(gate, tmp_path, direct=False)
     x, y = forward(store)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-    traffic = store._mover.traffic
-    assert traffic.from_memory == 12 * X.nbytes
+    stats = store._mover.stats
+    assert stats.from_memory == 12 * X.nbytes
     gate.open.set()
     del y
     assert clean(store)
-    assert traffic.read == 0
-    assert traffic.written <= 2 * X.nbytes
+    assert stats.read == 0
+    assert stats.written <= 2 * X.nbytes
 
 
 def step(store: dh.OnDisk, length: int = 12) -> Any:
     """A step whose tensors are all on disk before its backward begins; what moved in it."""
-    traffic = store._mover.traffic
-    before = traffic.read, traffic.ahead, traffic.in_vain
+    stats = store._mover.stats
+    before = stats.read, stats.ahead, stats.in_vain
     x, y = forward(store, length)
     store.wait()
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x, length))
     del y
     assert clean(store)
-    return [now - then for now, then in zip((traffic.read, traffic.ahead, traffic.in_vain), before, strict=True)]
+    return [now - then for now, then in zip((stats.read, stats.ahead, stats.in_vain), before, strict=True)]
 
 
 def test_a_backward_reads_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,18 +107,18 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     """The same order again is read ahead, and any other comes out right."""
     monkeypatch.setattr(os, "preadv", slow(read, 0.001))
     store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
-    traffic = store._mover.traffic
+    stats = store._mover.stats
     for order in (first, second, second):
         tickets = [(i, store.put(X + i)) for i in range(12)]
         store.wait()
-        ahead, in_vain = traffic.ahead, traffic.in_vain
+        ahead, in_vain = stats.ahead, stats.in_vain
         for i, ticket in orders(tickets)[order]:
             assert torch.equal(store.get(ticket), X + i)
             store.drop(ticket)
         del tickets, ticket
         assert clean(store)
-    assert traffic.ahead - ahead >= 11 * X.nbytes
-    assert traffic.in_vain == in_vain
+    assert stats.ahead - ahead >= 11 * X.nbytes
+    assert stats.in_vain == in_vain
 
 
 def test_a_branch_that_is_never_run_disturbs_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pyt
     store = dh.OnDisk([folders[0], tmp_path / "rank{local_rank}"])
     x, y = forward(store)
     store.wait()
-    assert [os.path.realpath(arena.directory) for arena in store._mover.arenas] == list(map(str, folders))
-    assert all(os.fstat(arena._fd).st_size >= 6 * X.nbytes for arena in store._mover.arenas)
+    assert [os.path.realpath(file.directory) for file in store._mover.files] == list(map(str, folders))
+    assert all(os.fstat(file._fd).st_size >= 6 * X.nbytes for file in store._mover.files)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
     del y
     assert clean(store)
@@ -190,7 +190,7 @@ def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pyt
 def test_a_limit_for_the_node_is_shared_by_its_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = dh.OnDisk(tmp_path, "1 MiB per node")
-    assert store.account.limit == 1 << 18
+    assert store.budget.limit == 1 << 18
     tickets = [store.put(torch.zeros(1 << 17, dtype=torch.uint8)) for _ in range(2)]
     with pytest.raises(StoreError, match="is full"):
         store.put(torch.zeros(1))
@@ -204,22 +204,22 @@ def test_direct_writes_are_used_where_they_are_possible(where: str, direct: Any,
     folder = "/dev/shm" if where == "memory" else tmp_path
     if not os.path.isdir(folder):
         pytest.skip("no /dev/shm")
-    if direct is True and not dh.OnDisk(folder)._mover.arenas[0].direct:
+    if direct is True and not dh.OnDisk(folder)._mover.files[0].direct:
         with pytest.raises(StoreError, match="takes no direct writes"):
             dh.OnDisk(folder, direct=True)
         return
     store = dh.OnDisk(folder, direct=direct)
-    assert store._mover.arenas[0].direct is (direct is not False and store._mover.arenas[0].why_buffered == "")
+    assert store._mover.files[0].direct is (direct is not False and store._mover.files[0].why_buffered == "")
     assert right(store)
     assert step(store)[0] == 12 * X.nbytes
 
 
 def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
-    (arena,) = store._mover.arenas
+    (file,) = store._mover.files
 
     def size() -> int:
-        return os.fstat(arena._fd).st_size
+        return os.fstat(file._fd).st_size
 
     for _ in range(3):
         assert right(store)
@@ -233,12 +233,12 @@ def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
     store.wait()
     for ticket in tickets[5:]:
         store.drop(ticket)  # at the end: no part of the file any more
-    store.rest()
+    store.release_idle()
     assert size() <= 5 * 20_480
     for ticket in tickets[:5]:
         assert torch.equal(store.get(ticket), X)
         store.drop(ticket)
-    store.rest()
+    store.release_idle()
     assert size() == 0
 
 

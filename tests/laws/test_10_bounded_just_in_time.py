@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.stores.order import Stream
-from disthooks.saved.stores.pools import Buffers
+from disthooks.saved.stores.order import AccessOrder
+from disthooks.saved.stores.pools import AlignedPool
 from tests.support.stores.faulty import soon
 
 pytestmark = pytest.mark.any_device
@@ -153,8 +153,8 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     with mover._lock:
         mover._settle()
         assert not mover._reads
-    store.rest()
-    assert soon(lambda: mover.arenas[0]._used == 0)  # a thread may be reading in this moment
+    store.release_idle()
+    assert soon(lambda: mover.files[0]._used == 0)  # a thread may be reading in this moment
 
 
 def test_a_far_reader_is_no_new_backward() -> None:
@@ -171,7 +171,7 @@ def test_a_far_reader_is_no_new_backward() -> None:
         found[:] = stream.after(tickets[position])
         return [other.position for other, _ in found]
 
-    stream, found = Stream(), []
+    stream, found = AccessOrder(), []
     for known in (False, True):
         tickets = [Ticket() for _ in range(5)]
         for ticket in tickets:
@@ -258,7 +258,7 @@ def test_time_that_was_waited_is_not_taken_for_computing() -> None:
     class Ticket:
         position, dropped = 0, False
 
-    stream = Stream()
+    stream = AccessOrder()
     for _ in range(2):
         tickets = [Ticket() for _ in range(3)]
         for ticket in tickets:
@@ -276,7 +276,7 @@ def test_time_that_was_waited_is_not_taken_for_computing() -> None:
 
 
 def test_the_memory_to_read_into_is_bounded() -> None:
-    pool = Buffers(keep=64 << 10)
+    pool = AlignedPool(keep=64 << 10)
     leases = [pool.lease(16 << 10) for _ in range(6)]  # more than it keeps: they are in use
     assert len(pool._blocks) == 6
     del leases
@@ -310,4 +310,4 @@ def test_threads_that_train_at_once_find_their_own_order(tmp_path: pathlib.Path)
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
-    assert store.account.held == 0
+    assert store.budget.held == 0

@@ -21,10 +21,10 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
 
 
-class Busy:
+class BusyTime:
     """Time during which at least one thread was at it.
 
-    >>> busy = Busy()
+    >>> busy = BusyTime()
     >>> with busy.one(), busy.one():
     ...     time.sleep(0.001)
     >>> 0.001 <= busy.seconds < 1
@@ -35,7 +35,7 @@ class Busy:
         self.seconds = 0.0
         self._count = 0
         self._begin = 0.0
-        self._lock = shared(Order.TRAFFIC)
+        self._lock = shared(Order.IO_STATS)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Busy:
 
 
 @dataclass
-class Traffic:
+class IOStats:
     """Bytes through the threads of a store; those of a :class:`StoreReport`."""
 
     written: int = 0
@@ -63,8 +63,8 @@ class Traffic:
     ahead: int = 0
     in_vain: int = 0
     read: int = 0
-    writing: Busy = field(default_factory=Busy)
-    reading: Busy = field(default_factory=Busy)
+    writing: BusyTime = field(default_factory=BusyTime)
+    reading: BusyTime = field(default_factory=BusyTime)
     _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads, the last ones above all
 
     @contextlib.contextmanager
@@ -155,6 +155,19 @@ def _speed(nbytes: int, seconds: float, measured: float | None) -> str:
     return f" at {nbytes / seconds / 1e9:.1f} GB/s{alone}"
 
 
+#: Names that a subclass of ``Store`` could override before 0.2, and those that took their place.
+_RENAMED = {
+    "adopt": "put_from_host",
+    "allow": "set_device_limit",
+    "held": "peek",
+    "moves": "leaves_memory",
+    "on_device": "device_bytes",
+    "rest": "release_idle",
+    "took": "pop_transfer_seconds",
+    "worth": "min_bytes",
+}
+
+
 class Store(ABC):
     """Keeps the bytes of tensors and gives them back.
 
@@ -163,10 +176,17 @@ class Store(ABC):
     moment, so it must not wait.
 
     Attributes:
-        worth: bytes under which a tensor is kept where it is, unless a pipeline says otherwise (``AtLeast``).
+        min_bytes: bytes under which a tensor is kept where it is, unless a pipeline says otherwise (``AtLeast``).
     """
 
-    worth: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
+    min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for old, new in _RENAMED.items():
+            # A field of such a name is the user's own affair; an override under the old name would never be called.
+            if callable(vars(cls).get(old)) or (old == "worth" and old in vars(cls)):
+                raise UsageError(f"{cls.__name__}.{old}: what a Store may override is called {new} since disthooks 0.2")
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> Any:
@@ -194,22 +214,22 @@ class Store(ABC):
         """A contiguous copy of ``tensor``, to put: nobody else has it, so the store may hold it as it is."""
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    def held(self, ticket: Any) -> torch.Tensor | None:
+    def peek(self, ticket: Any) -> torch.Tensor | None:
         """What was put, if it still is in memory, so that another store can take it without a read; else None."""
         return None
 
-    def adopt(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
+    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
         """Like ``put``, for what another store took from the device of ``stream``, where it comes back to."""
         return self.put(tensor.to(stream.device))
 
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes that it holds on accelerators of what it keeps elsewhere: on their way there, or back too early."""
         return 0
 
-    def allow(self, nbytes: int) -> None:  # noqa: B027
+    def set_device_limit(self, nbytes: int) -> None:  # noqa: B027
         """Hold at most ``nbytes`` so, from now on, as far as that can be without waiting on the host."""
 
-    def took(self, ticket: Any) -> float:
+    def pop_transfer_seconds(self, ticket: Any) -> float:
         """Seconds that its bytes were moved beside the computation since this was last asked; 0 where none knows."""
         return 0.0
 
@@ -219,14 +239,18 @@ class Store(ABC):
     def wait(self) -> None:  # noqa: B027
         """Wait until all that was put has arrived; StoreError when something did not. By default it always has."""
 
-    def rest(self) -> None:  # noqa: B027
+    def release_idle(self) -> None:  # noqa: B027
         """Let go of threads, memory and space that are idle; they come back when needed. By default there are none."""
+
+    def rest(self) -> None:
+        """The name of :meth:`release_idle` before 0.2."""
+        self.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
         """What it holds and what went through it: one entry for each place it keeps tensors in, by default none."""
         return ()
 
-    def moves(self, tensor: torch.Tensor) -> bool:
+    def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Whether putting ``tensor`` takes it out of the memory it is in."""
         return True
 
@@ -255,7 +279,7 @@ class Functions(Store):
     tensor([6.])
     """
 
-    worth: ClassVar[int] = 0
+    min_bytes: ClassVar[int] = 0
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 
@@ -276,7 +300,7 @@ class Functions(Store):
         """Nothing: what ``pack`` returned dies with the graph node that held it."""
 
 
-class Account:
+class ByteBudget:
     """Bytes in use under a limit; releasing needs no lock, so a destructor may do it at any moment.
 
     Args:
@@ -284,8 +308,8 @@ class Account:
         owner: for the error message.
         grain: what is counted at once: a file has whole pages.
 
-    >>> account = Account("1 KiB", "OnCpu")
-    >>> account.reserve(1000); account.release(1000); account.held
+    >>> budget = ByteBudget("1 KiB", "OnCpu")
+    >>> budget.reserve(1000); budget.release(1000); budget.held
     0
     """
 
@@ -297,10 +321,10 @@ class Account:
         self._released: collections.deque[int] = collections.deque()
         #: Give so many bytes back. A C function: nothing interrupts it.
         self.release: Callable[[int], None] = self._released.append
-        self._lock = shared(Order.ACCOUNT)
+        self._lock = shared(Order.BUDGET)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Account, (self._limit, self._owner, self._grain)
+        return ByteBudget, (self._limit, self._owner, self._grain)
 
     @property
     def limit(self) -> int | None:
@@ -324,13 +348,13 @@ class Account:
     def size(self, count: int) -> int:
         """What ``count`` bytes of one tensor count as.
 
-        >>> Account(None, "OnDisk", grain=4096).size(5000)
+        >>> ByteBudget(None, "OnDisk", grain=4096).size(5000)
         8192
         """
         return -(-count // self._grain) * self._grain
 
     def reserve(self, count: int) -> None:
-        """Take the bytes that ``count`` bytes of one tensor count as: ``release(account.size(count))`` gives them back.
+        """Take the bytes that ``count`` bytes of one tensor count as: ``release(budget.size(count))`` gives them back.
 
         Raises:
             StoreError: when that would go over the limit.

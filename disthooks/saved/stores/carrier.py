@@ -1,6 +1,6 @@
-"""A tensor on its way to an arena and back.
+"""A tensor on its way to a file and back.
 
-The bytes of tensors, from memory to an arena and back.
+The bytes of tensors, from memory to a file and back.
 
 What is read before it is wanted, within a budget.
 """
@@ -25,14 +25,14 @@ import torch
 from disthooks._fork_safe import Order, shared
 from disthooks._streams import current_stream, event_on, handed_over, on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.base import Traffic
-from disthooks.saved.stores.pools import PAGE, Buffers, memory_at, memory_of, tensor_over
+from disthooks.saved.stores.base import IOStats
+from disthooks.saved.stores.pools import PAGE, AlignedPool, memory_at, memory_of, tensor_over
 from disthooks.saved.stores.scratch_file import (
     CHUNK,
-    Arena,
     Extent,
     GpuDirect,
     Incoming,
+    ScratchFile,
     arriving,
     brought,
     pinned,
@@ -44,7 +44,7 @@ from disthooks.saved.stores.scratch_file import (
 from disthooks.saved.stores.transfer import Link, Outgoing, link_of
 
 if TYPE_CHECKING:
-    from disthooks.saved.stores.order import Stream
+    from disthooks.saved.stores.order import AccessOrder
 
 QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 
@@ -62,6 +62,7 @@ class Ticket:
         "filled",
         "nbytes",
         "offset",
+        "order",
         "outgoing",
         "owed",
         "position",
@@ -71,21 +72,20 @@ class Ticket:
         "shape",
         "slab",
         "state",
-        "stream",
         "tensor",
     )
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device, stream: Stream) -> None:
+    def __init__(self, tensor: torch.Tensor, device: torch.device, order: AccessOrder) -> None:
         self.tensor: torch.Tensor | None = tensor  # until it is written
         self.outgoing: Outgoing | None = None  # how it got from its device to where it is written from
         self.at: torch.Stream | None = None  # of the device: on which it was filled, and will be wanted
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
-        self.stream = stream
+        self.order = order
         self.filled: torch.Event | None = None  # there: of what goes to disk from the device itself
         self.state = GONE  # until it is put
         self.said = 0  # how many failures had been said when it was put
         self.seconds = 0.0  # during which it was written and read, not yet asked for
-        self.owed = 0  # bytes of it that an account counts
+        self.owed = 0  # bytes of it that a budget counts
         self.slab: Slab | None = None
         self.offset = 0  # in the slab
         self.checksum = 0
@@ -98,10 +98,10 @@ class Ticket:
 class Slab:
     """What is written and read in one go: a large tensor, or many small ones, which alone would not be worth it."""
 
-    __slots__ = ("arena", "extent", "freed", "live", "members", "start")
+    __slots__ = ("extent", "file", "freed", "live", "members", "start")
 
-    def __init__(self, arena: Arena, extent: Extent, members: Sequence[Ticket]) -> None:
-        self.arena, self.extent, self.members = arena, extent, members
+    def __init__(self, file: ScratchFile, extent: Extent, members: Sequence[Ticket]) -> None:
+        self.file, self.extent, self.members = file, extent, members
         self.live = set(members)
         self.freed = False
         self.start = 0.0  # when to begin to read it, by ``time.perf_counter``
@@ -147,9 +147,9 @@ class Transfer:
 
     def __init__(self, checksum: bool, directly: Directly = lambda: None) -> None:
         self._checksum, self.directly = checksum, directly
-        self.buffers = Buffers()
-        self.traffic = Traffic()  # written by several threads: a lost update spoils a statistic
-        self._measured: set[Arena] = set()  # or tried to
+        self.buffers = AlignedPool()
+        self.stats = IOStats()  # written by several threads: a lost update spoils a statistic
+        self._measured: set[ScratchFile] = set()  # or tried to
         self._links: dict[torch.device, Link] = {}  # that were used
         self._sent: collections.deque[Outgoing] = collections.deque()  # whose sources are held, the oldest first
         self._coming: weakref.WeakSet[Incoming] = weakref.WeakSet()
@@ -191,18 +191,18 @@ class Transfer:
                 self._sent.popleft()
 
     @property
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on devices, on their way out or back."""
         self.settle()
         with self._lock:
-            coming = sum(incoming.on_device for incoming in tuple(self._coming))
+            coming = sum(incoming.device_bytes for incoming in tuple(self._coming))
             return coming + sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
 
-    def allow(self, nbytes: int) -> None:
+    def set_device_limit(self, nbytes: int) -> None:
         """Hold at most so many there; the current streams wait for what they have to, the host does not."""
         self._allowed = nbytes
         with self._lock:
-            while self._sent and self.on_device > nbytes and self._sent:
+            while self._sent and self.device_bytes > nbytes and self._sent:
                 outgoing = self._sent.popleft()
                 link_of(outgoing.device).let_go(outgoing)
 
@@ -251,7 +251,7 @@ class Transfer:
         source = source_of(outgoing, ticket.at)
         return source if source is not None else brought(found, ticket.device, outgoing)
 
-    def write(self, tickets: Sequence[Ticket], arena: Arena) -> None:
+    def write(self, tickets: Sequence[Ticket], file: ScratchFile) -> None:
         """Write the tensors of ``tickets`` to a new slab; after an error there is none.
 
         Raises:
@@ -266,64 +266,66 @@ class Transfer:
             _wait_until_filled(ticket)
             ticket.offset = padded(end)
             end = ticket.offset + ticket.nbytes
-            _check_memory(tensor, arena)
+            _check_memory(tensor, file)
             if self._checksum:
                 ticket.checksum = zlib.crc32(memory_of(tensor))
-        extent = arena.allocate(end)
+        extent = file.allocate(end)
         try:
             begin = time.perf_counter()
-            with self.traffic.writing.one():
-                self._write_at(arena, extent.offset, held, end)
+            with self.stats.writing.one():
+                self._write_at(file, extent.offset, held, end)
             seconds = time.perf_counter() - begin
             for _, tensor in held:
-                _check_memory(tensor, arena)
+                _check_memory(tensor, file)
         except BaseException:
-            arena.free(extent)
+            file.free(extent)
             raise
-        slab = Slab(arena, extent, [ticket for ticket, _ in held])
+        slab = Slab(file, extent, [ticket for ticket, _ in held])
         for ticket in slab.members:
             ticket.slab = slab
             ticket.seconds += seconds * ticket.nbytes / end
-            self.traffic.written += ticket.nbytes
+            self.stats.written += ticket.nbytes
 
-    def look_after(self, arena: Arena) -> None:
+    def look_after(self, file: ScratchFile) -> None:
         """Give space in the file back that is not needed; measure the disk, once, when enough went to it."""
-        arena.shrink(keep_peak=True)
-        if self.traffic.written > _MEASURE_FROM and arena not in self._measured and arena.may_be_measured:
-            self._measured.add(arena)
+        file.shrink(keep_peak=True)
+        if self.stats.written > _MEASURE_FROM and file not in self._measured and file.may_be_measured:
+            self._measured.add(file)
             with contextlib.suppress(StoreError, OSError):  # as good as never asked
-                arena.measure(self.buffers)
+                file.measure(self.buffers)
 
-    def _write_at(self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int) -> None:
+    def _write_at(
+        self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+    ) -> None:
         tensor, direct = held[0][1], self.directly() if held[0][0].filled is not None else None
         if direct is not None:
-            direct.write(arena, tensor, offset)  # never with others: it is large
+            direct.write(file, tensor, offset)  # never with others: it is large
         elif len(held) > 1:
-            self._write_joined(arena, offset, held, nbytes)
-        elif not arena.direct:
-            arena.write(memory_of(tensor), offset)
+            self._write_joined(file, offset, held, nbytes)
+        elif not file.direct:
+            file.write(memory_of(tensor), offset)
         elif _is_in_pages(tensor):
-            arena.write(memory_at(tensor.data_ptr(), _pages(nbytes)), offset)
+            file.write(memory_at(tensor.data_ptr(), _pages(nbytes)), offset)
         else:
-            self._write_aligned(arena, offset, tensor)
+            self._write_aligned(file, offset, tensor)
 
     def _write_joined(
-        self, arena: Arena, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+        self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
     ) -> None:
         staging = self.buffers.lease(nbytes)
         address = ctypes.addressof(staging)
         for ticket, tensor in held:
             ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
-        arena.write(memoryview(staging).cast("B")[: _pages(nbytes)], offset)
+        file.write(memoryview(staging).cast("B")[: _pages(nbytes)], offset)
 
-    def _write_aligned(self, arena: Arena, offset: int, tensor: torch.Tensor) -> None:
+    def _write_aligned(self, file: ScratchFile, offset: int, tensor: torch.Tensor) -> None:
         """Through memory that is aligned: torch's tensors do not begin at a page."""
         staging = self.buffers.lease(min(tensor.nbytes, CHUNK))
         memory = memoryview(staging).cast("B")
         for start in range(0, tensor.nbytes, CHUNK):
             count = min(CHUNK, tensor.nbytes - start)
             ctypes.memmove(staging, tensor.data_ptr() + start, count)
-            arena.write(memory[: _pages(count)], offset + start)
+            file.write(memory[: _pages(count)], offset + start)
 
     def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor | Incoming]]:
         """The tensors of a slab that are still wanted, in memory that is used again when nobody uses any of them.
@@ -333,37 +335,35 @@ class Transfer:
         Raises:
             StoreError: when it cannot be read, or is not what was written.
         """
-        arena = slab.arena
-        if arena.process != os.getpid():
+        file = slab.file
+        if file.process != os.getpid():
             raise StoreError(
-                f"OnDisk({arena.directory!r}): process {arena.process} stored this tensor, and {os.getpid()} is a fork "
+                f"OnDisk({file.directory!r}): process {file.process} stored this tensor, and {os.getpid()} is a fork "
                 "of it: its file may be written meanwhile. Run the backward in the process that ran the forward",
-                path=arena.directory,
+                path=file.directory,
             )
         wanted = [ticket for ticket in slab.members if not ticket.dropped]
         if not wanted:
             return []
         if wanted[0].filled is not None:
-            return [(wanted[0], self._read_directly(wanted[0], arena, slab.extent.offset))]
+            return [(wanted[0], self._read_directly(wanted[0], file, slab.extent.offset))]
         begin = wanted[0].offset // PAGE * PAGE
         nbytes = wanted[-1].offset + wanted[-1].nbytes - begin
         device = next((ticket.device for ticket in wanted if ticket.at is not None), None)
-        lease, memory = self._memory(arena, nbytes, device)
+        lease, memory = self._memory(file, nbytes, device)
         started = time.perf_counter()
-        with self.traffic.one_read(nbytes):
-            arena.read(
-                memory[: _pages(nbytes)] if arena.direct else memory[:nbytes], slab.extent.offset + begin, nbytes
-            )
+        with self.stats.one_read(nbytes):
+            file.read(memory[: _pages(nbytes)] if file.direct else memory[:nbytes], slab.extent.offset + begin, nbytes)
         seconds = time.perf_counter() - started
         for ticket in wanted:
             ticket.seconds += seconds * ticket.nbytes / nbytes
             start = ticket.offset - begin
             if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:
-                raise arena.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
-            self.traffic.read += ticket.nbytes
+                raise file.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
+            self.stats.read += ticket.nbytes
         return [(ticket, self._arrived(ticket, lease, ticket.offset - begin)) for ticket in wanted]
 
-    def _read_directly(self, ticket: Ticket, arena: Arena, offset: int) -> torch.Tensor:
+    def _read_directly(self, ticket: Ticket, file: ScratchFile, offset: int) -> torch.Tensor:
         """The tensor of ``ticket``, read by its device."""
         direct, stream = self.directly(), ticket.at
         assert direct is not None
@@ -372,13 +372,13 @@ class Transfer:
             tensor = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
         event_on(stream).synchronize()  # the memory may have been another tensor's until now
         begin = time.perf_counter()
-        with self.traffic.one_read(ticket.nbytes):
-            direct.read(arena, tensor, offset)
+        with self.stats.one_read(ticket.nbytes):
+            direct.read(file, tensor, offset)
         ticket.seconds += time.perf_counter() - begin
-        self.traffic.read += ticket.nbytes
+        self.stats.read += ticket.nbytes
         return tensor
 
-    def _memory(self, arena: Arena, nbytes: int, device: torch.device | None) -> tuple[Any, memoryview]:
+    def _memory(self, file: ScratchFile, nbytes: int, device: torch.device | None) -> tuple[Any, memoryview]:
         """What to read into: pinned memory if it goes on to a ``device``."""
         try:
             if device is not None:
@@ -386,7 +386,7 @@ class Transfer:
                 return block, memory_at(block.data_ptr(), block.nbytes, write=True)
             lease = self.buffers.lease(nbytes)
         except OSError as error:
-            raise arena.error("no memory to read into", error, nbytes) from error
+            raise file.error("no memory to read into", error, nbytes) from error
         return lease, memoryview(lease).cast("B")
 
     def _arrived(self, ticket: Ticket, lease: Any, offset: int) -> torch.Tensor | Incoming:
@@ -397,7 +397,7 @@ class Transfer:
         if ticket.at is None:
             return host
         with self._lock:  # two threads must not both find the last room
-            if self.on_device + ticket.nbytes > self._allowed:
+            if self.device_bytes + ticket.nbytes > self._allowed:
                 return host
             incoming = arriving(host, ticket.at)
             self._coming.add(incoming)
@@ -422,11 +422,11 @@ def _is_in_pages(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % PAGE == 0 and end <= tensor.untyped_storage().nbytes()
 
 
-def _check_memory(tensor: torch.Tensor, arena: Arena) -> None:
+def _check_memory(tensor: torch.Tensor, file: ScratchFile) -> None:
     last = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.untyped_storage().nbytes() < last:
         what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
-        raise arena.error(what, None, last)
+        raise file.error(what, None, last)
 
 
 _MOST = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
@@ -438,11 +438,11 @@ class Ahead:
 
     Args:
         budget: most bytes of them; one that is larger is read alone.
-        traffic: counts those that were read in vain, and knows how fast reads are.
+        stats: counts those that were read in vain, and knows how fast reads are.
     """
 
-    def __init__(self, budget: int, traffic: Traffic) -> None:
-        self._budget, self._traffic = budget, traffic
+    def __init__(self, budget: int, stats: IOStats) -> None:
+        self._budget, self._stats = budget, stats
         self._tickets: dict[Ticket, None] = {}  # the oldest first
         self._bytes = 0
         self._enough = 0  # so many tickets that are wanted need no look at what follows
@@ -472,7 +472,7 @@ class Ahead:
         Each is to be there just in time: what is read early takes memory, and most of all while an operation that
         takes long works with large tensors.
         """
-        following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.stream.after(ticket)), _MOST)
+        following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.order.after(ticket)), _MOST)
         first = next(following, None)
         if first is None:
             return []
@@ -496,7 +496,7 @@ class Ahead:
         now, latest = time.perf_counter(), math.inf
         for ticket, seconds in reversed(due.items()):
             if ticket.reading and ticket.slab is not None:
-                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._traffic.pace
+                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._stats.pace
                 ticket.slab.start = now + latest
 
     def one(self, ticket: Ticket, wanted: set[Ticket]) -> Slab | None:
@@ -507,7 +507,7 @@ class Ahead:
         for other in [other for other in self._tickets if other.ahead is not None and other not in wanted]:
             if self._bytes + ticket.nbytes <= self._budget:
                 break
-            self._traffic.in_vain += other.nbytes
+            self._stats.in_vain += other.nbytes
             self.remove(other)
         if self._tickets and self._bytes + ticket.nbytes > self._budget:
             return None

@@ -17,9 +17,9 @@ import torch
 from disthooks._fork_safe import Order, shared
 from disthooks._streams import current_stream, event_on, handed_over, on, used_on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.order import Own
+from disthooks.saved.stores.order import PerThread
 from disthooks.saved.stores.pools import pool_of
-from disthooks.saved.stores.transfer import Coming, Lane, Outgoing, Rate, link_of
+from disthooks.saved.stores.transfer import Coming, Lane, Outgoing, Throughput, link_of
 
 SMALL = 64 << 10  # bytes: smaller ones go together, for a copy has its price whatever its size
 JOINED = 1 << 20  # bytes of small ones that are worth a copy
@@ -248,9 +248,9 @@ class Courier:
     def __init__(self, device: torch.device, most: int, pin: bool) -> None:
         self.device, self.most, self._own_most = device, most, most
         self._link, self.pool = link_of(device), pool_of(device, pin)
-        self.out, self.back = Rate(), Rate()
+        self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
-        self._own = Own(Lane)  # the lane of each thread that puts
+        self._own = PerThread(Lane)  # the lane of each thread that puts
         self._staying: dict[Carried, None] = {}  # the oldest first
         self._batches: dict[int, Batch] = {}  # by the stream that made what is in them
         self._flying: collections.deque[Parcel] = collections.deque()  # the oldest first
@@ -359,13 +359,13 @@ class Courier:
             return self._bytes - sum(ticket.counted for ticket in self._staying)
 
     @property
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on the device, of any kind."""
         with self._lock:
             self._settle()
             return self._bytes + self._coming_bytes
 
-    def allow(self, nbytes: int) -> None:
+    def set_device_limit(self, nbytes: int) -> None:
         """Hold at most ``nbytes`` on the device, if that is less than ``most``; the computation waits if it has to."""
         with self._lock:
             self._settle()
@@ -380,7 +380,7 @@ class Courier:
             self._settle()
         return self.owed.wait() or had_dropped
 
-    def rest(self) -> None:
+    def release_idle(self) -> None:
         """Let go of what is done, and of host memory that is idle."""
         with self._lock:
             self._settle()

@@ -12,7 +12,7 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import Account, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
 from disthooks.saved.stores.courier import Carried, Courier
 
 
@@ -29,7 +29,7 @@ class _Sent(NamedTuple):
 
     courier: Courier
     ticket: Carried
-    account: Account
+    budget: ByteBudget
 
     def drop(self) -> None:
         """Drop it, if that is not done yet."""
@@ -37,9 +37,9 @@ class _Sent(NamedTuple):
         parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
         if owed and parcel is not None and parcel.joined:
-            parcel.owed.append((self.account.release, owed))  # its host memory goes with the last tensor in it
+            parcel.owed.append((self.budget.release, owed))  # its host memory goes with the last tensor in it
         else:
-            self.courier.owed.give_back(parcel, self.account.release, owed)
+            self.courier.owed.give_back(parcel, self.budget.release, owed)
 
     @uncompiled()
     def __del__(self) -> None:
@@ -79,20 +79,20 @@ class OnCpu(Store):
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
     in_flight: int | str = field(default="512 MiB", kw_only=True)
-    account: Account = field(init=False, repr=False, compare=False)
+    budget: ByteBudget = field(init=False, repr=False, compare=False)
     _couriers: dict[torch.device, Courier] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pin_memory not in (True, False, "auto"):
             raise UsageError(f"OnCpu: pin_memory must be True, False or 'auto', got {self.pin_memory!r}")
         parse_bytes(self.in_flight, "OnCpu in_flight")
-        object.__setattr__(self, "account", Account(self.limit, "OnCpu"))
+        object.__setattr__(self, "budget", ByteBudget(self.limit, "OnCpu"))
         object.__setattr__(self, "_couriers", {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.limit, self.pin_memory, self.in_flight)
 
-    def moves(self, tensor: torch.Tensor) -> bool:
+    def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """False for a tensor in CPU memory."""
         return not tensor.is_cpu
 
@@ -101,13 +101,13 @@ class OnCpu(Store):
         if on_accelerator(tensor):
             return self._send(tensor)
         nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps all of its storage
-        self.account.reserve(nbytes)
+        self.budget.reserve(nbytes)
         if tensor.is_cpu:
             return _Held(tensor, tensor.device, nbytes)
         try:
             return _Held(tensor.cpu(), tensor.device, nbytes)
         except BaseException:
-            self.account.release(nbytes)
+            self.budget.release(nbytes)
             raise
 
     def _send(self, tensor: torch.Tensor) -> _Sent:
@@ -115,12 +115,12 @@ class OnCpu(Store):
         self._reserve(tensor.nbytes)
         sent = None
         try:
-            sent = _Sent(courier, courier.ticket(tensor), self.account)
+            sent = _Sent(courier, courier.ticket(tensor), self.budget)
             sent.ticket.owed = tensor.nbytes
             courier.put(sent.ticket)
         except BaseException as error:
             if sent is None or not sent.ticket.owed:
-                self.account.release(tensor.nbytes)
+                self.budget.release(tensor.nbytes)
             if sent is not None:
                 sent.drop()
             if isinstance(error, OSError):
@@ -133,7 +133,7 @@ class OnCpu(Store):
         """Take them of the limit; if there are none, wait for copies of what nobody wants any more."""
         while True:
             try:
-                self.account.reserve(nbytes)
+                self.budget.reserve(nbytes)
             except StoreError:
                 if not any(courier.wait_for_memory() for courier in list(self._couriers.values())):
                     raise
@@ -146,7 +146,7 @@ class OnCpu(Store):
             return ticket.courier.get(ticket.ticket)
         return ticket.tensor.to(ticket.device)
 
-    def held(self, ticket: _Held | _Sent) -> torch.Tensor:
+    def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
         """The tensor, in CPU memory; the host waits until it is there."""
         return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
 
@@ -155,35 +155,35 @@ class OnCpu(Store):
         if isinstance(ticket, _Sent):
             ticket.courier.prefetch(ticket.ticket)
 
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes on the devices."""
-        return sum(courier.on_device for courier in list(self._couriers.values()))
+        return sum(courier.device_bytes for courier in list(self._couriers.values()))
 
-    def allow(self, nbytes: int) -> None:
+    def set_device_limit(self, nbytes: int) -> None:
         """Hold less of them there."""
         for courier in list(self._couriers.values()):
-            courier.allow(nbytes)
+            courier.set_device_limit(nbytes)
 
     def drop(self, ticket: _Held | _Sent) -> None:
         """Give the bytes back to the limit; the memory goes when no copy needs it."""
         if isinstance(ticket, _Sent):
             ticket.drop()
         else:
-            self.account.release(ticket.nbytes)
+            self.budget.release(ticket.nbytes)
 
     def wait(self) -> None:
         """Wait until all that is to be copied to the CPU is there."""
         for courier in list(self._couriers.values()):
             courier.wait()
 
-    def rest(self) -> None:
+    def release_idle(self) -> None:
         """Let go of host memory that is idle."""
         for courier in list(self._couriers.values()):
-            courier.rest()
+            courier.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes held, and what was copied from and to all devices."""
-        return (_report(self.account, list(self._couriers.values())),)
+        return (_report(self.budget, list(self._couriers.values())),)
 
     def courier(self, device: torch.device) -> Courier:
         """Who moves the tensors of ``device``, an accelerator, for this store."""
@@ -194,12 +194,12 @@ class OnCpu(Store):
         return found
 
 
-def _report(account: Account, couriers: Sequence[Courier]) -> StoreReport:
+def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
     flying = sum(courier.in_flight for courier in couriers)  # first: it looks at what is done by now
     return StoreReport(
         "OnCpu()",
-        held=account.held,
-        limit=account.limit,
+        held=budget.held,
+        limit=budget.limit,
         in_flight=flying,
         written=sum(courier.written for courier in couriers),
         never_written=sum(courier.never_written for courier in couriers),

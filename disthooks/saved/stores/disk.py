@@ -15,24 +15,24 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import Account, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
 from disthooks.saved.stores.carrier import Ticket, Transfer
 from disthooks.saved.stores.mover import Mover
 from disthooks.saved.stores.pools import PAGE
-from disthooks.saved.stores.scratch_file import Arena, GpuDirect, opened
+from disthooks.saved.stores.scratch_file import GpuDirect, ScratchFile, opened
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined in other memory
 _Directory = str | os.PathLike[str]
-_arenas: weakref.WeakValueDictionary[Any, Arena] = weakref.WeakValueDictionary()
+_files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
 _lock = shared(Order.OPENING)
 
 
-def _arena(directory: str, direct: bool | Literal["auto"]) -> Arena:
+def _file(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
     key = os.path.realpath(directory), os.getpid(), direct
-    found = _arenas.get(key)
+    found = _files.get(key)
     if found is None:
-        found = _arenas[key] = Arena(directory, direct)
+        found = _files[key] = ScratchFile(directory, direct)
     return found
 
 
@@ -44,10 +44,10 @@ def _mover(store: OnDisk) -> Mover:
     with _lock:
         found = _movers.get(key)
         if found is None:
-            arenas = [_arena(directory, store.direct) for directory in directories]
-            way = _Way(arenas, store)
+            files = [_file(directory, store.direct) for directory in directories]
+            way = _Way(files, store)
             budget = parse_bytes(store.in_flight, "in_flight")
-            found = _movers[key] = Mover(arenas, budget, Transfer(store.checksum, way))
+            found = _movers[key] = Mover(files, budget, Transfer(store.checksum, way))
         return found
 
 
@@ -58,20 +58,20 @@ class _Way:
         StoreError: at once, when it has to be there and is not.
     """
 
-    def __init__(self, arenas: Sequence[Arena], store: OnDisk) -> None:
-        self._arenas, self._checksum, self._lock = arenas, store.checksum, shared(Order.WAY)
+    def __init__(self, files: Sequence[ScratchFile], store: OnDisk) -> None:
+        self._files, self._checksum, self._lock = files, store.checksum, shared(Order.WAY)
         self._looked = store.gpu_direct is False
         self._found: GpuDirect | None = None
         self.why_staged = ""  # also when nobody asked for it
         if store.gpu_direct is True and self() is None:
-            what = f"OnDisk({arenas[0].directory!r}): gpu_direct=True, but {self.why_staged}"
-            raise StoreError(what, path=arenas[0].directory)
+            what = f"OnDisk({files[0].directory!r}): gpu_direct=True, but {self.why_staged}"
+            raise StoreError(what, path=files[0].directory)
 
     def __call__(self) -> GpuDirect | None:
         if not self._looked:
             with self._lock:
                 if not self._looked:
-                    self._found, self.why_staged = opened(self._arenas, self._checksum)
+                    self._found, self.why_staged = opened(self._files, self._checksum)
                     self._looked = True
         return self._found
 
@@ -127,14 +127,14 @@ class OnDisk(Store):
     >>> store.drop(ticket)
     """
 
-    worth: ClassVar[int] = 64 << 10  # measured: a tensor costs 80 µs, and as much again for each 100 KiB or so
+    min_bytes: ClassVar[int] = 64 << 10  # measured: a tensor costs 80 µs, and as much again for each 100 KiB or so
     directory: _Directory | Sequence[_Directory]
     limit: int | str | None = None
     direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
     checksum: bool = field(default=False, kw_only=True)
     in_flight: int | str = field(default="64 MiB", kw_only=True)
     gpu_direct: bool | Literal["auto"] = field(default=False, kw_only=True)
-    account: Account = field(init=False, repr=False, compare=False)
+    budget: ByteBudget = field(init=False, repr=False, compare=False)
     directories: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _mover: Mover = field(init=False, repr=False, compare=False)
 
@@ -151,7 +151,7 @@ class OnDisk(Store):
             raise UsageError("OnDisk: give at least one directory")
         object.__setattr__(self, "directory", directories if several else directories[0])
         object.__setattr__(self, "directories", directories)
-        object.__setattr__(self, "account", Account(self.limit, f"OnDisk({self.directory!r})", PAGE))
+        object.__setattr__(self, "budget", ByteBudget(self.limit, f"OnDisk({self.directory!r})", PAGE))
         object.__setattr__(self, "_mover", _mover(self))
         self._share_limit()
 
@@ -173,17 +173,17 @@ class OnDisk(Store):
         content = (tensor.detach() if on_accelerator(tensor) else tensor.detach().cpu()).contiguous()
         return self._put(content, tensor.device, None)
 
-    def adopt(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
+    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
         """Have ``tensor`` written, which is in memory and belongs on the device of ``stream``."""
         return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
 
     def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
         mover = self._own_mover()
-        stored = _Stored(mover, mover.ticket(content, device), self.account)
+        stored = _Stored(mover, mover.ticket(content, device), self.budget)
         stored.ticket.at = home
         try:
-            self.account.reserve(content.nbytes)
-            stored.ticket.owed = self.account.size(content.nbytes)
+            self.budget.reserve(content.nbytes)
+            stored.ticket.owed = self.budget.size(content.nbytes)
             mover.put(stored.ticket)
         except BaseException as error:
             stored.drop()
@@ -197,12 +197,12 @@ class OnDisk(Store):
         """The tensor on the device it came from: itself while it is in memory, afterwards from disk."""
         return ticket.mover.get(ticket.ticket)
 
-    def held(self, ticket: _Stored) -> torch.Tensor | None:
+    def peek(self, ticket: _Stored) -> torch.Tensor | None:
         """The tensor, as long as it is not written."""
         held = ticket.ticket.tensor
         return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
 
-    def took(self, ticket: _Stored) -> float:
+    def pop_transfer_seconds(self, ticket: _Stored) -> float:
         """Seconds in which it was written and read."""
         seconds, ticket.ticket.seconds = ticket.ticket.seconds, 0.0
         return seconds
@@ -211,13 +211,13 @@ class OnDisk(Store):
         """Read it before it is wanted."""
         ticket.mover.prefetch(ticket.ticket)
 
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes that are copied from devices in this moment, or were read and are there before they are wanted."""
-        return self._own_mover().transfer.on_device
+        return self._own_mover().transfer.device_bytes
 
-    def allow(self, nbytes: int) -> None:
+    def set_device_limit(self, nbytes: int) -> None:
         """Hold less of them there."""
-        self._own_mover().transfer.allow(nbytes)
+        self._own_mover().transfer.set_device_limit(nbytes)
 
     def drop(self, ticket: _Stored) -> None:
         """Let its place be used again."""
@@ -229,11 +229,11 @@ class OnDisk(Store):
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes and speed of all that goes to these directories in this process."""
-        return (_report(f"OnDisk({self.directory!r})", self._own_mover(), self.account),)
+        return (_report(f"OnDisk({self.directory!r})", self._own_mover(), self.budget),)
 
-    def rest(self) -> None:
+    def release_idle(self) -> None:
         """End idle threads, free idle memory and unused space in the file."""
-        self._own_mover().rest()
+        self._own_mover().release_idle()
 
     def _own_mover(self) -> Mover:
         if self._mover.process != os.getpid():  # this process is a fork
@@ -242,9 +242,9 @@ class OnDisk(Store):
         return self._mover
 
     def _share_limit(self) -> None:
-        for arena in self._mover.arenas:
-            arena.accounts.add(self.account)
-            arena.parts = len(self._mover.arenas)
+        for file in self._mover.files:
+            file.budgets.add(self.budget)
+            file.parts = len(self._mover.files)
 
 
 class _Stored(NamedTuple):
@@ -252,12 +252,12 @@ class _Stored(NamedTuple):
 
     mover: Mover
     ticket: Ticket
-    account: Account
+    budget: ByteBudget
 
     def drop(self) -> None:
         """Drop it, if that is not done yet."""
         owed, self.ticket.owed = self.ticket.owed, 0
-        self.account.release(owed)
+        self.budget.release(owed)
         self.mover.drop(self.ticket)
 
     @uncompiled()
@@ -265,24 +265,24 @@ class _Stored(NamedTuple):
         self.drop()
 
 
-def _report(name: str, mover: Mover, account: Account) -> StoreReport:
-    traffic, measured = mover.traffic, [arena.measured for arena in mover.arenas if arena.measured is not None]
+def _report(name: str, mover: Mover, budget: ByteBudget) -> StoreReport:
+    stats, measured = mover.stats, [file.measured for file in mover.files if file.measured is not None]
     return StoreReport(
         name,
-        held=account.held,
-        limit=account.limit,
+        held=budget.held,
+        limit=budget.limit,
         in_flight=mover.in_flight,
-        written=traffic.written,
-        never_written=traffic.never_written,
-        from_memory=traffic.from_memory,
-        ahead=traffic.ahead,
-        in_vain=traffic.in_vain,
-        read=traffic.read,
-        write_seconds=traffic.writing.seconds,
-        read_seconds=traffic.reading.seconds,
+        written=stats.written,
+        never_written=stats.never_written,
+        from_memory=stats.from_memory,
+        ahead=stats.ahead,
+        in_vain=stats.in_vain,
+        read=stats.read,
+        write_seconds=stats.writing.seconds,
+        read_seconds=stats.reading.seconds,
         measured_write=sum(each.write for each in measured) or None,
         measured_read=sum(each.read for each in measured) or None,
-        why_buffered="; ".join(sorted({arena.why_buffered for arena in mover.arenas} - {""})),
+        why_buffered="; ".join(sorted({file.why_buffered for file in mover.files} - {""})),
         why_staged=getattr(mover.transfer.directly, "why_staged", ""),
     )
 

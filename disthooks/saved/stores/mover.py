@@ -1,4 +1,4 @@
-"""Threads that write tensors to arenas and read them back before they are wanted."""
+"""Threads that write tensors to files and read them back before they are wanted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from disthooks.saved.stores.carrier import (
     padded,
     taken_together,
 )
-from disthooks.saved.stores.order import Own, Stream
-from disthooks.saved.stores.scratch_file import Arena, Incoming, Waste, let_go
+from disthooks.saved.stores.order import AccessOrder, PerThread
+from disthooks.saved.stores.scratch_file import Incoming, ScratchFile, Waste, let_go
 from disthooks.saved.stores.transfer import Crew
 
 _SMALL = 256 << 10  # bytes: smaller ones are joined
@@ -36,29 +36,29 @@ _MUCH = 0.1  # of a backward, spent waiting for reads
 
 
 class Mover(Crew[Slab | list[Ticket]]):
-    """Moves tensors between memory and arenas, beside the computation.
+    """Moves tensors between memory and files, beside the computation.
 
-    A tensor that is put is held until it is written; when more than ``budget`` bytes are, ``put`` waits. Who wants
-    one has those read that will be wanted next, at most ``budget`` bytes of them.
+    A tensor that is put is held until it is written; when more than ``limit`` bytes are, ``put`` waits. Who wants
+    one has those read that will be wanted next, at most ``limit`` bytes of them.
 
     Everything that waits looks after those it waits for: what a thread had to do when it died is failed.
 
     Args:
-        arenas: tensors go to each in turn.
-        budget: bytes in flight, each way.
+        files: tensors go to each in turn.
+        limit: bytes in flight, each way.
         transfer: moves the bytes.
         threads: at most so many.
     """
 
-    def __init__(self, arenas: Sequence[Arena], budget: int, transfer: Transfer, threads: int = 2) -> None:
-        self.arenas, self.budget, self.process = arenas, budget, os.getpid()
+    def __init__(self, files: Sequence[ScratchFile], limit: int, transfer: Transfer, threads: int = 2) -> None:
+        self.files, self.limit, self.process = files, limit, os.getpid()
         self.transfer = transfer
-        self.traffic = self.transfer.traffic
-        self._stream = Own(Stream)  # that of each thread that puts
-        self._turns = itertools.cycle(arenas)
+        self.stats = self.transfer.stats
+        self._orders = PerThread(AccessOrder)  # that of each thread that puts
+        self._turns = itertools.cycle(files)
         self._writes: collections.deque[Ticket] = collections.deque()
         self._reads: collections.deque[Slab] = collections.deque()
-        self._ahead = Ahead(budget, self.traffic)
+        self._ahead = Ahead(limit, self.stats)
         self._dropped = collections.deque[Ticket]()
         self._flying = 0  # bytes put and not written
         self._uncalled = 0  # of those, bytes for which no thread was called yet
@@ -81,7 +81,7 @@ class Mover(Crew[Slab | list[Ticket]]):
     def ticket(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
         """A ticket to put, for ``tensor``, contiguous and in CPU memory or on an accelerator, which belongs on
         ``device``."""
-        return Ticket(tensor, device, self._stream())
+        return Ticket(tensor, device, self._orders())
 
     def put(self, ticket: Ticket) -> None:
         """Have the tensor of ``ticket`` written.
@@ -92,18 +92,18 @@ class Mover(Crew[Slab | list[Ticket]]):
         with self._lock:
             self._settle()
             # Closed: the process ends, and nobody writes any more.
-            while 0 < self._flying > self.budget - ticket.nbytes and not (self._failed or self._closed):
+            while 0 < self._flying > self.limit - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
-            self.transfer.make_room(ticket.nbytes, self.budget)
-            self.transfer.for_writes(self.budget)
+            self.transfer.make_room(ticket.nbytes, self.limit)
+            self.transfer.for_writes(self.limit)
             self.transfer.begin(ticket)
-            ticket.stream.put(ticket)
+            ticket.order.put(ticket)
             self._flying += ticket.nbytes
             ticket.state, ticket.said = QUEUED, self._said
             self._writes.append(ticket)
             self._uncalled += ticket.nbytes
-            if self._uncalled >= min(_JOINED, self.budget):
+            if self._uncalled >= min(_JOINED, self.limit):
                 self._call_for_work()
 
     def get(self, ticket: Ticket) -> torch.Tensor:
@@ -118,13 +118,13 @@ class Mover(Crew[Slab | list[Ticket]]):
             if ticket.dropped or ticket.state == GONE:
                 raise StoreError("a stored tensor is asked for after it was dropped")
             self._say_failure()
-            ticket.stream.read(ticket)
+            ticket.order.read(ticket)
             if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # or nearly
-                self.traffic.ahead += ticket.nbytes
+                self.stats.ahead += ticket.nbytes
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
         # Reads into memory that is there already are faster; who does not wait would have it for nothing.
-        self.transfer.for_reads(keep=2 * self.budget if ticket.stream.waiting > _MUCH else 0)
+        self.transfer.for_reads(keep=2 * self.limit if ticket.order.waiting > _MUCH else 0)
         return self.transfer.give(ticket, self._late(ticket) if found is None else found)
 
     def _late(self, ticket: Ticket) -> torch.Tensor | Incoming:
@@ -132,7 +132,7 @@ class Mover(Crew[Slab | list[Ticket]]):
         begin = time.perf_counter()
         while (found := self._read_for(ticket)) is None:
             pass
-        ticket.stream.waited(time.perf_counter() - begin)
+        ticket.order.waited(time.perf_counter() - begin)
         return found
 
     def prefetch(self, ticket: Ticket) -> None:
@@ -162,12 +162,12 @@ class Mover(Crew[Slab | list[Ticket]]):
                 self._wait()
             self._say_failure()
 
-    def rest(self) -> None:
+    def release_idle(self) -> None:
         """Let go of threads and memory that have nothing to do, and of space in the file; all come back when needed."""
         self.end_idle()
         self.transfer.buffers.clear()
-        for arena in self.arenas:
-            arena.shrink(keep_peak=False)
+        for file in self.files:
+            file.shrink(keep_peak=False)
 
     @property
     def in_flight(self) -> int:
@@ -220,7 +220,7 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._ahead.remove(ticket)
             return ahead
         if ticket.tensor is not None:
-            self.traffic.from_memory += ticket.nbytes
+            self.stats.from_memory += ticket.nbytes
         return ticket.tensor
 
     def _claim(self, ticket: Ticket, reader: int) -> Slab | None:
@@ -244,12 +244,12 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._claims.pop(threading.get_ident(), None)
         while self._dropped:
             ticket = self._dropped[0]
-            ticket.stream.drop(ticket)
+            ticket.order.drop(ticket)
             self._ahead.remove(ticket)
             if ticket.state == QUEUED:
                 ticket.state = GONE  # it stays in the queue, and is passed over there
                 self._flying -= ticket.nbytes
-                self.traffic.never_written += ticket.nbytes
+                self.stats.never_written += ticket.nbytes
                 self._done.notify_all()
             self._let_go(ticket)
             self._dropped.popleft()  # now: after an interrupt, all of it is done again
@@ -271,11 +271,11 @@ class Mover(Crew[Slab | list[Ticket]]):
         elif ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
             slab.live.discard(ticket)
             if not slab.live and not slab.freed:
-                free, extent = slab.arena.free, slab.extent
+                free, extent = slab.file.free, slab.extent
                 slab.freed = True
                 free(extent)  # a C function: no interrupt comes between
             elif slab.live:
-                slab.arena.waste(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
+                slab.file.waste(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
             ticket.slab = None
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
@@ -343,13 +343,13 @@ class Mover(Crew[Slab | list[Ticket]]):
             self._was_read(slab, tensors)
 
     def _write(self, job: list[Ticket]) -> None:
-        arena = next(self._turns)
+        file = next(self._turns)
         try:
-            self.transfer.write(job, arena)
+            self.transfer.write(job, file)
         except BaseException as error:
             with self._lock:
                 self._was_written(job, error)
         else:
             with self._lock:
                 self._was_written(job, None)
-        self.transfer.look_after(arena)
+        self.transfer.look_after(file)

@@ -24,18 +24,18 @@ _LOOK = 256  # places: beyond so many that are gone or passed there is nothing w
 
 
 class Ordered(Protocol):
-    """What a :class:`Stream` remembers: its place there, and whether it is still wanted."""
+    """What a :class:`AccessOrder` remembers: its place there, and whether it is still wanted."""
 
     position: int
     dropped: bool
 
 
-class Own(Generic[Learns]):
+class PerThread(Generic[Learns]):
     """One for each thread that asks; that of a thread that has ended is for the next new one.
 
     ``nn.DataParallel`` starts a thread for each replica in each forward: what the last one learned is not to be lost.
 
-    >>> own = Own(Stream)
+    >>> own = PerThread(AccessOrder)
     >>> own() is own()
     True
     >>> found = []
@@ -75,7 +75,7 @@ class _Order(NamedTuple):
         return _Order(tuple(reads), times, {position: i for i, position in enumerate(reads)}, waiting)
 
 
-class Stream:
+class AccessOrder:
     """What one thread put into a store since all of it was gone, and the order in which it is read.
 
     A backward reads what its forward put from the last to the first, with small exceptions. Those repeat from step
@@ -84,7 +84,7 @@ class Stream:
 
     >>> class Ticket:
     ...     position, dropped = 0, False
-    >>> stream, tickets = Stream(), [Ticket() for _ in range(4)]
+    >>> stream, tickets = AccessOrder(), [Ticket() for _ in range(4)]
     >>> for ticket in tickets: stream.put(ticket)
     >>> [ticket.position for ticket, _ in stream.after(tickets[2])]
     [1, 0]
@@ -212,10 +212,10 @@ class Placed:
 class Turn:
     """What is remembered of a :class:`Placed` until all of its stream are gone; it does not hold it."""
 
-    __slots__ = ("dropped", "placed", "position", "stream")
+    __slots__ = ("dropped", "order", "placed", "position")
 
-    def __init__(self, placed: Placed, stream: Stream) -> None:
-        self.placed, self.stream = weakref.ref(placed), stream
+    def __init__(self, placed: Placed, order: AccessOrder) -> None:
+        self.placed, self.order = weakref.ref(placed), order
         self.position, self.dropped = 0, False
 
 
@@ -223,7 +223,7 @@ class Turns:
     """Learns from each backward in which order the next one will want what each thread puts."""
 
     def __init__(self) -> None:
-        self._own = Own(Stream)  # that of each thread
+        self._own = PerThread(AccessOrder)  # that of each thread
         self._gone: collections.deque[Turn] = collections.deque()
         self._lock = shared(Order.TURNS)
 
@@ -232,7 +232,7 @@ class Turns:
         with self._lock:
             self._settle()
             placed.turn = Turn(placed, self._own())
-            placed.turn.stream.put(placed.turn)
+            placed.turn.order.put(placed.turn)
 
     def read(self, placed: Placed, look: int) -> list[Placed]:
         """``placed`` is wanted; the next ones, up to ``look`` of them."""
@@ -241,8 +241,8 @@ class Turns:
             return []
         with self._lock:
             self._settle()
-            turn.stream.read(turn)
-            following = itertools.islice(turn.stream.after(turn), look)
+            turn.order.read(turn)
+            following = itertools.islice(turn.order.after(turn), look)
             found = [cast(Turn, other).placed() for other, _ in following]
         return [other for other in found if other is not None]
 
@@ -252,7 +252,7 @@ class Turns:
         if turn is None:
             return 0.0
         with self._lock:
-            return turn.stream.turn(turn)
+            return turn.order.turn(turn)
 
     def drop(self, placed: Placed) -> None:
         """``placed`` is not wanted any more; called from destructors, so it takes no lock."""
@@ -264,7 +264,7 @@ class Turns:
     def _settle(self) -> None:
         while self._gone:
             turn = self._gone[0]
-            turn.stream.drop(turn)
+            turn.order.drop(turn)
             self._gone.popleft()  # now: after an interrupt, all of it is done again
 
 

@@ -43,7 +43,7 @@ def room_for(nbytes: int) -> int:
 class _Returns:
     """Gives its memory back to the pool when nobody uses it any more."""
 
-    pool: Buffers
+    pool: AlignedPool
     block: Any
 
     def __del__(self) -> None:
@@ -56,7 +56,7 @@ def lease_type(room: int) -> Any:
     return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
 
 
-class Buffers:
+class AlignedPool:
     """A pool of page-aligned blocks of memory.
 
     Args:
@@ -153,7 +153,7 @@ def map_block(room: int) -> mmap.mmap:
 def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
     """A contiguous CPU tensor at ``offset`` in a lease, which lives as long as the tensor's storage.
 
-    >>> pool = Buffers(keep=1 << 20)
+    >>> pool = AlignedPool(keep=1 << 20)
     >>> x = tensor_over(pool.lease(12), torch.Size([3]), torch.float32).fill_(2)
     >>> x.tolist(), x.data_ptr() % PAGE
     ([2.0, 2.0, 2.0], 0)
@@ -226,7 +226,7 @@ class Block:
             self._unpin(self.address)  # before it is unmapped; as the process ends the system does both
 
 
-class Pinned:
+class PinnedPool:
     """A pool of page-aligned blocks, page-locked for ``device``.
 
     A block is used again when no tensor uses it any more; who has a device copy from it or to it holds a tensor over
@@ -344,9 +344,9 @@ class Pinned:
 
 
 @functools.cache
-def pool_of(device: torch.device, pin: bool) -> Pinned:
+def pool_of(device: torch.device, pin: bool) -> PinnedPool:
     """The pool of this process for ``device``."""
-    return Pinned(device, pin)
+    return PinnedPool(device, pin)
 
 
 def warn_unpinned(room: int, why: str) -> None:

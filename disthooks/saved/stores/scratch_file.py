@@ -35,8 +35,8 @@ from disthooks._fork_safe import Order, shared
 from disthooks._streams import current_stream, event_on, handed_over, on
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
-from disthooks.saved.stores.base import Account
-from disthooks.saved.stores.pools import PAGE, Buffers, pool_of, room_for, tensor_over
+from disthooks.saved.stores.base import ByteBudget
+from disthooks.saved.stores.pools import PAGE, AlignedPool, pool_of, room_for, tensor_over
 from disthooks.saved.stores.transfer import Coming, Outgoing, link_of
 
 CHUNK = 8 << 20  # bytes of one system call
@@ -57,7 +57,7 @@ _PROBE = 32 << 20
 
 
 class Extent(NamedTuple):
-    """A place in the file of an arena: first byte and number of bytes, both multiples of a page."""
+    """A place in the file of a file: first byte and number of bytes, both multiples of a page."""
 
     offset: int
     room: int
@@ -78,7 +78,7 @@ class Bandwidth(NamedTuple):
     read: float
 
 
-class Arena:
+class ScratchFile:
     """One file without a name, so that nothing is left when its process dies, and who has which part of it.
 
     Args:
@@ -123,10 +123,10 @@ class Arena:
         self._unused: dict[int, int] = {}  # rooms of free extents, by offset
         self._has_holes = False
         #: Those whose limits bound what the file takes on the disk, each on so many files (``parts``).
-        self.accounts: weakref.WeakSet[Account] = weakref.WeakSet()
+        self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
         self.parts = 1
         self._punches = True  # whether the file system can
-        self._lock = shared(Order.ARENA)
+        self._lock = shared(Order.SCRATCH_FILE)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
         if self._fd >= 0:
@@ -226,7 +226,7 @@ class Arena:
     @property
     def _most(self) -> int | None:
         """Bytes that it may take there; None for any number."""
-        limits = [account.limit for account in tuple(self.accounts)]
+        limits = [budget.limit for budget in tuple(self.budgets)]
         return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
 
     def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
@@ -287,7 +287,7 @@ class Arena:
 
     # -- what the disk gives
 
-    def measure(self, buffers: Buffers) -> Bandwidth:
+    def measure(self, buffers: AlignedPool) -> Bandwidth:
         """Write and read ``_PROBE`` bytes, and keep what that gave in ``measured``; StoreError when it cannot."""
         lease = buffers.lease(CHUNK)
         extent = self.allocate(_PROBE)
@@ -330,7 +330,7 @@ def _high(fd: int) -> int:
     """The file of ``fd`` under a descriptor of 512 or more; ``fd`` itself where the process may have none so high.
 
     The system gives the lowest number that is free. Code that closes a descriptor twice closes whatever got its number
-    meanwhile. On a busy machine with gloo the file of an arena was found closed ("Bad file descriptor") two times, and
+    meanwhile. On a busy machine with gloo the file of a file was found closed ("Bad file descriptor") two times, and
     nothing in disthooks closes it. So the file has a number that other code is not given.
     """
     try:
@@ -377,66 +377,66 @@ _INSTALL = "install kvikio-cu12 (or -cu13, as your CUDA is) and NVIDIA's nvidia-
 
 
 class GpuDirect:
-    """The files of ``arenas``, opened once more for GPUs.
+    """The files of ``files``, opened once more for GPUs.
 
     Raises:
         OSError, RuntimeError, ValueError: what kvikio raises for a file that it cannot move directly.
     """
 
-    def __init__(self, kvikio: Any, arenas: Sequence[Arena]) -> None:
+    def __init__(self, kvikio: Any, files: Sequence[ScratchFile]) -> None:
         # "OFF": an error where it would otherwise go through host memory, silently.
         with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
             # By their descriptors: they have no names.
-            self._files = {arena: kvikio.CuFile(f"/proc/self/fd/{arena.fileno()}", "r+") for arena in arenas}
+            self._files = {file: kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+") for file in files}
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, contiguous, goes this way: whole pages, and enough of them to be worth it."""
         return tensor.device.type in _KINDS and tensor.nbytes >= _LEAST and tensor.nbytes % PAGE == 0
 
-    def write(self, arena: Arena, tensor: torch.Tensor, offset: int) -> None:
+    def write(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
         """Write ``tensor``, which is filled, at ``offset``, and wait for it.
 
         Raises:
             StoreError: when it is not all written.
         """
-        self._move(arena, "pwrite", "written", tensor, offset)
+        self._move(file, "pwrite", "written", tensor, offset)
 
-    def read(self, arena: Arena, tensor: torch.Tensor, offset: int) -> None:
+    def read(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
         """Fill ``tensor``, which the device is done with, from ``offset``, and wait for it.
 
         Raises:
             StoreError: when not all of it is there.
         """
-        self._move(arena, "pread", "read", tensor, offset)
+        self._move(file, "pread", "read", tensor, offset)
 
-    def _move(self, arena: Arena, call: str, done: str, tensor: torch.Tensor, offset: int) -> None:
+    def _move(self, file: ScratchFile, call: str, done: str, tensor: torch.Tensor, offset: int) -> None:
         data = tensor.detach().view(-1).view(torch.uint8)  # bits: it does not know every dtype of torch
         what = f"{tensor.nbytes} bytes could not be {done} by GPUDirect Storage"
         try:
-            moved = getattr(self._files[arena], call)(data, tensor.nbytes, offset).get()
+            moved = getattr(self._files[file], call)(data, tensor.nbytes, offset).get()
         except OSError as error:
-            raise arena.error(what, error, tensor.nbytes) from error
+            raise file.error(what, error, tensor.nbytes) from error
         except (RuntimeError, ValueError) as error:
-            raise arena.error(f"{what} ({error})", None, tensor.nbytes) from error
+            raise file.error(f"{what} ({error})", None, tensor.nbytes) from error
         if moved != tensor.nbytes:
-            raise arena.error(f"{what}: only {moved} were", None, tensor.nbytes)
+            raise file.error(f"{what}: only {moved} were", None, tensor.nbytes)
 
 
-def opened(arenas: Sequence[Arena], checksum: bool) -> tuple[GpuDirect | None, str]:
-    """The way past the host for all of ``arenas``, or why there is none."""
+def opened(files: Sequence[ScratchFile], checksum: bool) -> tuple[GpuDirect | None, str]:
+    """The way past the host for all of ``files``, or why there is none."""
     if checksum:
         return None, "checksum=True reads every byte on the host"
-    buffered = next((arena for arena in arenas if not arena.direct), None)
+    buffered = next((file for file in files if not file.direct), None)
     if buffered is not None:
         return None, f"{buffered.directory} is written through the page cache: {buffered.why_buffered}"
     kvikio, why = _kvikio()
     if kvikio is None:
         return None, why
     try:
-        found = GpuDirect(kvikio, arenas)
-        _probe(found, arenas)
+        found = GpuDirect(kvikio, files)
+        _probe(found, files)
     except Exception as error:  # whatever a driver raises on a machine that it does not fit
-        return None, f"kvikio cannot move files of {', '.join(arena.directory for arena in arenas)}: {error}"
+        return None, f"kvikio cannot move files of {', '.join(file.directory for file in files)}: {error}"
     return found, ""
 
 
@@ -457,19 +457,19 @@ def _kvikio() -> tuple[Any, str]:
     return (kvikio, "") if there else (None, f"kvikio says that GPUDirect Storage is not available: {_INSTALL}")
 
 
-def _probe(direct: GpuDirect, arenas: Sequence[Arena]) -> None:
+def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
     """Write and read a little of each file, to see that what comes back is what was written."""
     device = torch.accelerator.current_accelerator()
     there = torch.arange(_LEAST // 8, device=device)
-    for arena in arenas:
+    for file in files:
         back = torch.zeros_like(there)
         torch.accelerator.synchronize()
-        extent = arena.allocate(there.nbytes)
+        extent = file.allocate(there.nbytes)
         try:
-            direct.write(arena, there, extent.offset)
-            direct.read(arena, back, extent.offset)
+            direct.write(file, there, extent.offset)
+            direct.read(file, back, extent.offset)
         finally:
-            arena.free(extent)
+            file.free(extent)
         if not torch.equal(there, back):
             raise RuntimeError("what was written did not come back")
 
@@ -487,7 +487,7 @@ class Incoming:
         self.coming = coming
 
     @property
-    def on_device(self) -> int:
+    def device_bytes(self) -> int:
         """Bytes there that nobody has taken."""
         return 0 if self.coming.tensor is None else self.coming.host.nbytes
 

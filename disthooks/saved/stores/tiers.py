@@ -16,7 +16,7 @@ import torch
 from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import Account, Functions, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport
 from disthooks.saved.stores.order import Placed, Queue, Turns
 
 
@@ -39,42 +39,42 @@ class OnDevice(Store):
     """
 
     limit: int | str | None = None
-    account: Account = field(init=False, repr=False, compare=False)
+    budget: ByteBudget = field(init=False, repr=False, compare=False)
     #: Stores that take what does not fit here, by identity; what they hold on the device counts, too.
     below: weakref.WeakValueDictionary[int, Store] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "account", Account(self.limit, "OnDevice"))
+        object.__setattr__(self, "budget", ByteBudget(self.limit, "OnDevice"))
         object.__setattr__(self, "below", weakref.WeakValueDictionary())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OnDevice, (self.limit,)
 
-    def moves(self, tensor: torch.Tensor) -> bool:
+    def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Never."""
         return False
 
     def put(self, tensor: torch.Tensor) -> _There:
         """Hold ``tensor``."""
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps all of its storage
-        self.account.reserve(nbytes)
+        self.budget.reserve(nbytes)
         return _There(tensor, stream_of(tensor), nbytes)
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor itself, for the current stream."""
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
-    def held(self, ticket: _There) -> torch.Tensor:
+    def peek(self, ticket: _There) -> torch.Tensor:
         """The tensor itself."""
         return ticket.tensor
 
     def drop(self, ticket: _There) -> None:
         """Let go of it."""
-        self.account.release(ticket.nbytes)
+        self.budget.release(ticket.nbytes)
 
     def report(self) -> tuple[StoreReport, ...]:
         """Bytes held."""
-        return (StoreReport("OnDevice()", held=self.account.held, limit=self.account.limit),)
+        return (StoreReport("OnDevice()", held=self.budget.held, limit=self.budget.limit),)
 
 
 class _There(NamedTuple):
@@ -122,13 +122,13 @@ class Tiered(Store):
     def __init__(self, *stores: Store) -> None:
         if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
             raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
-        if any(isinstance(store, OnDevice) and store.account.limit is None for store in stores[:-1]):
+        if any(isinstance(store, OnDevice) and store.budget.limit is None for store in stores[:-1]):
             raise UsageError(
                 f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "
                 "give it one, such as OnDevice('8 GiB')"
             )
         object.__setattr__(self, "stores", stores)
-        object.__setattr__(self, "worth", max(store.worth for store in stores))
+        object.__setattr__(self, "min_bytes", max(store.min_bytes for store in stores))
         object.__setattr__(self, "_queues", tuple(map(Queue, range(len(stores)))))
         object.__setattr__(self, "_turns", Turns())
         object.__setattr__(self, "_largest", [0])
@@ -142,9 +142,9 @@ class Tiered(Store):
     def __repr__(self) -> str:
         return f"Tiered({', '.join(map(repr, self.stores))})"
 
-    def moves(self, tensor: torch.Tensor) -> bool:
+    def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Whether any of the tiers takes it out of the memory it is in."""
-        return any(store.moves(tensor) for store in self.stores)
+        return any(store.leaves_memory(tensor) for store in self.stores)
 
     def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier, or the next one that takes it."""
@@ -173,16 +173,16 @@ class Tiered(Store):
                 tensor = store.get(ticket.ticket)
             except StoreError:
                 # It may be the failure of another tensor, which is said once.
-                held = store.held(ticket.ticket)
+                held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
         self._look_ahead(following)
         return tensor
 
-    def took(self, ticket: Placed) -> float:
+    def pop_transfer_seconds(self, ticket: Placed) -> float:
         """Seconds of the tier that it is in."""
         with self._at(ticket):
-            return self.stores[ticket.tier].took(ticket.ticket)
+            return self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
 
     def prefetch(self, ticket: Placed) -> None:
         """Have its tier read it ahead."""
@@ -200,10 +200,10 @@ class Tiered(Store):
         for store in self.stores:
             store.wait()
 
-    def rest(self) -> None:
+    def release_idle(self) -> None:
         """Let go of what is idle in all tiers."""
         for store in self.stores:
-            store.rest()
+            store.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
         """One entry for each tier."""
@@ -233,20 +233,20 @@ class Tiered(Store):
         self._mend(tier)
         while True:
             try:
-                return store.put(tensor) if at is None or not tensor.is_cpu else store.adopt(tensor, at)
+                return store.put(tensor) if at is None or not tensor.is_cpu else store.put_from_host(tensor, at)
             except StoreError:
-                account = getattr(store, "account", None)
-                if not isinstance(account, Account) or account.has_room(tensor.nbytes):
+                budget = getattr(store, "budget", None)
+                if not isinstance(budget, ByteBudget) or budget.has_room(tensor.nbytes):
                     self._broken.add(tier)  # it is not its limit
                     raise
-                if not account.could_have_room(tensor.nbytes) or not self._make_room(tier):
+                if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier):
                     raise
 
     def _mend(self, tier: int) -> None:
         """Try a tier that failed again once it is empty."""
         if tier in self._broken:
-            account = getattr(self.stores[tier], "account", None)
-            if isinstance(account, Account) and account.held:
+            budget = getattr(self.stores[tier], "budget", None)
+            if isinstance(budget, ByteBudget) and budget.held:
                 raise StoreError(f"{self.stores[tier]!r} failed, and is not empty yet")
             self._broken.discard(tier)
 
@@ -261,7 +261,7 @@ class Tiered(Store):
             with self._at(last):
                 if last.tier != tier:
                     continue  # another thread was faster
-                held = self.stores[tier].held(last.ticket)
+                held = self.stores[tier].peek(last.ticket)
                 if held is None:
                     return False  # it would have to be read
                 before = last.ticket
@@ -285,26 +285,26 @@ class Tiered(Store):
         limit.
         """
         first = self.stores[0]
-        limit = first.account.limit if isinstance(first, OnDevice) else None
+        limit = first.budget.limit if isinstance(first, OnDevice) else None
         if limit is None or not isinstance(first, OnDevice):
             return
         self._largest[0] = max(self._largest[0], nbytes)
         early = limit - min(limit // 8, 2 * self._largest[0])
         with contextlib.suppress(StoreError):  # the tiers below are full: it is the new one that finds out
-            while nbytes <= limit and first.account.held + nbytes > early and self._make_room(0, nbytes):
+            while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
                 pass
         self._leave_room(nbytes)
 
     def _leave_room(self, nbytes: int) -> None:
         """Let the tiers below hold on the device what the first one leaves of its limit, less ``nbytes``."""
         first = self.stores[0]
-        if not isinstance(first, OnDevice) or first.account.limit is None:
+        if not isinstance(first, OnDevice) or first.budget.limit is None:
             return
-        room = first.account.limit - first.account.held - nbytes
+        room = first.budget.limit - first.budget.held - nbytes
         below = list(first.below.values())
-        held = [store.on_device() for store in below]
+        held = [store.device_bytes() for store in below]
         for store, own in zip(below, held, strict=True):
-            store.allow(max(0, room - sum(held) + own))
+            store.set_device_limit(max(0, room - sum(held) + own))
 
     def _look_ahead(self, following: Sequence[Placed]) -> None:
         """Have what will be wanted next, and is further down, brought nearer."""

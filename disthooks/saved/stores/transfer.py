@@ -26,15 +26,15 @@ import torch
 from disthooks._fork_safe import Order, care_for, shared
 from disthooks._streams import capturing, current_stream, event_on, new_stream, on, used_on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.order import _ORDERS, Ordered, Stream
+from disthooks.saved.stores.order import _ORDERS, AccessOrder, Ordered
 
 _LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
 
 
-class Rate:
+class Throughput:
     """Bytes that were copied, and the time the device took for it.
 
-    >>> rate = Rate()
+    >>> rate = Throughput()
     >>> rate.add(2_000_000, 0.001); rate.add(1000, 0.001)
     >>> rate.nbytes, rate.seconds, rate.best
     (2001000, 0.002, 2000000000.0)
@@ -67,7 +67,7 @@ class _Copy:
     begin: torch.Event
     done: torch.Event
 
-    def __init__(self, device: torch.device, host: torch.Tensor, rate: Rate | None) -> None:
+    def __init__(self, device: torch.device, host: torch.Tensor, rate: Throughput | None) -> None:
         self.device, self.host, self.rate = device, host, rate
 
     def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # held: Python may be ending
@@ -89,7 +89,7 @@ class Outgoing(_Copy):
 
     __slots__ = ("source",)
 
-    def __init__(self, source: torch.Tensor, host: torch.Tensor, rate: Rate | None = None) -> None:
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> None:
         super().__init__(source.device, host, rate)
         self.source: torch.Tensor | None = source
 
@@ -111,7 +111,7 @@ class Coming(_Copy):
 
     __slots__ = ("stream", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, rate: Rate | None) -> None:
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, rate: Throughput | None) -> None:
         super().__init__(tensor.device, host, rate)
         self.tensor: torch.Tensor | None = tensor
         self.stream = stream
@@ -120,7 +120,7 @@ class Coming(_Copy):
 class Link:
     """What goes between one device and the host, in this process.
 
-    There is one stream for each way. What a caller's ``Rate`` is given counts its copies alone.
+    There is one stream for each way. What a caller's ``Throughput`` is given counts its copies alone.
 
     Args:
         device: an accelerator, with its index.
@@ -135,12 +135,12 @@ class Link:
         self._out, self._back = new_stream(device), new_stream(device)
         self._sent: collections.deque[Outgoing] = collections.deque()
         self._coming: collections.deque[Coming] = collections.deque()
-        self.out, self.back = Rate(), Rate()
+        self.out, self.back = Throughput(), Throughput()
         self._lock = shared(Order.LINK)
 
     # -- to the host
 
-    def send(self, tensor: torch.Tensor, host: torch.Tensor, rate: Rate | None = None) -> Outgoing:
+    def send(self, tensor: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> Outgoing:
         """Begin to copy ``tensor`` into ``host``, after what the current stream was given so far.
 
         Both are held until that is done. ``tensor`` may be let go of before, by :meth:`let_go`.
@@ -174,12 +174,12 @@ class Link:
 
     # -- to the device
 
-    def fetch(self, outgoing: Outgoing, rate: Rate | None = None) -> torch.Tensor:
+    def fetch(self, outgoing: Outgoing, rate: Throughput | None = None) -> torch.Tensor:
         """The tensor on the device again: itself while it is held, or a copy that the current stream may use."""
         source = outgoing.source
         return source if source is not None else self.take(self.bring(outgoing, rate))
 
-    def bring(self, outgoing: Outgoing, rate: Rate | None = None) -> Coming:
+    def bring(self, outgoing: Outgoing, rate: Throughput | None = None) -> Coming:
         """Begin to copy it back, into memory of the current stream; :meth:`take` is for who wants it."""
         with self._lock:
             self.poll()
@@ -238,7 +238,7 @@ class Link:
                 copies[-1].begin = copies[-1].done = event_on(stream, timed=True)
 
 
-def _count(copy: _Copy, total: Rate) -> None:
+def _count(copy: _Copy, total: Throughput) -> None:
     seconds = copy.begin.elapsed_time(copy.done) / 1000
     for rate in filter(None, (total, copy.rate)):
         rate.add(copy.host.nbytes, seconds)
@@ -256,8 +256,8 @@ class Sized(Ordered, Protocol):
     nbytes: int
 
 
-class Lane(Stream):
-    """A :class:`Stream` that learns two things more, from one backward for the next.
+class Lane(AccessOrder):
+    """A :class:`AccessOrder` that learns two things more, from one backward for the next.
 
     How many bytes are put between the put of a tensor and its first read: few for the last modules of a forward, or
     for the last stage of a pipeline. And when each read comes, in the time of the device: the host runs ahead of it,

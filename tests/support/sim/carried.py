@@ -45,8 +45,10 @@ def is_clean(store: dh.OnCpu, device: torch.device) -> bool:
     """Whether nothing is held any more: on the device, in flight, under the limit."""
     torch.accelerator.synchronize(device)
     courier = store.courier(device)
-    idle = courier.on_device == 0 and not (courier._staying or courier._batches or courier._flying or courier._coming)
-    return idle and store.account.held == 0 and not courier._link._sent and not courier._link._coming
+    idle = courier.device_bytes == 0 and not (
+        courier._staying or courier._batches or courier._flying or courier._coming
+    )
+    return idle and store.budget.held == 0 and not courier._link._sent and not courier._link._coming
 
 
 def tier(store: dh.OnCpu) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from disthooks.saved.stores.base import Account, Store
+from disthooks.saved.stores.base import ByteBudget, Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,17 +14,17 @@ class Copies(Store):
     """Keeps clones, gives clones, counts their bytes against a limit."""
 
     limit: int | None = None
-    account: Account = dataclasses.field(init=False, repr=False, compare=False)
+    budget: ByteBudget = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "account", Account(self.limit, "Copies"))
+        object.__setattr__(self, "budget", ByteBudget(self.limit, "Copies"))
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.account.reserve(tensor.nbytes)
+        self.budget.reserve(tensor.nbytes)
         return tensor.clone()
 
     def get(self, ticket: torch.Tensor) -> torch.Tensor:
         return ticket.clone()
 
     def drop(self, ticket: torch.Tensor) -> None:
-        self.account.release(ticket.nbytes)
+        self.budget.release(ticket.nbytes)

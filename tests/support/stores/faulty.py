@@ -66,7 +66,7 @@ def line(kind: str, folder: object, **faults: Any) -> tuple[Any, Callable[[], in
     faulty = Faulty(store, **faults) if faults else store
     if kind == "functions":
         return dh.Functions(faulty.put, faulty.get), lambda: 0
-    return dh.pipeline(dh.AtLeast(0), faulty), lambda: store.account.held
+    return dh.pipeline(dh.AtLeast(0), faulty), lambda: store.budget.held
 
 
 def full() -> Any:

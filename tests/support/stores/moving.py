@@ -54,14 +54,14 @@ def clean(store: Any) -> bool:
 
     def nothing() -> bool:
         busy = mover.in_flight or mover._ahead or any(mover._jobs.values())
-        return not busy and store.account.held == 0 and not any(_used(arena) for arena in mover.arenas)
+        return not busy and store.budget.held == 0 and not any(_used(file) for file in mover.files)
 
     return soon(nothing)
 
 
-def _used(arena: Any) -> int:
-    arena.shrink(keep_peak=True)
-    return arena._used
+def _used(file: Any) -> int:
+    file.shrink(keep_peak=True)
+    return file._used
 
 
 def error_of(function: Callable[[], object], *kinds: type[BaseException]) -> BaseException:

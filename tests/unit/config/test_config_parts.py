@@ -204,14 +204,14 @@ def test_a_budget_is_held(tmp_path: pathlib.Path) -> None:
         stores = {id(part._store): part._store for part in saving._parts}
         assert len(stores) == 2  # the same directory, the same tiers
         (device,) = {id(store.stores[0]): store.stores[0] for store in stores.values()}.values()
-        assert device.account.limit == room
+        assert device.budget.limit == room
         for module in model.modules():
             module.register_forward_hook(lambda *_: seen.append(device.report()[0].held))
         assert identical(step(model, tokens()), truth)
         assert room // 2 < max(seen) <= room
         moved = sum(tier.written + tier.never_written for tier in saving.report().tiers)
         assert moved > room // 4  # what did not fit
-        assert saving.report().held == device.account.held == 0
+        assert saving.report().held == device.budget.held == 0
 
 
 def test_a_budget_of_exactly_the_weights_keeps_nothing(tmp_path: pathlib.Path) -> None:

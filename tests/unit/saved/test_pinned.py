@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from disthooks.saved.stores import pools
-from disthooks.saved.stores.pools import Pinned
+from disthooks.saved.stores.pools import PinnedPool
 
 CPU = torch.device("cpu")
 KiB = 1 << 10
 
 
-def tensor(pool: Pinned, nbytes: int) -> torch.Tensor:
+def tensor(pool: PinnedPool, nbytes: int) -> torch.Tensor:
     return pool.tensor(torch.Size([nbytes]), torch.uint8)
 
 
 def test_no_power_of_two_is_wasted() -> None:
     """20.4 GiB of it were 32 in torch's own pool."""
-    pool = Pinned(CPU, pin=False)
+    pool = PinnedPool(CPU, pin=False)
     held = [tensor(pool, n * 100 * KiB + 1) for n in range(1, 40)]
     wanted = sum(each.nbytes for each in held)
     assert wanted <= pool.held <= 1.15 * wanted
@@ -32,7 +32,7 @@ def test_no_power_of_two_is_wasted() -> None:
 
 
 def test_a_block_is_used_again_once_no_tensor_uses_it() -> None:
-    pool = Pinned(CPU, pin=False)
+    pool = PinnedPool(CPU, pin=False)
     first = tensor(pool, 50 * KiB)
     address, view = first.data_ptr(), first[10:20]
     del first
@@ -43,7 +43,7 @@ def test_a_block_is_used_again_once_no_tensor_uses_it() -> None:
 
 
 def test_one_that_is_somewhat_larger_will_do() -> None:
-    pool = Pinned(CPU, pin=False)
+    pool = PinnedPool(CPU, pin=False)
     large = tensor(pool, 140 * KiB)
     address = large.data_ptr()
     del large
@@ -52,7 +52,7 @@ def test_one_that_is_somewhat_larger_will_do() -> None:
 
 
 def test_what_is_idle_is_bounded() -> None:
-    pool = Pinned(CPU, pin=False)
+    pool = PinnedPool(CPU, pin=False)
     for n in range(1, 60):
         each = tensor(pool, n * 40 * KiB)
         each.fill_(n)
@@ -65,7 +65,7 @@ def test_what_is_idle_is_bounded() -> None:
 
 @pytest.mark.second_tier
 def test_it_is_pinned_by_torch(device: torch.device) -> None:
-    pool = Pinned(device)
+    pool = PinnedPool(device)
     each = tensor(pool, 100 * KiB)
     assert each.is_pinned()
     assert not pool.refused
@@ -74,7 +74,7 @@ def test_it_is_pinned_by_torch(device: torch.device) -> None:
 def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a limit on locked memory; said once."""
     monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
-    pool = Pinned(CPU)
+    pool = PinnedPool(CPU)
     with pytest.warns(UserWarning, match=r"(?s)the host waits.*limit=.*ulimit -l"):
         first = tensor(pool, 100)
     with warnings.catch_warnings():
@@ -138,7 +138,7 @@ def test_a_child_leaves_it_alone() -> None:
 
 
 def test_a_child_begins_with_an_empty_pool() -> None:
-    pool = Pinned(CPU, pin=False)
+    pool = PinnedPool(CPU, pin=False)
     each = tensor(pool, 64 * KiB)
     address = each.data_ptr()
     child = os.fork()

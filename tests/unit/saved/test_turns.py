@@ -31,7 +31,7 @@ def test_the_order_of_the_last_backward_says_who_moves() -> None:
     assert step(tiers, order) == [0, 1, 1, 1, 0, 0]
     assert step(tiers, [5, 4, 3, 2, 1, 0]) == [0, 1, 1, 1, 0, 0]
     assert step(tiers, [5, 4, 3, 2, 1, 0]) == [1, 1, 1, 0, 0, 0]
-    assert [store.account.held for store in tiers.stores] == [0, 0]
+    assert [store.budget.held for store in tiers.stores] == [0, 0]
 
 
 def test_what_is_never_read_goes_first() -> None:
