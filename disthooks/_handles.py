@@ -16,30 +16,30 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 
-class Event(NamedTuple):
+class SavedTensorEvent(NamedTuple):
     """One thing that happened to one saved tensor.
 
     Attributes:
         kind: "pack" or "unpack".
-        where: the name of the module whose forward saved it, as its attachment knows it.
+        module_name: the name of the module whose forward saved it, as its attachment knows it.
         tensor: the tensor itself, as autograd gave it or gets it back.
-        fate: what became of it: "stored", "shared" or "kept".
+        outcome: what became of it: "stored", "shared" or "kept".
     """
 
     kind: str
-    where: str
+    module_name: str
     tensor: torch.Tensor
-    fate: str
+    outcome: str
 
 
 # Read on the hot path as `if listeners:`; replaced, never changed in place, so a reader needs no lock.
-listeners: tuple[Callable[[Event], None], ...] = ()
+listeners: tuple[Callable[[SavedTensorEvent], None], ...] = ()
 
 
-def listen(listener: Callable[[Event], None]) -> Callable[[], None]:
+def add_listener(listener: Callable[[SavedTensorEvent], None]) -> Callable[[], None]:
     """Have ``listener`` told of every event in this process; call the result to stop.
 
-    >>> stop = listen(print)
+    >>> stop = add_listener(print)
     >>> stop()
     >>> listeners
     ()
@@ -54,10 +54,10 @@ def listen(listener: Callable[[Event], None]) -> Callable[[], None]:
     return stop
 
 
-def tell(kind: str, where: str, tensor: torch.Tensor, fate: str) -> None:
+def notify(kind: str, module_name: str, tensor: torch.Tensor, outcome: str) -> None:
     """Tell every listener."""
     for listener in listeners:
-        listener(Event(kind, where, tensor, fate))
+        listener(SavedTensorEvent(kind, module_name, tensor, outcome))
 
 
 A = TypeVar("A", bound="Attachment")
@@ -107,11 +107,11 @@ class Attachment:
         self.remove()
 
 
-class Hook:
+class UncopiedHook:
     """A hook on a module that a copy or pickle of the module does not have: the copy gets one that does nothing.
 
     >>> import copy
-    >>> copy.copy(Hook(lambda: "seen"))() is None
+    >>> copy.copy(UncopiedHook(lambda: "seen"))() is None
     True
     """
 
@@ -125,21 +125,21 @@ class Hook:
         return None if torch.compiler.is_compiling() else self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
+        return UncopiedHook, (_nothing,)
 
 
 def _nothing(*args: Any) -> None:
     """The hook of a copy."""
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` while its object lives; then a function that does nothing.
 
     It is for hooks whose holder the collector cannot look into: torch's list of hooks on all optimizers, and parameters
     that DDP's reducer or FSDP holds. A strong reference there would keep the object, and its model, for ever.
 
     >>> attached = Attachment()
-    >>> remove = weakly(attached.remove)
+    >>> remove = weak_method(attached.remove)
     >>> del attached
     >>> remove() is None
     True
@@ -152,10 +152,10 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def shown(names: Sequence[str], most: int = 3) -> str:
+def first_names(names: Sequence[str], most: int = 3) -> str:
     """The first of ``names``, for a ``repr``.
 
-    >>> shown(["a", "b"]), shown(list("abcde"))
+    >>> first_names(["a", "b"]), first_names(list("abcde"))
     ('a, b', 'a, b, c and 2 more')
     """
     first = ", ".join(name or "the model" for name in names[:most])

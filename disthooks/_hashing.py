@@ -28,17 +28,17 @@ import torch
 # the class counts.
 
 
-def described(value: Any, _inside: tuple[int, ...] = ()) -> str:
+def describe(value: Any, _inside: tuple[int, ...] = ()) -> str:
     """What ``value`` was made of: scalars, containers, dataclasses, functions, partial functions, and their parts.
 
-    >>> described({"*.weight", "*.bias"})
+    >>> describe({"*.weight", "*.bias"})
     "{'*.bias', '*.weight'}"
-    >>> described(functools.partial(max, 2, default=torch.ones(3)))
+    >>> describe(functools.partial(max, 2, default=torch.ones(3)))
     'partial(builtins.max, 2, default=tensor(torch.float32))'
     """
     if id(value) in _inside:  # it holds itself
         return "..."
-    part = functools.partial(described, _inside=(*_inside, id(value)))
+    part = functools.partial(describe, _inside=(*_inside, id(value)))
     for kinds, text in _TEXTS:
         if isinstance(value, kinds):
             return text(value, part)
@@ -129,10 +129,10 @@ _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its bits are 
 _LOW = 0xFFFFFFFF
 
 
-def scrambled(value: int) -> int:
+def splitmix64(value: int) -> int:
     """A number of 64 bits, signed, that looks random: splitmix64 of ``value``.
 
-    >>> scrambled(0) != scrambled(1), -(2**63) <= scrambled(7) < 2**63
+    >>> splitmix64(0) != splitmix64(1), -(2**63) <= splitmix64(7) < 2**63
     (True, True)
     """
     mask = (1 << 64) - 1
@@ -185,9 +185,9 @@ class Checksums:
         """Of some rows, of which the first is row ``first`` of its tensor: each row has an odd weight of its own."""
         full = words.numel() // _ROW
         if words.numel() <= _ROW:  # on the CPU, and for most parameters: a number is quicker than a tensor of one
-            return self._mixed(words.view(1, -1))[0] * (scrambled(first) | 1)
+            return self._mixed(words.view(1, -1))[0] * (splitmix64(first) | 1)
         rows, rest = words[: full * _ROW].view(full, _ROW), words[full * _ROW :]
-        last = self._mixed(rest.view(1, -1))[0] * (scrambled(first + full) | 1)
+        last = self._mixed(rest.view(1, -1))[0] * (splitmix64(first + full) | 1)
         return (self._mixed(rows) * odd_weights(first, full, words.device)).sum() + last
 
     def _mixed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -204,9 +204,9 @@ class Checksums:
 
 
 def odd_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """``scrambled(i) | 1`` for ``count`` numbers from ``first`` on, int64, computed on ``device``.
+    """``splitmix64(i) | 1`` for ``count`` numbers from ``first`` on, int64, computed on ``device``.
 
-    >>> odd_weights(5, 2, torch.device("cpu")).tolist() == [scrambled(5) | 1, scrambled(6) | 1]
+    >>> odd_weights(5, 2, torch.device("cpu")).tolist() == [splitmix64(5) | 1, splitmix64(6) | 1]
     True
     """
     x = torch.arange(first, first + count, device=device) + _MULTIPLIER

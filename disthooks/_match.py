@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from disthooks._hashing import described
+from disthooks._hashing import describe
 from disthooks.errors import MatchError, UsageError
 
 Pattern = str | type | Callable[[str, Any], bool]
@@ -19,10 +19,10 @@ T = TypeVar("T")
 _FOREIGN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """``name`` without the parts that compilers and wrappers put into it.
 
-    >>> canonical("layers.0._checkpoint_wrapped_module.fc.weight")
+    >>> canonical_name("layers.0._checkpoint_wrapped_module.fc.weight")
     'layers.0.fc.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _FOREIGN)
@@ -31,7 +31,7 @@ def canonical(name: str) -> str:
 _SHELLS = ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "_FabricModule")
 
 
-def inside(model: nn.Module) -> nn.Module:
+def unwrap_engine(model: nn.Module) -> nn.Module:
     """The user's own model inside the shell that an engine put around all of it.
 
     Engines are told by the names of their classes, so that none has to be imported.
@@ -40,7 +40,7 @@ def inside(model: nn.Module) -> nn.Module:
         UsageError: when ``model`` is no module.
 
     >>> layer = nn.Linear(2, 2)
-    >>> inside(nn.DataParallel(layer)) is layer
+    >>> unwrap_engine(nn.DataParallel(layer)) is layer
     True
     """
     if not isinstance(model, nn.Module):
@@ -50,18 +50,18 @@ def inside(model: nn.Module) -> nn.Module:
     return model
 
 
-def listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
+def as_patterns(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
     """One pattern or several, as a tuple.
 
     Raises:
         UsageError: when there is none, or one is no pattern, such as a module itself.
 
-    >>> listed("*.mlp"), listed([nn.Linear, "head"])[1], listed({"b", "a"})
+    >>> as_patterns("*.mlp"), as_patterns([nn.Linear, "head"])[1], as_patterns({"b", "a"})
     (('*.mlp',), 'head', ('a', 'b'))
     """
     one = callable(patterns) or isinstance(patterns, (str, nn.Module)) or not isinstance(patterns, Iterable)
     if isinstance(patterns, Set):  # the order of a set of strings is another one in each process
-        patterns = sorted(patterns, key=described)
+        patterns = sorted(patterns, key=describe)
     found = (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))
     if not found:
         raise UsageError("give at least one pattern")
@@ -72,10 +72,10 @@ def listed(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
     return found
 
 
-def accepts(pattern: Pattern, name: str, value: object) -> bool:
+def is_match(pattern: Pattern, name: str, value: object) -> bool:
     """Whether ``pattern`` is one of ``value``, which has this name.
 
-    >>> accepts("layers.*", "layers.0", None), accepts(nn.Linear, "fc", nn.Linear(2, 2))
+    >>> is_match("layers.*", "layers.0", None), is_match(nn.Linear, "fc", nn.Linear(2, 2))
     (True, True)
     """
     if isinstance(pattern, str):
@@ -100,10 +100,10 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
     >>> match([("fc.bias", 1), ("fc.weight", 2)], ["*.bias"], "parameter")
     [('fc.bias', 1)]
     """
-    named = [(canonical(name), value) for name, value in items]
+    named = [(canonical_name(name), value) for name, value in items]
     chosen: set[int] = set()
     for pattern in patterns:
-        hits = {i for i, (name, value) in enumerate(named) if accepts(pattern, name, value)}
+        hits = {i for i, (name, value) in enumerate(named) if is_match(pattern, name, value)}
         if not hits:
             raise MatchError(_miss(pattern, [name for name, _ in named], what))
         chosen |= hits
@@ -115,12 +115,12 @@ def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[s
 
     The shell of an engine is looked through: names are those of the user's own model.
     """
-    return match(inside(model).named_modules(), patterns, "module")
+    return match(unwrap_engine(model).named_modules(), patterns, "module")
 
 
 def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
     """The parameters of ``model`` that any of ``patterns`` accepts, named as :func:`match_modules` names."""
-    return match(inside(model).named_parameters(), patterns, "parameter")
+    return match(unwrap_engine(model).named_parameters(), patterns, "parameter")
 
 
 def _miss(pattern: Pattern, names: list[str], what: str) -> str:

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks._match import Pattern, canonical, inside, match_modules
+from disthooks._match import Pattern, canonical_name, match_modules, unwrap_engine
 from disthooks.cli.doctor import missing_sinks
 from disthooks.config.agree import check_conflicts
 from disthooks.config.build import stores_within
-from disthooks.engines.base import is_a
-from disthooks.engines.detect import find
+from disthooks.engines.base import is_of_class
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.plan import groups_of, scope_of
@@ -171,11 +171,11 @@ def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
 
 def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Modules whose inside is computed again in backward, and by what."""
-    for name, module in inside(model).named_modules():
-        if is_a(module, "CheckpointWrapper"):
-            yield canonical(name), module, "a CheckpointWrapper of torch"
-        elif is_a(module, "GradientCheckpointingLayer") and _is_on(module):
-            yield canonical(name), module, "which transformers' gradient_checkpointing computes again"
+    for name, module in unwrap_engine(model).named_modules():
+        if is_of_class(module, "CheckpointWrapper"):
+            yield canonical_name(name), module, "a CheckpointWrapper of torch"
+        elif is_of_class(module, "GradientCheckpointingLayer") and _is_on(module):
+            yield canonical_name(name), module, "which transformers' gradient_checkpointing computes again"
 
 
 def _is_on(module: nn.Module) -> bool:
@@ -185,21 +185,21 @@ def _is_on(module: nn.Module) -> bool:
 def _unsure(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
     """Models that checkpoint their layers in a forward of their own: which, only running them tells."""
     found = []
-    for name, module in inside(model).named_modules():
-        known = any(is_a(part, "GradientCheckpointingLayer") for part in module.modules())
+    for name, module in unwrap_engine(model).named_modules():
+        known = any(is_of_class(part, "GradientCheckpointingLayer") for part in module.modules())
         taken = [each for each, part in modules.items() if _is_inside(part, module)]
         if _is_on(module) and not known and taken:
             found.append(
-                f"gradient_checkpointing is on in {canonical(name) or 'the model'!r}: if it checkpoints {taken[0]!r}, "
-                "the hooks there save nothing; give example inputs, and a run will tell"
+                f"gradient_checkpointing is on in {canonical_name(name) or 'the model'!r}: if it checkpoints "
+                f"{taken[0]!r}, the hooks there save nothing; give example inputs, and a run will tell"
             )
     return found
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in inside(model).named_modules():
+    for name, module in unwrap_engine(model).named_modules():
         if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
-            yield canonical(name) or "the model", module
+            yield canonical_name(name) or "the model", module
 
 
 def build(name: str) -> tuple[Any, Any]:
@@ -355,7 +355,7 @@ def scopes(plan: Any, model: nn.Module, found: Found) -> dict[str, dict[str, lis
     """For each rule and each group the names of its parameters; what a run would raise goes to ``found``."""
     before = len(found.errors)
     try:
-        shards = find(model).shards
+        shards = detect_engine(model).shards
     except DisthooksError as error:
         found.failed("watch", error)
         return {"rules": {}, "groups": {}}

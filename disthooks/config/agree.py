@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from disthooks.config.source import Path, Source
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, ConfigError, MatchError
 from disthooks.grads import collectives
 from disthooks.saved.attach import chosen
@@ -72,7 +72,7 @@ class Team:
     def of(cls, model: nn.Module) -> Team:
         """The ranks of the engine that took ``model``; this one alone before any has, or where none can be told."""
         try:
-            engine = find(model)
+            engine = detect_engine(model)
         except AttachError:  # to save tensors no engine need be known; with gradients it is raised again
             return cls((0,), None, torch.device("cpu"))
         group = collectives.group_of(engine.ranks)

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from disthooks._match import inside
+from disthooks._match import unwrap_engine
 from disthooks._tensors import format_bytes, local_part, parse_bytes
 from disthooks.config.source import Expansion, Path, Source
 from disthooks.errors import ConfigError, DisthooksError, UsageError
@@ -366,7 +366,7 @@ def weights_of(model: nn.Module) -> int:
     >>> weights_of(nn.Linear(10, 10, device="meta"))
     440
     """
-    tensors = itertools.chain(inside(model).parameters(), inside(model).buffers())
+    tensors = itertools.chain(unwrap_engine(model).parameters(), unwrap_engine(model).buffers())
     return sum(_nbytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 

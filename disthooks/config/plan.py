@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks._hashing import described
-from disthooks._match import inside, listed
+from disthooks._hashing import describe
+from disthooks._match import as_patterns, unwrap_engine
 from disthooks.config import dump
 from disthooks.config.agree import Team, check_conflicts, check_not_alone
 from disthooks.config.build import Recipe, stores_within
@@ -164,7 +164,7 @@ class Plan:
     _written: Written | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "saves", tuple((listed(patterns), pipeline(to)) for patterns, to in self.saves))
+        object.__setattr__(self, "saves", tuple((as_patterns(patterns), pipeline(to)) for patterns, to in self.saves))
         lossy = [codec for _, line in self.saves for codec in line.codecs if codec.lossy]
         if self.exact and lossy:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
@@ -311,7 +311,7 @@ class Plan:
         try:
             return str(self.to_dict())
         except ConfigError:  # objects that cannot be written
-            return described(self)
+            return describe(self)
 
     def _made(self, model: nn.Module, sinks: Iterable[Any]) -> dict[str, Any]:
         """The arguments of ``gradients()``."""
@@ -374,7 +374,7 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
         parts.append(f"watch {report.parameters} parameters{ranks}, logged every {plan.watches.get('every', 50)} steps")
     parts += ["blame"] if plan.blame else []
     parts += [f"check_replicas every {plan.check_replicas} steps"] if plan.check_replicas else []
-    say(f"{plan.source.name}: attached to {type(inside(model)).__name__}: {'; '.join(parts)}")
+    say(f"{plan.source.name}: attached to {type(unwrap_engine(model)).__name__}: {'; '.join(parts)}")
 
 
 @contextlib.contextmanager

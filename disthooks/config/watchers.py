@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attachment import Gradients
 from disthooks.watch.blame import Blame, blame
@@ -58,8 +58,8 @@ class Watchers(Attachment):
 
     def compare_every(self, every: int, model: nn.Module, optimizer: Any) -> None:
         """Compare what should be the same on several ranks, after each so many steps; on every rank."""
-        engine = find(model)
-        stepping = engine.stepping(optimizer)
+        engine = detect_engine(model)
+        stepping = engine.inner_optimizer(optimizer)
         first = engine.position == 0
 
         def compare() -> None:

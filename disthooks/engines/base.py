@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _find_tensors
 
-from disthooks._handles import Hook
-from disthooks._match import canonical, inside
+from disthooks._handles import UncopiedHook
+from disthooks._match import canonical_name, unwrap_engine
 from disthooks._torch import ddp_under_way
-from disthooks.engines.optimizer_step import Again, Before, BeforeStep, StepHooks, before_any_step
+from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, before_any_step
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError, UsageError
 
@@ -52,7 +52,7 @@ def refuse_lazy(model: nn.Module) -> None:
 def refuse_nested(model: nn.Module) -> None:
     """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
     for name, module in model.named_modules():
-        if name and is_a(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+        if name and is_of_class(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
             raise AttachError(
                 f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
                 f"that module with an optimizer of its own, or wrap the whole model"
@@ -64,7 +64,7 @@ def refuse_mixed(engine: Engine) -> None:
     kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
     for name, module in engine.model.named_modules():
         for label, kind in kinds.items():
-            if is_a(module, kind) and label != engine.label:
+            if is_of_class(module, kind) and label != engine.label:
                 raise AttachError(
                     f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
                     "gradient there cannot be told; use one of them for the whole model"
@@ -92,7 +92,7 @@ def several_ranks() -> bool:
 
 def refuse_replicate(engine: Engine) -> None:
     """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
-    if not engine.alone or not several_ranks():
+    if not engine.trains_alone or not several_ranks():
         return
     for name, module in engine.model.named_modules():
         if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
@@ -132,7 +132,7 @@ class Removable(Protocol):
         """Take the hook off."""
 
 
-class Both:
+class HandleGroup:
     """Several handles as one."""
 
     def __init__(self, *handles: Removable) -> None:
@@ -144,10 +144,10 @@ class Both:
             handle.remove()
 
 
-def is_a(module: nn.Module, *names: str) -> bool:
+def is_of_class(module: nn.Module, *names: str) -> bool:
     """Whether ``module`` is of a class with one of ``names``; so no engine has to be imported to be known.
 
-    >>> is_a(nn.Linear(1, 1), "Linear"), is_a(nn.Linear(1, 1), "FSDPModule")
+    >>> is_of_class(nn.Linear(1, 1), "Linear"), is_of_class(nn.Linear(1, 1), "FSDPModule")
     (True, False)
     """
     return any(kind.__name__ in names for kind in type(module).__mro__)
@@ -161,18 +161,18 @@ class Engine:
         ranks: the global ranks whose gradients belong together, in order.
         position: this rank's place among them.
         shards: every parameter of the model, in the same order on every rank.
-        keeps_named_state: whether the optimizer's state is kept by parameter, not by partition.
-        steps_alone: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
-        can_withhold: whether single parameters can be left out of a step (:func:`~disthooks.engines.skip.withhold`).
+        has_named_state: whether the optimizer's state is kept by parameter, not by partition.
+        may_step_unreduced: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
+        can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
     """
 
     label: ClassVar[str] = "a plain module"
-    can_withhold: bool = True
-    steps_alone: ClassVar[bool] = False
-    keeps_named_state: bool = True
+    can_exclude_parameters: bool = True
+    may_step_unreduced: ClassVar[bool] = False
+    has_named_state: bool = True
 
     #: Whether each process trains a model of its own, as far as the engine knows, though there may be several.
-    alone: ClassVar[bool] = False
+    trains_alone: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position
@@ -206,7 +206,7 @@ class Engine:
                     "engine has taken the model, and make the optimizer after it too"
                 )
 
-    def unreduced(self) -> str:
+    def reason_unreduced(self) -> str:
         """Why the gradients in memory are not what all ranks would step with; empty when they are.
 
         Asked at every step and answered alike on all ranks, from what the program did and not from which elements a
@@ -214,7 +214,7 @@ class Engine:
         """
         return ""
 
-    def stepping(self, optimizer: Any) -> Any:
+    def inner_optimizer(self, optimizer: Any) -> Any:
         """The optimizer whose ``step`` makes the update.
 
         Raises:
@@ -222,9 +222,9 @@ class Engine:
         """
         if optimizer is None:
             raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
-        return stepping(optimizer)
+        return inner_optimizer(optimizer)
 
-    def scale(self) -> float | torch.Tensor | None:
+    def gradient_scale(self) -> float | torch.Tensor | None:
         """What gradients in memory are multiplied by, known without waiting; None for 1, unless the engine scales.
 
         Divided by it they are those of the user's loss: local ones when their hooks are called, final ones when
@@ -232,23 +232,23 @@ class Engine:
         """
         return None
 
-    def copies(self) -> Sequence[Shard]:
+    def weight_shards(self) -> Sequence[Shard]:
         """The parameters as the model has them in memory, which several ranks may have alike."""
         return self.shards
 
-    def own_data(self) -> bool:
+    def has_own_batch(self) -> bool:
         """Whether each rank has a share of the batch of its own, so that ranks' own gradients can be compared."""
         return True
 
-    def held(self, optimizer: Any) -> list[nn.Parameter]:
+    def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters that ``optimizer`` updates, as they are in ``shards``."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def updates(self, index: int) -> bool:
+    def is_updated(self, index: int) -> bool:
         """Whether a shard may be updated at all; False where the engine's own optimizer was not given it."""
         return True
 
-    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
         """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update.
 
         It may return a bool tensor without dimensions on the device: where that is true, the optimizer does not
@@ -259,12 +259,12 @@ class Engine:
             run: in a step with a closure it is called when the closure is done.
             again: what is done when the closure is called again in the same step.
         """
-        hooks = StepHooks.of(stepping(optimizer))
-        return hooks.add(hooks.before, Before(run, again))
+        hooks = StepHooks.of(inner_optimizer(optimizer))
+        return hooks.add(hooks.before, StepCallback(run, on_repeat))
 
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Run what :meth:`before_step` was given now; the step that comes next does not run it again."""
-        StepHooks.of(stepping(optimizer)).now(scaler)
+        StepHooks.of(inner_optimizer(optimizer)).now(scaler)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
         """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs.
@@ -275,10 +275,10 @@ class Engine:
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Have ``run()`` called when the update has been made, once a step."""
-        hooks = StepHooks.of(stepping(optimizer))
+        hooks = StepHooks.of(inner_optimizer(optimizer))
         return hooks.add(hooks.after, run)
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
         """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
 
         It is called once in every backward that reaches the parameter; what it returns, unless None, takes the
@@ -293,17 +293,17 @@ class Engine:
                     handles.append(parameter.register_hook(functools.partial(hook, i)))  # type: ignore[no-untyped-call]
         return handles
 
-    def begins(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         """Whether the gradient that a local hook is called with is known to be the first since the last step."""
         return self.shards[index].parameter.grad is None
 
-    def fixed(self, parameter: nn.Parameter) -> bool:
+    def is_stable(self, parameter: nn.Parameter) -> bool:
         """Whether the model holds ``parameter`` itself at all times, so that :meth:`check` may look for it."""
         return True
 
     def _shards(self) -> list[Shard]:
         named = enumerate(self.model.named_parameters())
-        return [self.shard(i, canonical(name), parameter) for i, (name, parameter) in named]
+        return [self.shard(i, canonical_name(name), parameter) for i, (name, parameter) in named]
 
     def _modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
         pairs = [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items()]
@@ -325,8 +325,8 @@ class Engine:
         places = []
         for path, module in self.model.named_modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None and self.fixed(parameter):
-                    places.append((module._parameters, key, parameter, canonical(f"{path}.{key}".lstrip("."))))
+                if parameter is not None and self.is_stable(parameter):
+                    places.append((module._parameters, key, parameter, canonical_name(f"{path}.{key}".lstrip("."))))
         return places
 
 
@@ -356,7 +356,7 @@ def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
         parameter.requires_grad_(False)
 
 
-def stepping(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer whose ``step`` makes the update: ``optimizer``, or the one inside a wrapper around it.
 
     Raises:
@@ -377,7 +377,7 @@ def stepping(optimizer: Any) -> Any:
 class Plain(Engine):
     """A module that no engine has taken; among several processes each has one that it trains by itself."""
 
-    alone = True
+    trains_alone = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, (this_rank(),))
@@ -387,40 +387,40 @@ class DataParallel(Engine):
     """The module inside: backward of the broadcast sums the replicas' gradients before any hook sees them."""
 
     label = "DataParallel"
-    alone = True
+    trains_alone = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(inside(model), (this_rank(),))
+        super().__init__(unwrap_engine(model), (this_rank(),))
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
         """An ``nn.DataParallel``."""
-        return is_a(model, "DataParallel")
+        return is_of_class(model, "DataParallel")
 
 
 class Ddp(Engine):
     """The ranks take turns at owning parameters, so each measures its part and none measures all."""
 
     label = "DDP"
-    steps_alone = True
+    may_step_unreduced = True
 
     def __init__(self, model: nn.Module) -> None:
         wrapper: Any = model
         ranks = dist.get_process_group_ranks(wrapper.process_group)
-        self._ignored = frozenset(map(canonical, wrapper.parameters_to_ignore))
+        self._ignored = frozenset(map(canonical_name, wrapper.parameters_to_ignore))
         self._wrapper = wrapper
         # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
         self._prepares = True  # the last forward, for a backward that reduces
         self._reduces = True  # the last backward
-        super().__init__(inside(model), ranks, dist.get_rank(wrapper.process_group))
+        super().__init__(unwrap_engine(model), ranks, dist.get_rank(wrapper.process_group))
         self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
         self._must_be_reduced()
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
         """A ``DistributedDataParallel``."""
-        return is_a(model, "DistributedDataParallel")
+        return is_of_class(model, "DistributedDataParallel")
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         """Whole on every rank; the ranks own them in turn."""
@@ -437,13 +437,13 @@ class Ddp(Engine):
         mine = index % len(self.ranks) == self.position
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
 
-    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
         """Also notice which backward DDP reduces."""
-        begins = self._wrapper.register_forward_pre_hook(Hook(self._begin_forward))
-        ends = self._wrapper.register_forward_hook(Hook(self._end_forward))
-        return Both(super().before_step(optimizer, run, again), Both(begins, ends))
+        begins = self._wrapper.register_forward_pre_hook(UncopiedHook(self._begin_forward))
+        ends = self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))
+        return HandleGroup(super().before_step(optimizer, run, on_repeat), HandleGroup(begins, ends))
 
-    def unreduced(self) -> str:
+    def reason_unreduced(self) -> str:
         """After a forward and backward inside ``no_sync()``, as local SGD steps: each rank has its own gradients."""
         if self._reduces:
             return ""

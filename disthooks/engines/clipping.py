@@ -25,20 +25,20 @@ from disthooks._torch import Inner, in_backward
 # loop that clips before leaves rules and statistics to the step, in which the scaler unscales. Its update() ends the
 # iteration: what another optimizer's loop clips next, nobody has scaled.
 
-Hears = Callable[[Sequence[torch.Tensor], Any], None]
+ClipListener = Callable[[Sequence[torch.Tensor], Any], None]
 
 
 class _Clipping:
     """Our functions in the place of torch's, while anybody listens."""
 
     def __init__(self) -> None:
-        self._ears: list[weakref.WeakMethod[Hears]] = []
+        self._ears: list[weakref.WeakMethod[ClipListener]] = []
         self._undo: dict[str, Callable[[], None]] = {}
         self._inside = threading.local()
         self._scaled_by: weakref.ref[Any] | None = None
         self._scalers: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
-    def add(self, hears: Hears) -> Handle:
+    def add(self, hears: ClipListener) -> Handle:
         """Have ``hears(parameters, scaler_of)`` called before each clipping, as long as its object lives."""
         ear = weakref.WeakMethod(hears)
         self._ears.append(ear)
@@ -50,7 +50,7 @@ class _Clipping:
                 self._undo[name] = _listen(kind, self._scales, self._unscales, self._updates)
         return Handle(self, ear)
 
-    def discard(self, ear: weakref.WeakMethod[Hears]) -> None:
+    def discard(self, ear: weakref.WeakMethod[ClipListener]) -> None:
         """The last one that leaves puts torch's functions back."""
         self._ears = [one for one in self._ears if one is not ear and one() is not None]
         if not self._ears:
@@ -95,7 +95,7 @@ class _Clipping:
 class Handle:
     """Ends what :func:`before_clipping` began."""
 
-    def __init__(self, clipping: _Clipping, ear: weakref.WeakMethod[Hears]) -> None:
+    def __init__(self, clipping: _Clipping, ear: weakref.WeakMethod[ClipListener]) -> None:
         self._clipping, self._ear = clipping, ear
 
     def remove(self) -> None:
@@ -106,7 +106,7 @@ class Handle:
 _clipping = _Clipping()
 
 
-def before_clipping(hears: Hears) -> Handle:
+def before_clipping(hears: ClipListener) -> Handle:
     """Have a method called before torch's functions clip gradients; see [Note: before the loop clips].
 
     They are ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, under

@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disthooks._match import inside
-from disthooks.engines.base import Engine, Removable, is_a
-from disthooks.engines.optimizer_step import Again, BeforeStep, Entry
+from disthooks._match import unwrap_engine
+from disthooks.engines.base import Engine, Removable, is_of_class
+from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
 from disthooks.engines.shard import Part, Shard
-from disthooks.engines.skip import hide, over
-from disthooks.engines.zero_shards import Bf16, Masters, Partitions, Piece, Zero3, Zero12, shape_of
+from disthooks.engines.skip import end_step, remove_excluded
+from disthooks.engines.zero_shards import Bf16, Masters, Partitions, Zero3, Zero12, ZeroShard, shape_of
 from disthooks.errors import AttachError
 
 _NAME = "_take_model_step"
 
 
-class Update:
+class DeepSpeedStep:
     """Stands in for ``engine._take_model_step``, which ``engine.step()`` calls once for each step of the optimizer.
 
     All gradients are reduced by then, and DeepSpeed has not measured, clipped or unscaled any of them.
@@ -45,15 +45,15 @@ class Update:
         engine.__dict__[_NAME] = self
 
     @classmethod
-    def of(cls, engine: Any, kept: Partitions, shards: Sequence[Shard], group: Any) -> Update:
+    def of(cls, engine: Any, kept: Partitions, shards: Sequence[Shard], group: Any) -> DeepSpeedStep:
         """The one that is in place on ``engine``, or a new one."""
         found = engine.__dict__.get(_NAME)
         return found if isinstance(found, cls) else cls(engine, kept, shards, group)
 
-    def add(self, to: list[Any], run: Any) -> Entry:
+    def add(self, to: list[Any], run: Any) -> CallbackHandle:
         """Put ``run`` at the end of one of the lists; gives what takes it off."""
         to.append(run)
-        return Entry(self, to, run)
+        return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
         """Put back what was there, unless something is still to run, or somebody else has wrapped this."""
@@ -137,11 +137,11 @@ class Update:
             yield
             return
         optimizer = self._engine.basic_optimizer
-        hide(optimizer)
+        remove_excluded(optimizer)
         try:
             yield
         finally:
-            over(optimizer)
+            end_step(optimizer)
             self._engine.zero_grad()
 
 
@@ -176,14 +176,14 @@ class DeepSpeed(Engine):
         engine: Any = model
         _check_supported(engine)
         self._engine, self._kept, self._group = engine, _partitions(engine), engine.seq_data_parallel_group
-        self.can_withhold = self.keeps_named_state = type(self._kept) is Partitions
+        self.can_exclude_parameters = self.has_named_state = type(self._kept) is Partitions
         ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-        super().__init__(inside(model), ranks, dist.get_rank(engine.seq_data_parallel_group))
+        super().__init__(unwrap_engine(model), ranks, dist.get_rank(engine.seq_data_parallel_group))
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
         """What ``deepspeed.initialize`` returned first."""
-        return is_a(model, "DeepSpeedEngine")
+        return is_of_class(model, "DeepSpeedEngine")
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         """A range of it; all of it where the stage leaves gradients whole, and then the ranks own them in turn."""
@@ -191,11 +191,13 @@ class DeepSpeed(Engine):
         mine = index % len(self.ranks) == self.position
         if place is None:  # frozen, or held by torch's own optimizer
             part = Part.whole(shape_of(parameter)) if shape_of(parameter) == parameter.shape else None
-            return Shard(name, parameter, mine, self._layout("replica"), part, self.ranks)
+            return Shard(name, parameter, mine, self._sharding("replica"), part, self.ranks)
         if self._kept.whole:
-            return Piece(name, parameter, mine, self._layout("replica"), place.part, self.ranks, self._kept, place)
+            return ZeroShard(
+                name, parameter, mine, self._sharding("replica"), place.part, self.ranks, self._kept, place
+            )
         me = (self.ranks[self.position],)
-        return Piece(name, parameter, True, self._layout("sharded"), place.part, me, self._kept, place)
+        return ZeroShard(name, parameter, True, self._sharding("sharded"), place.part, me, self._kept, place)
 
     def check(self) -> None:
         """Also raise AttachError when the engine's optimizer was replaced, or DeepCompile took over."""
@@ -204,21 +206,21 @@ class DeepSpeed(Engine):
         _check_compiled(self._engine)
         super().check()
 
-    def copies(self) -> list[Shard]:
+    def weight_shards(self) -> list[Shard]:
         """The weights that forward uses, whole on every rank up to ZeRO 2; of ZeRO 3's none has a copy."""
         found = []
         for shard in self.shards:
             whole = shape_of(shard.parameter) == shard.parameter.shape
             part = Part.whole(shard.parameter.shape) if whole else None
-            twins = self.ranks if whole else shard.twins
-            found.append(Shard(shard.name, shard.parameter, shard.owned, shard.layout, part, twins))
+            replica_ranks = self.ranks if whole else shard.replica_ranks
+            found.append(Shard(shard.name, shard.parameter, shard.is_owner, shard.sharding, part, replica_ranks))
         return found
 
-    def held(self, optimizer: Any) -> list[nn.Parameter]:
+    def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
         """The parameters of the model that the engine updates; the optimizer itself holds flat partitions."""
-        return self._kept.held()
+        return self._kept.optimizer_parameters()
 
-    def stepping(self, optimizer: Any) -> Any:
+    def inner_optimizer(self, optimizer: Any) -> Any:
         """The torch optimizer inside the engine's; none need be given."""
         own = (self._engine.optimizer, self._engine.basic_optimizer)
         given = optimizer
@@ -231,11 +233,11 @@ class DeepSpeed(Engine):
             )
         return own[1]
 
-    def updates(self, index: int) -> bool:
+    def is_updated(self, index: int) -> bool:
         """Whether DeepSpeed's optimizer holds it."""
-        return any(self.shards[index].parameter is parameter for parameter in self._kept.held())
+        return any(self.shards[index].parameter is parameter for parameter in self._kept.optimizer_parameters())
 
-    def scale(self) -> float | torch.Tensor | None:
+    def gradient_scale(self) -> float | torch.Tensor | None:
         """The loss scale of DeepSpeed (a number on the host), or of its ``GradScaler`` (on the device)."""
         scaler = scaler_of(self._engine)
         if scaler is not None and scaler.is_enabled():
@@ -246,7 +248,7 @@ class DeepSpeed(Engine):
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
         """Nothing: the engine's own step begins with it, before it clips."""
 
-    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
         """At the engine's step, not at micro-steps. Where ``run`` decides so, DeepSpeed's optimizer makes no step.
 
         The engine then does what it does for a step that overflowed (gradients are dropped, the learning rate's
@@ -265,15 +267,15 @@ class DeepSpeed(Engine):
         update = self._update()
         return update.add(update.after, run)
 
-    def begins(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         """Never known: gradients are accumulated out of sight."""
         return False
 
-    def _update(self) -> Update:
+    def _update(self) -> DeepSpeedStep:
         shards = [shard for shard in self.shards if shard.parameter.requires_grad]
-        return Update.of(self._engine, self._kept, shards, self._group)
+        return DeepSpeedStep.of(self._engine, self._kept, shards, self._group)
 
-    def _layout(self, among_several: Any) -> Any:
+    def _sharding(self, among_several: Any) -> Any:
         return among_several if len(self.ranks) > 1 else "whole"
 
 
@@ -311,9 +313,11 @@ def _offloads(engine: Any) -> bool:
 
 
 _REFUSED: dict[str, Callable[[Any], bool]] = {
-    "pipeline stages (whose gradients are reduced and used inside train_batch())": lambda e: is_a(e, "PipelineEngine"),
-    "no optimizer": lambda e: e.optimizer is None or is_a(e.optimizer, "DummyOptim", "DeepSpeedZeRoOffload"),
-    "MiCS (which partitions over a part of the ranks)": lambda e: is_a(e.optimizer, "MiCS_Optimizer"),
+    "pipeline stages (whose gradients are reduced and used inside train_batch())": lambda e: is_of_class(
+        e, "PipelineEngine"
+    ),
+    "no optimizer": lambda e: e.optimizer is None or is_of_class(e.optimizer, "DummyOptim", "DeepSpeedZeRoOffload"),
+    "MiCS (which partitions over a part of the ranks)": lambda e: is_of_class(e.optimizer, "MiCS_Optimizer"),
     "zero_hpz_partition_size above 1 (secondary partitions)": lambda e: (
         getattr(e.optimizer, "zero_hpz_partition_size", 1) > 1
     ),

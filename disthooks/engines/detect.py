@@ -11,7 +11,7 @@ from disthooks.engines.base import (
     DataParallel,
     Engine,
     Plain,
-    is_a,
+    is_of_class,
     refuse_lazy,
     refuse_mixed,
     refuse_nested,
@@ -20,28 +20,28 @@ from disthooks.engines.base import (
 from disthooks.errors import AttachError, UsageError
 
 
-def find(model: nn.Module) -> Engine:
+def detect_engine(model: nn.Module) -> Engine:
     """The engine of ``model``, which stays as it is; parameters that FSDP2 holds gathered are sharded again.
 
     Raises:
         UsageError: when ``model`` is no module.
         AttachError: for an engine on which hooks would not fire; the message says what works.
 
-    >>> find(nn.DataParallel(nn.Linear(2, 2))).label
+    >>> detect_engine(nn.DataParallel(nn.Linear(2, 2))).label
     'DataParallel'
-    >>> [shard.name for shard in find(nn.Linear(2, 2)).shards]
+    >>> [shard.name for shard in detect_engine(nn.Linear(2, 2)).shards]
     ['weight', 'bias']
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while is_a(model, "OptimizedModule", "_FabricModule"):  # what torch.compile and Fabric.setup return
-        inner = "_orig_mod" if is_a(model, "OptimizedModule") else "_forward_module"
+    while is_of_class(model, "OptimizedModule", "_FabricModule"):  # what torch.compile and Fabric.setup return
+        inner = "_orig_mod" if is_of_class(model, "OptimizedModule") else "_forward_module"
         model = cast(nn.Module, getattr(model, inner))
     refuse_lazy(model)
     found = next(kind for kind in _kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)
     refuse_mixed(found)
-    if not is_a(model, "DeepSpeedEngine"):
+    if not is_of_class(model, "DeepSpeedEngine"):
         refuse_unwrapped(model)
     if not found.shards:
         raise AttachError(f"{type(model).__name__} has no parameters")

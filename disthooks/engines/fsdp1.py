@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disthooks._handles import weakly
-from disthooks._match import canonical
+from disthooks._handles import weak_method
+from disthooks._match import canonical_name
 from disthooks._torch import backward_id
-from disthooks.engines.base import Both, Engine, LocalHook, Removable, is_a
-from disthooks.engines.optimizer_step import Again, BeforeStep
+from disthooks.engines.base import Engine, HandleGroup, LocalHook, Removable, is_of_class
+from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError, UsageError
 
 
-class Piece(NamedTuple):
+class FlatParamView(NamedTuple):
     """One of the user's parameters inside a flat one.
 
     Attributes:
@@ -77,7 +77,7 @@ class Unit:
         sharded: whether each rank has a part; otherwise (NO_SHARD) every one has all of it.
         pieces: the parameters in it.
         ranks: the global ranks that train it together.
-        twins: those that have the same elements as this one.
+        replica_ranks: those that have the same elements as this one.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -91,7 +91,7 @@ class Unit:
         self.pieces = tuple(self._pieces())
         held: list[nn.Parameter] = self.flat._params if self.original else [self.flat] * len(self.pieces)
         self._held = tuple(held)
-        self.ranks, self.twins = self._ranks()
+        self.ranks, self.replica_ranks = self._ranks()
         self._must_be_right()
 
     @property
@@ -99,7 +99,7 @@ class Unit:
         """The user's module: when its forward begins, the parameters are whole."""
         return cast(nn.Module, self._module._fsdp_wrapped_module)
 
-    def held(self, number: int) -> nn.Parameter:
+    def optimizer_parameters(self, number: int) -> nn.Parameter:
         """What an optimizer holds of a piece."""
         return self._held[number]
 
@@ -130,7 +130,7 @@ class Unit:
 
         return self.flat.register_hook(see)
 
-    def begins(self) -> bool:
+    def is_first_gradient(self) -> bool:
         """Whether there is no gradient yet, neither a whole one of ``no_sync()`` nor a reduced one put aside."""
         return self.flat.grad is None and getattr(self.flat, "_saved_grad_shard", None) is None
 
@@ -145,13 +145,13 @@ class Unit:
         now = piece.module._parameters.get(piece.key) if self.original else None
         return isinstance(now, nn.Parameter) and now is not self._held[number]
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[FlatParamView]:
         flat = self.flat
         ends = list(itertools.accumulate(flat._numels_with_padding))
         starts = [0, *ends[:-1]]
         true = [start for start, padding in zip(starts, flat._is_padding_mask, strict=True) if not padding]
         for i, (key, module, _) in enumerate(flat._param_infos):
-            name, here = canonical(f"{self.name}.{flat._fqns[i]}".lstrip(".")), flat._shard_param_infos[i]
+            name, here = canonical_name(f"{self.name}.{flat._fqns[i]}".lstrip(".")), flat._shard_param_infos[i]
             if flat._param_extensions[i] is not None:
                 raise AttachError(
                     f"{name!r} is a DTensor inside FSDP1, and which of its elements a rank has cannot be told; use "
@@ -161,7 +161,7 @@ class Unit:
             if here.in_shard:
                 local = here.offset_in_shard, here.offset_in_shard + here.numel_in_shard
                 span = here.intra_param_start_idx, here.intra_param_end_idx + 1
-            yield Piece(name, module, key, true[i], flat._shapes[i], flat._strides[i], local, span)
+            yield FlatParamView(name, module, key, true[i], flat._shapes[i], flat._strides[i], local, span)
 
     def _must_be_right(self) -> None:
         """torch 2.13 makes p.grad of such a weight by reshape(), which takes its elements in the wrong order."""
@@ -179,14 +179,14 @@ class Unit:
         across = module.__dict__.get("_inter_node_pg")
         if across is None:
             return ranks, (dist.get_rank(),) if self.sharded else ranks
-        twins = tuple(sorted(dist.get_process_group_ranks(across)))
-        if not self.sharded and len(twins) > 1:
+        replica_ranks = tuple(sorted(dist.get_process_group_ranks(across)))
+        if not self.sharded and len(replica_ranks) > 1:
             raise AttachError(
-                f"{self._shown()} is HYBRID_SHARD with one rank to shard over, which FSDP1 takes for NO_SHARD and then "
-                f"never averages gradients over the replicas {list(twins)}: use NO_SHARD over all ranks, DDP, or more "
-                "than one rank in the second dimension of the mesh"
+                f"{self._shown()} is HYBRID_SHARD with one rank to shard over, which FSDP1 takes for NO_SHARD and "
+                f"then never averages gradients over the replicas {list(replica_ranks)}: use NO_SHARD over all "
+                "ranks, DDP, or more than one rank in the second dimension of the mesh"
             )
-        return self._all(len(ranks) * len(twins)), twins
+        return self._all(len(ranks) * len(replica_ranks)), replica_ranks
 
     def _all(self, count: int) -> tuple[int, ...]:
         """The ranks of all replicas, of which the process groups name only this rank's row and column."""
@@ -206,13 +206,13 @@ class Unit:
 
 def units_of(model: nn.Module) -> tuple[Unit, ...]:
     """Every FSDP1 module of ``model`` that has parameters of its own, in the same order on every rank."""
-    named = ((canonical(name), module) for name, module in model.named_modules() if is_fsdp1(module))
+    named = ((canonical_name(name), module) for name, module in model.named_modules() if is_fsdp1(module))
     return tuple(Unit(name, module) for name, module in named if module.__dict__["_handle"] is not None)
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether ``module`` is a ``FullyShardedDataParallel``."""
-    return is_a(module, "FullyShardedDataParallel")
+    return is_of_class(module, "FullyShardedDataParallel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,7 @@ class FlatShard(Shard):
     """
 
     unit: Unit = field(kw_only=True)
-    piece: Piece = field(kw_only=True)
+    piece: FlatParamView = field(kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
@@ -252,7 +252,7 @@ class FlatShard(Shard):
         """A view of this rank's shard of the flat parameter."""
         return self._of(self.unit.values())
 
-    def final(self) -> torch.Tensor | None:
+    def optimizer_gradient(self) -> torch.Tensor | None:
         """The local part: FSDP1 has no tensor that means the whole gradient."""
         return self.gradient()
 
@@ -273,7 +273,8 @@ class Fsdp1(Engine):
         self._units = units_of(model)
         ranks = _ranks_of(self._units)
         super().__init__(model, ranks, ranks.index(dist.get_rank()))
-        self.can_withhold = all(unit.original for unit in self._units)  # the optimizer steps flat ones as a whole
+        # The optimizer steps a flat parameter as a whole.
+        self.can_exclude_parameters = all(unit.original for unit in self._units)
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -287,16 +288,16 @@ class Fsdp1(Engine):
                 f"{name!r} is a DTensor beside FSDP1, and how often each of its elements is there cannot be told; use "
                 "torch.distributed.fsdp.fully_shard for the whole model"
             )
-        return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
+        return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
-    def fixed(self, parameter: nn.Parameter) -> bool:
+    def is_stable(self, parameter: nn.Parameter) -> bool:
         """FSDP exchanges what is registered in the place of its parameters; :meth:`check` asks FSDP about them."""
         return id(parameter) in self._apart
 
-    def begins(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         """Whether FSDP has put aside no gradient of its flat parameter from an earlier backward."""
         shard = self.shards[index]
-        return shard.unit.begins() if isinstance(shard, FlatShard) else super().begins(index)
+        return shard.unit.is_first_gradient() if isinstance(shard, FlatShard) else super().is_first_gradient(index)
 
     def check(self) -> None:
         """Also ask whether FSDP still has the parameters that were attached to."""
@@ -309,12 +310,12 @@ class Fsdp1(Engine):
                     )
         super().check()
 
-    def before_step(self, optimizer: Any, run: BeforeStep, again: Again = "refuse") -> Removable:
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
         """Also notice which backward FSDP reduces where the size of a gradient does not tell."""
         hooks = [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
-        return Both(super().before_step(optimizer, run, again), *hooks)
+        return HandleGroup(super().before_step(optimizer, run, on_repeat), *hooks)
 
-    def unreduced(self) -> str:
+    def reason_unreduced(self) -> str:
         """After a backward inside ``no_sync()``: whole gradients, on every rank, whatever elements it holds."""
         late = next((unit for unit in self._units if not unit.reduced()), None)
         if late is None:
@@ -324,7 +325,7 @@ class Fsdp1(Engine):
             "no_sync(); run the last one before optimizer.step() outside of it"
         )
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
         """Hooks on the user's parameters never fire: one goes on each flat one, whose gradient is cut into theirs.
 
         The hook sees the whole, unreduced gradient, in the dtype that forward used.
@@ -333,26 +334,26 @@ class Fsdp1(Engine):
         for unit in self._units:
             mine = {i: s for i in wanted if isinstance(s := self.shards[i], FlatShard) and s.unit is unit}
             if mine:
-                handles.append(_Local(unit, mine, hook, must))
+                handles.append(_Local(unit, mine, hook, must_fire))
         others = [i for i in wanted if not isinstance(self.shards[i], FlatShard)]
-        return [*handles, *super().on_local(others, hook, must)]
+        return [*handles, *super().on_local(others, hook, must_fire)]
 
     def _shards(self) -> list[Shard]:
         found: list[Shard] = []
         for unit in self._units:
             for i, piece in enumerate(unit.pieces):
-                found.append(self._flat(len(found), unit, piece, unit.held(i)))
+                found.append(self._flat(len(found), unit, piece, unit.optimizer_parameters(i)))
         flat = {id(parameter) for unit in self._units for parameter in unit.parameters()}
         # between forward and backward some strategies leave views, which are no Parameters, in their places
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
         self._apart = {id(parameter) for _, parameter in named}
-        return [*found, *(self.shard(len(found) + i, canonical(n), p) for i, (n, p) in enumerate(named))]
+        return [*found, *(self.shard(len(found) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
 
-    def _flat(self, index: int, unit: Unit, piece: Piece, held: nn.Parameter) -> FlatShard:
-        mine = unit.twins[index % len(unit.twins)] == self.ranks[self.position]
+    def _flat(self, index: int, unit: Unit, piece: FlatParamView, held: nn.Parameter) -> FlatShard:
+        mine = unit.replica_ranks[index % len(unit.replica_ranks)] == self.ranks[self.position]
         layout: Any = "sharded" if unit.sharded else "replica"
         part = piece.part(unit.sharded)
-        return FlatShard(piece.name, held, mine, layout, part, unit.twins, unit=unit, piece=piece)
+        return FlatShard(piece.name, held, mine, layout, part, unit.replica_ranks, unit=unit, piece=piece)
 
     def _refresh(self) -> None:
         super()._refresh()
@@ -373,8 +374,8 @@ class _Local:
     reached is told by hooks on the views that FSDP makes of the flat parameter for each forward.
     """
 
-    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook, must: bool) -> None:
-        self.unit, self.shards, self.hook, self.must = unit, shards, hook, must
+    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook, must_fire: bool) -> None:
+        self.unit, self.shards, self.hook, self.must_fire = unit, shards, hook, must_fire
         self.reached: dict[int, int] = {}  # index: in which backward
         self.fired, self.looked = -1, False
         self.on_flat: Removable | None = None
@@ -384,7 +385,7 @@ class _Local:
     def put(self) -> None:
         """FSDP makes a flat parameter need no gradient as long as none in it does, and then no hook can be put on."""
         if self.on_flat is None and self.unit.flat.requires_grad:
-            self.on_flat = self.unit.flat.register_hook(weakly(self.fire))  # the module's hook keeps this object
+            self.on_flat = self.unit.flat.register_hook(weak_method(self.fire))  # the module's hook keeps this object
 
     def look(self, module: nn.Module, args: Any) -> None:
         self.looked = True
@@ -392,13 +393,13 @@ class _Local:
         for i, shard in self.shards.items():
             view = getattr(shard.piece.module, shard.piece.key)
             if shard.parameter.requires_grad and view.requires_grad:
-                view.register_hook(functools.partial(weakly(self.reach), i))  # it goes when the view does
+                view.register_hook(functools.partial(weak_method(self.reach), i))  # it goes when the view does
 
     def reach(self, i: int, grad: torch.Tensor) -> None:
         self.reached[i] = backward_id()
 
     def fire(self, grad: torch.Tensor) -> torch.Tensor | None:
-        if self.must:
+        if self.must_fire:
             self.must_be_whole()
         self.fired = backward_id()
         grad = grad.contiguous()  # what autograd made of one parameter alone may be expanded

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks.engines.base import Engine, LocalHook, Removable, is_a, needing_gradients
+from disthooks.engines.base import Engine, LocalHook, Removable, is_of_class, needing_gradients
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 
@@ -29,11 +29,11 @@ def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int
         if placement.is_partial():
             raise AttachError(f"{name!r} is a DTensor with placement {placement}: its value is not on any rank yet")
     replicated = [placement.is_replicate() for placement in placements]
-    twins = _twins(mesh, replicated, ranks, rank, name)
+    replica_ranks = _replica_ranks(mesh, replicated, ranks, rank, name)
     sizes, starts = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     part = Part(torch.Size(parameter.shape), box=tuple(zip(starts, sizes, strict=True)))
-    mine = rank == twins[index % len(twins)]
-    return Shard(name, parameter, mine, "replica" if all(replicated) else "sharded", part, twins)
+    mine = rank == replica_ranks[index % len(replica_ranks)]
+    return Shard(name, parameter, mine, "replica" if all(replicated) else "sharded", part, replica_ranks)
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
@@ -109,7 +109,9 @@ def _root(mesh: Any) -> Any:
     return _mesh_resources.get_root_mesh(mesh)
 
 
-def _twins(mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str) -> tuple[int, ...]:
+def _replica_ranks(
+    mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str
+) -> tuple[int, ...]:
     """All ranks that have what ``rank`` has: they differ from it only along dimensions that do not shard."""
     at = (mesh.mesh == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if same else i for i, same in zip(at, replicated, strict=True))
@@ -157,7 +159,7 @@ class Fsdp2(Engine):
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():
-            if is_a(module, "FSDPModule"):
+            if is_of_class(module, "FSDPModule"):
                 module.reshard()  # type: ignore[operator]  # after a forward without backward the root is whole
         ranks = ranks_of(model)
         rank = dist.get_rank()
@@ -170,7 +172,7 @@ class Fsdp2(Engine):
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
         """A model with an FSDP2 module or a DTensor parameter in it."""
-        return any(is_a(module, "FSDPModule") for module in model.modules()) or any(
+        return any(is_of_class(module, "FSDPModule") for module in model.modules()) or any(
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         )
 
@@ -178,14 +180,14 @@ class Fsdp2(Engine):
         """Of a DTensor its local part; a plain parameter beside them belongs to the first rank."""
         if hasattr(parameter, "device_mesh"):
             return shard_of(index, name, parameter, self.ranks, self.ranks[self.position])
-        return Shard(name, parameter, self.position == 0, "apart", Part.whole(parameter.shape), self.ranks)
+        return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
-    def begins(self, index: int) -> bool:
+    def is_first_gradient(self, index: int) -> bool:
         """Whether there is no gradient, neither a reduced one nor one that ``no_sync`` accumulates out of sight."""
         parameter = self.shards[index].parameter
         return parameter.grad is None and not _accumulates(self._params.get(id(parameter)))
 
-    def unreduced(self) -> str:
+    def reason_unreduced(self) -> str:
         """After a backward without reduction: those gradients are out of sight, whole on every rank."""
         late = next((s for s in self.shards if _accumulates(self._params.get(id(s.parameter)))), None)
         if late is not None:
@@ -202,16 +204,16 @@ class Fsdp2(Engine):
             )
         return ""
 
-    def own_data(self) -> bool:
+    def has_own_batch(self) -> bool:
         """Not under tensor parallelism, where FSDP shards over a part of the ranks, or is not there at all."""
         spread = {id(parameter) for module in self.model.modules() for parameter in _over(module, len(self.ranks))}
         return all(id(s.parameter) in spread for s in self.shards if hasattr(s.parameter, "device_mesh"))
 
-    def fixed(self, parameter: nn.Parameter) -> bool:
+    def is_stable(self, parameter: nn.Parameter) -> bool:
         """A sharded parameter gives its place to the whole one while its module runs."""
         return not hasattr(parameter, "device_mesh")
 
-    def on_local(self, wanted: Sequence[int], hook: LocalHook, must: bool = True) -> list[Removable]:
+    def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
         """Hooks on the sharded parameters never fire: they go on the whole ones, once FSDP has gathered them.
 
         The hook sees the whole, plain, unreduced gradient, in the dtype that forward used.
@@ -223,14 +225,14 @@ class Fsdp2(Engine):
             covered |= {i for _, _, i in places}
             # FSDP put its own forward pre-hook first in line, so by now the parameters are whole.
             local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
-        for i in covered if must else ():
+        for i in covered if must_fire else ():
             shard = self.shards[i]
             missed = functools.partial(local.must_have_fired, i, shard.name)
             with needing_gradients(shard.parameter) as able:
                 if able:
                     handle = shard.parameter.register_post_accumulate_grad_hook(missed)  # type: ignore[no-untyped-call]
                     local.handles.append(handle)
-        return [local, *super().on_local([i for i in wanted if i not in covered], hook, must)]
+        return [local, *super().on_local([i for i in wanted if i not in covered], hook, must_fire)]
 
 
 def _accumulates(param: Any) -> bool:
@@ -301,7 +303,7 @@ def _units(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[t
 
 def _under(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
     """Every module below, with the FSDP module that gathers its parameters."""
-    unit = module if is_a(module, "FSDPModule") else unit
+    unit = module if is_of_class(module, "FSDPModule") else unit
     yield unit, module
     for child in module.children():
         yield from _under(child, unit)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
 from disthooks._torch import Inner, gives_scaler, sequence_number, step_wrapper, uncompiled
-from disthooks.engines.skip import Witness, hide, over, skip_if
+from disthooks.engines.skip import Witness, end_step, remove_excluded, should_skip
 from disthooks.errors import UsageError
 
 # [Note: the step itself]
@@ -31,17 +31,17 @@ BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | Non
 
 #: What is done where the closure of one step is called again, as LBFGS does: the step is refused, the first call alone
 #: counts, or each call does.
-Again = Literal["refuse", "first", "each"]
+OnRepeat = Literal["refuse", "first", "each"]
 
 
-class Before(NamedTuple):
+class StepCallback(NamedTuple):
     """A function that runs before a step, and what to do with it when the step calls a closure again."""
 
     run: BeforeStep
-    again: Again = "refuse"
+    on_repeat: OnRepeat = "refuse"
 
 
-class Begun:
+class PreparedStep:
     """A step that was begun before the optimizer was called.
 
     Attributes:
@@ -78,7 +78,7 @@ class Begun:
         kept = not now if self._grad is None else any(grad is self._grad() for grad in now)
         return kept and not self._added
 
-    def under_way(self, optimizer: Any) -> bool:
+    def is_under_way(self, optimizer: Any) -> bool:
         """Whether it is certain that no other step has begun: then it is not begun a second time.
 
         Each rank computes what it likes in between, a metric to be logged; all of them must decide alike.
@@ -106,14 +106,14 @@ class StepHooks:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.before: list[Before] = []
+        self.before: list[StepCallback] = []
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
-        self._begun: Begun | None = None
+        self._begun: PreparedStep | None = None
         self._left_out, self._calls = False, 0  # of the closure, in the step under way
         self._waits = False
         self._witness: Witness | None = None
-        self._seam = _Seam.of(type(optimizer))
+        self._seam = _StepPatch.of(type(optimizer))
         self._seam.users.add(self)
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
@@ -135,10 +135,10 @@ class StepHooks:
         """The one of ``optimizer``, made when it is first asked for."""
         return cls.found(optimizer) or cls(optimizer)
 
-    def add(self, to: list[Any], run: Any) -> Entry:
+    def add(self, to: list[Any], run: Any) -> CallbackHandle:
         """Put ``run`` at the end of ``before`` or ``after``; gives what takes it off."""
         to.append(run)
-        return Entry(self, to, run)
+        return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
         """With nothing left to run, take the hooks off and put back what a step that was never made had taken."""
@@ -149,8 +149,8 @@ class StepHooks:
             handle.remove()
         self._seam.leave(self)
         self._ended()
-        if not _makes(optimizer):
-            over(optimizer)
+        if not _is_stepping(optimizer):
+            end_step(optimizer)
 
     @gives_scaler("scaler")
     def now(self, scaler: Any = None) -> None:
@@ -163,20 +163,20 @@ class StepHooks:
         """
         optimizer = self._optimizer()
         again = self._calls > 1  # of a closure: what runs again, runs when the closure is done
-        if optimizer is not None and not again and not (self._begun and self._begun.under_way(optimizer)):
+        if optimizer is not None and not again and not (self._begun and self._begun.is_under_way(optimizer)):
             self._ended()
-            self._begun = Begun(optimizer, self._run(optimizer, (), {}))
+            self._begun = PreparedStep(optimizer, self._run(optimizer, (), {}))
 
     def make(self, true: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Have ``true`` make the step, unless it is to be left out."""
-        if _makes(optimizer):  # super().step()
+        if _is_stepping(optimizer):  # super().step()
             return true(*args, **kwargs)
         stack = _stack()
         stack.append(optimizer)
         try:
             if self._left_out:
                 return None
-            hide(optimizer)
+            remove_excluded(optimizer)
             result = true(*args, **kwargs)
             if self._waits and not self._calls:
                 raise UsageError(
@@ -190,14 +190,14 @@ class StepHooks:
             return left.loss
         finally:
             stack.pop()
-            over(optimizer)
+            end_step(optimizer)
             self._left_out, self._calls, self._witness = False, 0, None
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if _makes(optimizer):
+        if _is_stepping(optimizer):
             return None
         self._left_out, self._calls, self._witness = False, 0, None
-        given = with_closure(functools.partial(self._call, optimizer, args, kwargs), args, kwargs)
+        given = wrap_closure(functools.partial(self._call, optimizer, args, kwargs), args, kwargs)
         self._waits = given is not None
         if given is None:
             self._left_out = self._decide(optimizer, args, kwargs)
@@ -217,24 +217,24 @@ class StepHooks:
         except BaseException:
             self._ended()
             raise
-        if earlier is not None and earlier is self._begun and not earlier.under_way(optimizer):
+        if earlier is not None and earlier is self._begun and not earlier.is_under_way(optimizer):
             self._ended()  # of gradients that were there before; a closure may have made none, as Lightning's own
         if self._decide(optimizer, args, kwargs):
             self._must_be_untouched(optimizer)
             raise _LeftOut(self, loss)
-        hide(optimizer)
+        remove_excluded(optimizer)
         return loss
 
     def _call_again(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
         self._check_again(optimizer, True)
         loss = closure()
         for each in [*_everywhere.before, *self.before]:
-            if each.again == "each":
+            if each.on_repeat == "each":
                 each.run(optimizer, args, kwargs)
         return loss
 
     def _check_again(self, optimizer: Any, again: bool) -> None:
-        if again and any(each.again == "refuse" for each in self.before):
+        if again and any(each.on_repeat == "refuse" for each in self.before):
             raise UsageError(
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and uses the "
                 "gradients of each call, so a rule for the step's gradients has no place: leave the rules out "
@@ -255,9 +255,9 @@ class StepHooks:
         begun = self._ended()
         same = begun is not None and begun.same_step(optimizer)
         decision = begun.decision if begun and same else self._run(optimizer, args, kwargs)
-        return decision is not None and skip_if(decision, optimizer)  # not earlier: a GradScaler writes over it
+        return decision is not None and should_skip(decision, optimizer)  # not earlier: a GradScaler writes over it
 
-    def _ended(self) -> Begun | None:
+    def _ended(self) -> PreparedStep | None:
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.forget()
@@ -265,17 +265,17 @@ class StepHooks:
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Whether the step is to be left out."""
-        over(optimizer, restore=False)  # of a step that was never made: its gradients are of the past
+        end_step(optimizer, restore=False)  # of a step that was never made: its gradients are of the past
         try:
             decisions = [each.run(optimizer, args, kwargs) for each in [*_everywhere.before, *self.before]]
         except BaseException:
-            over(optimizer)  # there is no step, so what one of them took away for it comes back
+            end_step(optimizer)  # there is no step, so what one of them took away for it comes back
             raise
         made = [decision for decision in decisions if decision is not None]
         return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not _makes(optimizer):
+        if not _is_stepping(optimizer):
             for run in list(self.after):
                 run()
 
@@ -291,7 +291,7 @@ class _LeftOut(BaseException):
         self.hooks, self.loss = hooks, loss
 
 
-class _Everywhere:
+class _AllOptimizers:
     """What runs before the steps of all optimizers, ahead of what is attached to one of them.
 
     Each optimizer that steps is given a :class:`StepHooks` for it; a hook that is put on by a global one is called in
@@ -299,15 +299,15 @@ class _Everywhere:
     """
 
     def __init__(self) -> None:
-        self.before: list[Before] = []
+        self.before: list[StepCallback] = []
         self._handle: Any = None
 
-    def add(self, run: BeforeStep) -> Entry:
+    def add(self, run: BeforeStep) -> CallbackHandle:
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._ready)
-        each = Before(run, "each")
+        each = StepCallback(run, "each")
         self.before.append(each)
-        return Entry(self, self.before, each)
+        return CallbackHandle(self, self.before, each)
 
     def leave(self) -> None:
         if not self.before and self._handle is not None:
@@ -320,15 +320,15 @@ class _Everywhere:
         StepHooks.of(optimizer)
 
 
-_everywhere = _Everywhere()
+_everywhere = _AllOptimizers()
 
 
-def before_any_step(run: BeforeStep) -> Entry:
+def before_any_step(run: BeforeStep) -> CallbackHandle:
     """Have ``run`` called before any optimizer steps, and before what is attached to that optimizer."""
     return _everywhere.add(run)
 
 
-class _Seam:
+class _StepPatch:
     """Our function in the place of the one that torch's wrapper calls for a class; see [Note: the step itself].
 
     Attributes:
@@ -342,7 +342,7 @@ class _Seam:
         inner.function = self._mine
 
     @classmethod
-    def of(cls, kind: type[Any]) -> _Seam:
+    def of(cls, kind: type[Any]) -> _StepPatch:
         """The one of a class, or of the class whose step it inherits."""
         inner = Inner(step_wrapper(kind))
         found = getattr(inner.function, "seam", None)
@@ -355,7 +355,7 @@ class _Seam:
             self._inner.function = self._true
 
 
-def _stepping(true: Callable[..., Any], seam: _Seam) -> Callable[..., Any]:
+def _stepping(true: Callable[..., Any], seam: _StepPatch) -> Callable[..., Any]:
     @functools.wraps(true)
     @uncompiled("what is attached decides on the host about the step", callees=False)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -373,7 +373,7 @@ class Leaves(Protocol):
         """Leave, if there is nothing left to run."""
 
 
-class Entry:
+class CallbackHandle:
     """One function that a :class:`StepHooks`, or another one that leaves, runs."""
 
     def __init__(self, runner: Leaves, of: list[Any], run: Any) -> None:
@@ -396,7 +396,7 @@ def _stack() -> list[Any]:
     return found
 
 
-def under_way() -> list[Any]:
+def optimizers_stepping() -> list[Any]:
     """The optimizers whose step this thread is making, innermost first, of those that anything is attached to.
 
     A step may run another one: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
@@ -404,7 +404,7 @@ def under_way() -> list[Any]:
     return _stack()[::-1]
 
 
-def _makes(optimizer: Any) -> bool:
+def _is_stepping(optimizer: Any) -> bool:
     """Whether a step of the same optimizer is under way: this one is a part of it, as in ``super().step()``."""
     return any(one is optimizer for one in _stack())
 
@@ -425,7 +425,7 @@ def _of_fsdp1(optimizer: Any) -> bool:
     return any(hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
 
 
-def with_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def wrap_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The arguments of a step with ``inside(closure)`` in place of its closure; None when it has none."""
     found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
     if found:

@@ -21,7 +21,7 @@ from torch import nn
 from disthooks._tensors import local_part
 from disthooks.errors import UsageError
 
-Layout = Literal["whole", "replica", "sharded", "apart"]
+Sharding = Literal["whole", "replica", "sharded", "unreduced"]
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,31 @@ class Part:
 class Shard:
     """The part of one parameter that is on this rank.
 
-    Engines whose gradients are not in ``parameter.grad`` override :meth:`gradient`, :meth:`values` and :meth:`final`.
+    Engines whose gradients are not in ``parameter.grad`` override :meth:`gradient`, :meth:`values` and
+    :meth:`optimizer_gradient`.
 
     Attributes:
         name: the parameter's name in the user's own model, without what engines put into it.
         parameter: the parameter that the optimizer holds.
-        owned: whether this rank counts its elements; over all ranks every element is counted once.
-        layout: "whole" when no other rank has any of it, "replica" when every rank has all of it, "sharded"
-            when this rank has a part, "apart" when every rank has all of it and nothing reduces its gradient.
+        is_owner: whether this rank counts its elements; over all ranks every element is counted once.
+        sharding: "whole" when no other rank has any of it, "replica" when every rank has all of it, "sharded"
+            when this rank has a part, "unreduced" when every rank has all of it and nothing reduces its gradient.
         part: which elements are here; None where that cannot be told.
-        twins: the global ranks that have the same elements, in order, this one among them.
+        replica_ranks: the global ranks that have the same elements, in order, this one among them.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> layer(torch.ones(1, 2)).sum().backward()
-    >>> shard = Shard("weight", layer.weight, owned=True, layout="whole", part=Part.whole(layer.weight.shape))
+    >>> shard = Shard("weight", layer.weight, is_owner=True, sharding="whole", part=Part.whole(layer.weight.shape))
     >>> shard.gradient(), shard.values() is layer.weight
     (tensor([[1., 1.]]), True)
     """
 
     name: str
     parameter: nn.Parameter
-    owned: bool
-    layout: Layout
+    is_owner: bool
+    sharding: Sharding
     part: Part | None
-    twins: tuple[int, ...] = (0,)
+    replica_ranks: tuple[int, ...] = (0,)
     _plain: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class Shard:
         """The shape of the whole parameter."""
         return self.parameter.shape if self.part is None else self.part.shape
 
-    def shown(self) -> nn.Parameter:
+    def as_full_parameter(self) -> nn.Parameter:
         """What patterns are shown: the parameter, or where that is a fragment here one of the whole's shape, without
         values."""
         if self.shape == self.parameter.shape:
@@ -143,7 +144,7 @@ class Shard:
         """The local part of the parameter itself, which lies as :meth:`gradient` does and shares its memory."""
         return local_part(self.parameter)
 
-    def final(self) -> torch.Tensor | None:
+    def optimizer_gradient(self) -> torch.Tensor | None:
         """The gradient as the engine has it for the optimizer: the whole one, or what stands for it (a DTensor)."""
         grad = self.parameter.grad
         return grad if grad is None else self._as_parameter(grad)

@@ -22,10 +22,10 @@ from torch import nn
 # nothing to fill in for; their gradients are taken away too, for an optimizer that works on lists of its own.
 
 # The optimizers whose kernels leave everything as it is when they are told to.
-TOLD: tuple[type[Any], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+FUSED: tuple[type[Any], ...] = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-def skip_if(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
+def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step that begins now must not be made.
 
     One of torch's fused optimizers takes the decision as a tensor, as it does from a ``GradScaler``, and nothing waits
@@ -41,7 +41,7 @@ def skip_if(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> bool:
     return bool(decision)
 
 
-def withhold(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+def exclude_from_step(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Have the step that comes next leave ``parameters`` as they are; until it is over they have no gradients."""
     resting = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in resting:
@@ -49,8 +49,8 @@ def withhold(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter
     _undone(optimizer).resting += resting
 
 
-def hide(optimizer: torch.optim.Optimizer) -> None:
-    """Take what was withheld out of the parameter groups; :func:`over` puts it back."""
+def remove_excluded(optimizer: torch.optim.Optimizer) -> None:
+    """Take what was withheld out of the parameter groups; :func:`end_step` puts it back."""
     undone = _after.get(optimizer)
     if undone is None or not undone.resting:
         return
@@ -61,7 +61,7 @@ def hide(optimizer: torch.optim.Optimizer) -> None:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
 
 
-def over(optimizer: Any, restore: bool = True) -> None:
+def end_step(optimizer: Any, restore: bool = True) -> None:
     """End what was begun for a step of ``optimizer``.
 
     Args:
@@ -136,7 +136,7 @@ def _mark(value: object) -> object:
 def _takes_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all of it is fused: one group that is makes torch say so of the optimizer, and the others raise then."""
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    known = any(type(optimizer).step is kind.step for kind in TOLD)  # not a class with a step of its own around it
+    known = any(type(optimizer).step is kind.step for kind in FUSED)  # not a class with a step of its own around it
     return known and fused and all(group.get("fused", True) for group in optimizer.param_groups)
 
 

@@ -18,7 +18,7 @@ from disthooks.engines.shard import Part, Shard
 
 
 @dataclass(frozen=True)
-class Place:
+class PartitionRange:
     """Where a part lies.
 
     Attributes:
@@ -41,11 +41,11 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece(Shard):
+class ZeroShard(Shard):
     """A shard whose gradient and values are where a :class:`Partitions` says."""
 
     kept: Partitions | None = None
-    place: Place | None = None
+    place: PartitionRange | None = None
 
     def gradient(self) -> torch.Tensor | None:
         """The local part of the final gradient; None where this rank has no part, and before it is reduced."""
@@ -55,7 +55,7 @@ class Piece(Shard):
         """The local part of the weights that the optimizer updates: of the master weights, where there are some."""
         return self.kept.values(self.place) if self.kept and self.place else super().values()
 
-    def final(self) -> torch.Tensor | None:
+    def optimizer_gradient(self) -> torch.Tensor | None:
         """The local part, of one dimension where it is a range."""
         return self.gradient()
 
@@ -74,38 +74,38 @@ class Partitions:
         self.optimizer = optimizer
         self.places = {id(parameter): place for parameter, place in self._places()}
 
-    def held(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that are updated."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def gradient(self, place: Place) -> torch.Tensor | None:
+    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
         """The local part of a final gradient, sharing the memory that the update is made from."""
         raise NotImplementedError
 
-    def values(self, place: Place) -> torch.Tensor:
+    def values(self, place: PartitionRange) -> torch.Tensor:
         """The local part of the weights that are updated."""
         raise NotImplementedError
 
     def drop(self) -> None:
         """Forget final gradients that no step is to use; the engine calls ``zero_grad`` after this."""
 
-    def _places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
         return iter(())
 
 
 class Masters(Partitions):
     """Stage 0 in bfloat16: whole gradients in ``parameter.grad``, and a whole master of each parameter."""
 
-    def held(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """Those in half precision."""
         return list(itertools.chain.from_iterable(self.optimizer.fp16_groups))
 
-    def gradient(self, place: Place) -> torch.Tensor | None:
+    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
         """Reduced in place by the engine."""
         parameter: nn.Parameter = self.optimizer.fp16_groups[place.group][place.index]
         return parameter.grad
 
-    def values(self, place: Place) -> torch.Tensor:
+    def values(self, place: PartitionRange) -> torch.Tensor:
         """A tensor of its own for each (unfused), or a range of a flat one (fused)."""
         if hasattr(self.optimizer, "fp32_groups"):
             one: torch.Tensor = self.optimizer.fp32_groups[place.group][place.index]
@@ -113,7 +113,7 @@ class Masters(Partitions):
         flat: torch.Tensor = self.optimizer.fp32_groups_flat[place.group]
         return flat.detach()[place.offset :][: place.part.shape.numel()].view(place.part.shape)
 
-    def _places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
         return _in_order(self.optimizer.fp16_groups)
 
 
@@ -124,21 +124,21 @@ class Bf16(Partitions):
     found different norms would not agree on skipping a step. Values are the model's own, which are whole too.
     """
 
-    def held(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """Those in bfloat16."""
         return list(itertools.chain.from_iterable(self.optimizer.bf16_groups))
 
-    def gradient(self, place: Place) -> torch.Tensor | None:
+    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
         """A range of the flat buffer in which they are accumulated and reduced."""
         flat: torch.Tensor = self.optimizer.fp32_groups_gradients[place.group][place.index]
         return flat.view(place.part.shape)
 
-    def values(self, place: Place) -> torch.Tensor:
+    def values(self, place: PartitionRange) -> torch.Tensor:
         """In bfloat16."""
         parameter: nn.Parameter = self.optimizer.bf16_groups[place.group][place.index]
         return parameter.detach()
 
-    def _places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
         return _in_order(self.optimizer.bf16_groups)
 
 
@@ -150,11 +150,11 @@ class Zero12(Partitions):
 
     whole = False
 
-    def held(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """Those that were flattened."""
         return list(itertools.chain.from_iterable(self.optimizer.bit16_groups))
 
-    def gradient(self, place: Place) -> torch.Tensor | None:
+    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
         """A member of the list that the optimizer flattens first of all."""
         grads = self.optimizer.averaged_gradients.get(place.group)
         if grads is None or not place.count:
@@ -165,7 +165,7 @@ class Zero12(Partitions):
             grads[place.index] = found = found.contiguous()
         return found.view(-1)
 
-    def values(self, place: Place) -> torch.Tensor:
+    def values(self, place: PartitionRange) -> torch.Tensor:
         """A range of this rank's masters of the group."""
         flat: torch.Tensor = self.optimizer.single_partition_of_fp32_groups[place.group]
         return flat.detach()[place.offset : place.offset + place.count]
@@ -179,7 +179,7 @@ class Zero12(Partitions):
             optimizer.averaged_gradients[group] = None
             optimizer.all_grad_tensors[group] = None
 
-    def _places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
         for group, parameters in enumerate(self.optimizer.round_robin_bit16_groups):
             size = int(self.optimizer.partition_size[group])
             rank = torch.distributed.get_rank(self.optimizer.real_dp_process_group[group])
@@ -199,11 +199,11 @@ class Zero3(Partitions):
 
     whole = False
 
-    def held(self) -> list[nn.Parameter]:
+    def optimizer_parameters(self) -> list[nn.Parameter]:
         """Those that were partitioned and are trained."""
         return list(itertools.chain.from_iterable(self.optimizer.fp16_groups))
 
-    def gradient(self, place: Place) -> torch.Tensor | None:
+    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
         """A range of the flat buffer into which they are reduced."""
         grads = self.optimizer.averaged_gradients.get(place.group)
         if grads is None or not place.count:
@@ -211,7 +211,7 @@ class Zero3(Partitions):
         found: torch.Tensor = grads[place.index]
         return found.view(-1)[: place.count]
 
-    def values(self, place: Place) -> torch.Tensor:
+    def values(self, place: PartitionRange) -> torch.Tensor:
         """A range of this rank's masters of the sub-group."""
         flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[place.group]
         return flat.detach()[place.offset : place.offset + place.count]
@@ -222,7 +222,7 @@ class Zero3(Partitions):
         self.optimizer._partition_all_parameters()
         self.optimizer.averaged_gradients = {}
 
-    def _places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
         for group, parameters in enumerate(self.optimizer.fp16_groups):
             offset = 0
             for index, parameter in enumerate(parameters):
@@ -231,7 +231,7 @@ class Zero3(Partitions):
                 first = min(self.optimizer._get_param_partition_rank(parameter) * size, numel)
                 yield (
                     parameter,
-                    Place(group, index, offset, Part(known.ds_shape, span=(first, min(first + size, numel)))),
+                    PartitionRange(group, index, offset, Part(known.ds_shape, span=(first, min(first + size, numel)))),
                 )
                 offset += size
 
@@ -242,18 +242,18 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return found
 
 
-def _in_order(groups: list[list[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, Place]]:
+def _in_order(groups: list[list[nn.Parameter]]) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
     """Whole parameters, one after another."""
     for group, parameters in enumerate(groups):
         offset = 0
         for index, parameter in enumerate(parameters):
-            yield parameter, Place(group, index, offset, Part.whole(parameter.shape))
+            yield parameter, PartitionRange(group, index, offset, Part.whole(parameter.shape))
             offset += parameter.numel()
 
 
 def _cut(
     group: int, parameters: list[nn.Parameter], offsets: list[int], start: int, size: int
-) -> Iterator[tuple[nn.Parameter, Place]]:
+) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
     """What the range of ``size`` from ``start`` has of each parameter; a gap before one counts as a gradient."""
     index, filled = 0, start
     for parameter, offset in zip(parameters, offsets, strict=True):
@@ -262,5 +262,8 @@ def _cut(
         if last > first:
             index += offset + first > filled
             filled = offset + last
-        yield parameter, Place(group, index, max(offset + first - start, 0), Part(parameter.shape, span=(first, last)))
+        yield (
+            parameter,
+            PartitionRange(group, index, max(offset + first - start, 0), Part(parameter.shape, span=(first, last))),
+        )
         index += last > first

@@ -10,7 +10,7 @@ from torch import nn
 
 from disthooks._match import Pattern
 from disthooks.engines.base import refuse_replicate
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients, GradientsConfig
 from disthooks.grads.plan import check_stat
@@ -87,11 +87,11 @@ def gradients(
     asked = [sink for sink in targets if not getattr(sink, "may_wait", False)]  # an integration's own is no error
     if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
-    engine = find(model)
+    engine = detect_engine(model)
     refuse_replicate(engine)
     numbers = [as_numbers(it) for it in _listed("also", also)]
     config = GradientsConfig(chosen, watched, targets, every, named, numbers, scaler)
-    return Gradients(engine, engine.stepping(optimizer), config)
+    return Gradients(engine, engine.inner_optimizer(optimizer), config)
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:

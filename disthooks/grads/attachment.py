@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from disthooks._handles import Attachment, Hook
-from disthooks._hashing import described
+from disthooks._handles import Attachment, UncopiedHook
+from disthooks._hashing import describe
 from disthooks._match import Pattern
 from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, refuse_reduced, refuse_replicate, several_ranks
 from disthooks.engines.clipping import before_clipping
-from disthooks.engines.optimizer_step import Again
-from disthooks.engines.skip import withhold
+from disthooks.engines.optimizer_step import OnRepeat
+from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts
@@ -132,11 +132,11 @@ class Gradients(Attachment):
         self._also = config.also
         self._is_alone = False
         self._when: list[Callable[[int], bool]] = []
-        self._held = engine.held(optimizer)
+        self._held = engine.optimizer_parameters(optimizer)
         wanted = optimized_shards(engine, self._held)
         self._shards = [engine.shards[i] for i in wanted]
         final = [rule for rule in config.rules if not _at_local(rule)]
-        _check_withholding(final, engine)
+        _check_can_exclude(final, engine)
         self._plan = StepPlan(final, config.stats, self._shards, groups_of(config.groups, self._shards))
         self._stats = start_stats(config.stats, engine, self._shards, len(self._plan.groups))
         self._local_hooks = self._look_at(wanted)
@@ -361,9 +361,9 @@ class Gradients(Attachment):
     def _attach(self, optimizer: Any) -> None:
         for handle in self._local_hooks.attach():
             self.on_remove(handle.remove)
-        again: Again = "refuse" if self._plan.rules else "first"
-        if self._engine.alone and several_ranks():
-            self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._must_be_alone)).remove)
+        again: OnRepeat = "refuse" if self._plan.rules else "first"
+        if self._engine.trains_alone and several_ranks():
+            self.on_remove(self._engine.model.register_forward_pre_hook(UncopiedHook(self._must_be_alone)).remove)
         self.on_remove(self._engine.before_step(optimizer, self._before_step, again).remove)
         self.on_remove(before_clipping(self._about_to_clip).remove)
         if self._plan.after.uses:
@@ -421,7 +421,7 @@ class Gradients(Attachment):
         """What all ranks must have alike, or they would add up different things, or wait for each other."""
         config, names = self._config, [shard.name for shard in self._shards]
         scopes = [bound.indices for bound in self._plan.rules], self._local_hooks.scopes()
-        asked = f"every={config.every}, rules={described(config.rules)}, stats={described(config.stats)}"
+        asked = f"every={config.every}, rules={describe(config.rules)}, stats={describe(config.stats)}"
         return f"{asked}, groups={self._plan.groups}, for the parameters {scopes} of {names}"
 
     @torch.no_grad()
@@ -442,7 +442,7 @@ class Gradients(Attachment):
         self._open, logged = None, self._logged()
         result = self._run([shard.gradient() for shard in self._shards], logged)
         if result.excluded:
-            withhold(optimizer, [shard.parameter for shard in result.excluded])
+            exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
         self._deferred_errors.set(result.deferred_errors)
         skip = result.skip()
         self._nonfinite.watch(self.steps, result.merged, skip, logged)
@@ -460,10 +460,10 @@ class Gradients(Attachment):
         Raises:
             UsageError: when rules would act on them.
         """
-        why = self._engine.unreduced()
+        why = self._engine.reason_unreduced()
         if not why:
             return False
-        if self._plan.rules or not self._engine.steps_alone:
+        if self._plan.rules or not self._engine.may_step_unreduced:
             raise UsageError(why)
         if not self._warned:
             self._warned = True
@@ -476,7 +476,7 @@ class Gradients(Attachment):
     def _about_to_clip(self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]) -> None:
         """Begin the step, if it is this one's gradients that the loop clips, and if they are final."""
         held = {id(parameter) for parameter in self._held}
-        if not any(id(parameter) in held for parameter in parameters) or self._engine.unreduced():
+        if not any(id(parameter) in held for parameter in parameters) or self._engine.reason_unreduced():
             return
         scaler, final = scaler_of(self._optimizer)
         if final:
@@ -487,7 +487,7 @@ class Gradients(Attachment):
         return self.steps % self._config.every == 0 or any(when(self.steps) for when in self._when)
 
     def _run(self, grads: Grads, logged: bool) -> StepResult:
-        scale, factor = self._loss_scale(), self._engine.scale()
+        scale, factor = self._loss_scale(), self._engine.gradient_scale()
         copies = grads if factor is None else in_users_units(grads, factor)
         result = self._runner.run(copies, self._local_hooks.take(), scale, self.steps, logged)
         if factor is not None:
@@ -503,7 +503,7 @@ class Gradients(Attachment):
 
     def _loss_scale(self) -> torch.Tensor | None:
         """What gradients were multiplied by when they were looked at before their reduction."""
-        found = self._engine.scale()
+        found = self._engine.gradient_scale()
         scaler = self._config.scaler or (scaler_under_way() if self._local_hooks.used else None)
         if found is None and scaler is not None and scaler.is_enabled():
             if self._local_hooks.ruled and self._config.scaler is None:
@@ -515,7 +515,7 @@ class Gradients(Attachment):
         return None if found is None else torch.as_tensor(found, device=self._device)
 
     def _check_same(self) -> None:
-        held = self._engine.held(self._optimizer)
+        held = self._engine.optimizer_parameters(self._optimizer)
         if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
             raise AttachError(
                 f"the optimizer holds other parameters ({len(held)}) than when gradients() was attached "
@@ -524,9 +524,9 @@ class Gradients(Attachment):
         self._engine.check()
 
 
-def _check_withholding(rules: Iterable[Rule], engine: Engine) -> None:
+def _check_can_exclude(rules: Iterable[Rule], engine: Engine) -> None:
     asked = [rule for rule in rules if rule.excludes]
-    if asked and not engine.can_withhold:
+    if asked and not engine.can_exclude_parameters:
         raise AttachError(
             f"{asked[0]!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "
             "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disthooks._handles import weakly
+from disthooks._handles import weak_method
 from disthooks._streams import capturing, refuse_capture
 from disthooks._tensors import local_part
 from disthooks._torch import backward_id
@@ -77,7 +77,7 @@ class LocalGradientHooks:
         """Put the hooks on, if anything needs them."""
         ruled = {index for _, indices in self._rules for index in indices}
         indices = [i for i in self._wanted if i in ruled or self._any]
-        return self._engine.on_local(indices, weakly(self._hook), self._must) if indices else []
+        return self._engine.on_local(indices, weak_method(self._hook), self._must) if indices else []
 
     def scopes(self) -> list[list[int]]:
         """The parameters of each rule."""
@@ -110,7 +110,7 @@ class LocalGradientHooks:
 
     @torch.no_grad()
     def _look(self, index: int, grad: torch.Tensor, local_facts: frozenset[LocalFact]) -> None:
-        if index in self._seen and self._engine.begins(index):
+        if index in self._seen and self._engine.is_first_gradient(index):
             self._forget()
         seen = self._seen.get(index, LocalStats())
         if "norms" in local_facts:
@@ -148,7 +148,7 @@ class LocalGradientHooks:
 
     def _scale(self, grad: torch.Tensor) -> torch.Tensor | None:
         """What the engine or a GradScaler has multiplied the loss by."""
-        own = self._engine.scale()
+        own = self._engine.gradient_scale()
         if own is not None:
             return torch.as_tensor(own, device=grad.device)
         if self._scaler is None or not self._scaler.is_enabled():

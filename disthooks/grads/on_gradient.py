@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from disthooks._handles import Attachment, Hook, shown, weakly
-from disthooks._match import Pattern, listed, match
+from disthooks._handles import Attachment, UncopiedHook, first_names, weak_method
+from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine
-from disthooks.engines.detect import find
-from disthooks.engines.optimizer_step import under_way
+from disthooks.engines.detect import detect_engine
+from disthooks.engines.optimizer_step import optimizers_stepping
 from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads.plan import check_step, parameter_ids
@@ -38,7 +38,7 @@ class OnGradient(Attachment):
         self.names = tuple(shard.name for shard in self._shards.values())
 
     def __repr__(self) -> str:
-        return f"<OnGradient of {len(self.names)} parameters ({shown(self.names)}), at={self._at!r}>"
+        return f"<OnGradient of {len(self.names)} parameters ({first_names(self.names)}), at={self._at!r}>"
 
     def report(self) -> dict[str, int]:
         """How many times the function was called for each parameter, on this rank."""
@@ -49,14 +49,14 @@ class OnGradient(Attachment):
         if self._at == "local":
             # The parameters of a plain module keep this object, even when only a part of the module was given here and
             # is gone. An engine holds parameters where the collector cannot look: there the model keeps it, see below.
-            hook = self._local if self._engine.alone else weakly(self._local)
+            hook = self._local if self._engine.trains_alone else weak_method(self._local)
             for handle in self._engine.on_local(list(self._shards), hook):
                 self.on_remove(handle.remove)
         else:
-            handle = self._engine.before_any_step(weakly(self._before_step))
+            handle = self._engine.before_any_step(weak_method(self._before_step))
             self.on_remove(handle.remove)
             weakref.finalize(self, handle.remove).atexit = False
-        self.on_remove(self._engine.model.register_forward_pre_hook(Hook(self._check)).remove)
+        self.on_remove(self._engine.model.register_forward_pre_hook(UncopiedHook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
         # A replica of DataParallel has copies in place of parameters.
@@ -68,15 +68,15 @@ class OnGradient(Attachment):
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = {id(parameter) for parameter in self._engine.held(optimizer)}
+        held = {id(parameter) for parameter in self._engine.optimizer_parameters(optimizer)}
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return
         check_step(optimizer)
-        for outer in under_way():
+        for outer in optimizers_stepping():
             if outer is not optimizer:
                 held -= parameter_ids(outer)  # the outer step has had them already
         for shard in self._shards.values():
-            grad = shard.final() if id(shard.parameter) in held else None
+            grad = shard.optimizer_gradient() if id(shard.parameter) in held else None
             if grad is not None:
                 result = self._call(shard, grad)
                 if result is not None and result is not grad:
@@ -84,7 +84,7 @@ class OnGradient(Attachment):
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         """Without the engine's loss scale, and wide enough to be so: float16 is what it was multiplied for."""
-        scale = self._engine.scale()
+        scale = self._engine.gradient_scale()
         if scale is None:
             return self._apply(shard, grad)
         seen = grad.to(torch.promote_types(grad.dtype, torch.float32)) / scale
@@ -150,20 +150,20 @@ def on_gradient(
         raise UsageError(f"at={at!r}: a gradient can be seen 'final' (what the optimizer uses) or 'local'")
     if not callable(fn):
         raise UsageError(f"fn={fn!r} cannot be called")
-    engine = find(model)
+    engine = detect_engine(model)
     attached = OnGradient(engine, _chosen(engine, pattern, at), fn, at)
     attached.attach()
     return attached
 
 
 def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> list[int]:
-    named = [(shard.name, shard.shown()) for shard in engine.shards]
-    names = {name for name, _ in match(named, listed(pattern), "parameter")}
+    named = [(shard.name, shard.as_full_parameter()) for shard in engine.shards]
+    names = {name for name, _ in match(named, as_patterns(pattern), "parameter")}
     indices = [i for i, (name, _) in enumerate(named) if name in names]
     if not any(named[i][1].requires_grad for i in indices):
         shown = ", ".join(sorted(names)[:5]) or "none"
         raise AttachError(f"no matching parameter needs a gradient ({shown}): set requires_grad before attaching")
-    if at == "final" and not any(engine.updates(i) for i in indices):
+    if at == "final" and not any(engine.is_updated(i) for i in indices):
         raise AttachError(
             f"the optimizer of {engine.label} updates no matching parameter: give it those, or at='local'"
         )

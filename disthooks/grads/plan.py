@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from disthooks._match import Pattern, listed, match
+from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, MatchError, UsageError
@@ -212,10 +212,10 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
     Raises:
         MatchError: when a pattern matches none.
     """
-    named = [(shard.name, shard.shown()) for shard in shards]
+    named = [(shard.name, shard.as_full_parameter()) for shard in shards]
     found: dict[str, list[int]] = {}
     for group, pattern in groups.items():
-        names = {name for name, _ in match(named, listed(pattern), "parameter")}
+        names = {name for name, _ in match(named, as_patterns(pattern), "parameter")}
         found[group] = [i for i, shard in enumerate(shards) if shard.name in names]
     return found
 

@@ -189,7 +189,7 @@ class StepRunner:
             keep: have the memory ready for the next time; to get it anew takes longer than to fill it.
         """
         shards = self._steps.shards
-        values = [shard.values().detach() if shard.owned else None for shard in shards]
+        values = [shard.values().detach() if shard.is_owner else None for shard in shards]
         if not keep or [_kind(value) for value in values] != [_kind(copy) for copy in self._copies]:
             self._copies = [None if value is None else torch.empty_like(value) for value in values]
         pairs = [(c, v) for c, v in zip(self._copies, values, strict=True) if c is not None and v is not None]
@@ -209,13 +209,13 @@ class StepRunner:
         pairs = list(zip(grads, self._steps.shards, strict=True))
         return Local(
             shards=self._steps.shards,
-            grads=[grad if shard.owned else None for grad, shard in pairs],
+            grads=[grad if shard.is_owner else None for grad, shard in pairs],
             seen=[LocalStats()] * len(pairs),
             scopes=self._steps.scopes,
             position=self._engine.position,
             world=len(self._engine.ranks),
             device=self._device,
-            apart=[grad if shard.layout == "apart" and not shard.owned else None for grad, shard in pairs],
+            apart=[grad if shard.sharding == "unreduced" and not shard.is_owner else None for grad, shard in pairs],
         )
 
     def _merged(self, layout: collectives.Layout, local: Local) -> Merged:

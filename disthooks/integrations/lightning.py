@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from disthooks._match import accepts
+from disthooks._match import is_match
 from disthooks.config.locate import engine_config, find, read_found
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
@@ -317,7 +317,7 @@ def _check_called(trainer: Any, plan: Plan) -> None:
     """Lightning calls ``training_step`` by itself: the hooks of the LightningModule as a whole would never open."""
     module = trainer.lightning_module
     patterns = [pattern for patterns, _ in plan.saves for pattern in patterns]
-    if trainer.model is module and any(accepts(pattern, "", module) for pattern in patterns):
+    if trainer.model is module and any(is_match(pattern, "", module) for pattern in patterns):
         raise AttachError(
             f"a pattern of 'save' matches the {type(module).__name__} itself, which {_named(trainer)} never calls as a "
             "module: name the modules inside it, as 'net' or 'net.*'"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks.engines.base import stepping
+from disthooks.engines.base import inner_optimizer
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
 from disthooks.launcher import world
@@ -196,6 +196,6 @@ def _prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> bool:
 
 def _inner(optimizer: Any) -> Any:
     try:
-        return stepping(optimizer)
+        return inner_optimizer(optimizer)
     except AttachError:  # a dummy, in the place of what DeepSpeed makes
         return optimizer

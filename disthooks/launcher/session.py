@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks._match import inside, match_modules
+from disthooks._match import match_modules, unwrap_engine
 from disthooks._tensors import format_bytes
 from disthooks.config import Plan
 from disthooks.config.locate import Found, engine_config, find, read_found
 from disthooks.config.plan import at_line, tell_attached
 from disthooks.config.watchers import Watchers
-from disthooks.engines.base import is_a
+from disthooks.engines.base import is_of_class
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.attachment import Gradients, UnwrittenRecords
 from disthooks.launcher import world
@@ -54,13 +54,13 @@ class Saves:
         Raises:
             MatchError: when an entry matches in no model, and no other is to come.
         """
-        if any(inside(model) is one() for one in self._models):
+        if any(unwrap_engine(model) is one() for one in self._models):
             return _without_saves(self._plan), True
         here = [i for i, (patterns, _) in enumerate(self._plan.saves) if self._matches(i, patterns, model)]
         left = [] if more_to_come else self._left()
         if left and self._models:
             raise self._missed[left[0]]
-        self._models.append(weakref.ref(inside(model)))
+        self._models.append(weakref.ref(unwrap_engine(model)))
         if left:  # of the only model: attaching the whole plan says so on every rank
             return self._plan, False
         return (self._plan if here else _without_saves(self._plan)), True
@@ -157,7 +157,7 @@ class Attached:
 
     def __init__(self, model: nn.Module, joined: Callable[[nn.Module, Gradients], None], number: int = 0) -> None:
         self.number = number
-        self._model, self._name, self._joined = weakref.ref(model), type(inside(model)).__name__, joined
+        self._model, self._name, self._joined = weakref.ref(model), type(unwrap_engine(model)).__name__, joined
         self.saving: Any = None
         self._watchers: Callable[[], Watchers | None] = lambda: None
         self.held = 0
@@ -295,7 +295,9 @@ class Session:
             return
         self._looked[module] = self._looked.get(module, 0) + 1
         model = world.unwrapped(module)
-        optimizers = self._of_engine(model) if is_a(model, "DeepSpeedEngine") else self._held_by(model, outermost)
+        optimizers = (
+            self._of_engine(model) if is_of_class(model, "DeepSpeedEngine") else self._held_by(model, outermost)
+        )
         if not optimizers:
             return
         if reason := world.refusal(model):
@@ -389,7 +391,7 @@ class Session:
             plan, partly = self._saves.plan_for(model, more_to_come=len(self._alive()) > len(optimizers))
             before = sum(part.held for part in self._parts)
             part, self._count = Attached(model, self._joined, self._count), self._count + 1
-            watched = [None] if is_a(model, "DeepSpeedEngine") else self._watchable(optimizers)
+            watched = [None] if is_of_class(model, "DeepSpeedEngine") else self._watchable(optimizers)
             self._parts.append(part)
             part.attach(plan, partly, watched, before)
             if not part.saving and not part.watched and not part.looks:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from disthooks.config import Plan
-from disthooks.engines.optimizer_step import StepHooks, with_closure
+from disthooks.engines.optimizer_step import StepHooks, wrap_closure
 
 _DEEP = 12  # calls between the making of an optimizer and of one inside it
 
@@ -116,7 +116,7 @@ class Seams:
         """Tell of a step; of one with a closure when that is done: the model is called in it, the first time too."""
         if not self._listener.watches(optimizer):
             return None
-        given = with_closure(functools.partial(self._in_step, optimizer), args, kwargs)
+        given = wrap_closure(functools.partial(self._in_step, optimizer), args, kwargs)
         if given is None:
             self._listener.steps(optimizer)
         else:

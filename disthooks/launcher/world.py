@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import nn
 
-from disthooks.engines.base import DataParallel, Plain, is_a
-from disthooks.engines.detect import find
+from disthooks.engines.base import DataParallel, Plain, is_of_class
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 
 
@@ -68,7 +68,7 @@ def _started_by_lightning() -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given."""
-    while is_a(module, "OptimizedModule"):
+    while is_of_class(module, "OptimizedModule"):
         module = module._orig_mod  # type: ignore[assignment]
     return module
 
@@ -76,7 +76,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def refusal(model: nn.Module) -> str | None:
     """Why a model that is called cannot be the one to attach to; None if it can."""
     try:
-        engine = find(model)
+        engine = detect_engine(model)
     except AttachError as error:
         return str(error)
     if _started_by_lightning():
@@ -98,5 +98,5 @@ def refusal(model: nn.Module) -> str | None:
 def reshard(model: nn.Module) -> None:
     """Have FSDP2 put its own parameters back: after a forward without gradients the root's are still whole ones."""
     for part in model.modules():
-        if is_a(part, "FSDPModule"):
+        if is_of_class(part, "FSDPModule"):
             part.reshard()  # type: ignore[operator]

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from disthooks._fork_safe import Order, shared
-from disthooks._handles import Attachment, shown
-from disthooks._match import Pattern, inside, listed, match_modules
+from disthooks._handles import Attachment, first_names
+from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError, UsageError
 from disthooks.saved.counters import Ledger
@@ -161,7 +161,7 @@ class Saving(Attachment):
         self.names = names
 
     def __repr__(self) -> str:
-        return f"<Saving of {len(self.names)} modules ({shown(self.names)}) to {self._store}>"
+        return f"<Saving of {len(self.names)} modules ({first_names(self.names)}) to {self._store}>"
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
@@ -203,7 +203,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     line, ledger = pipeline(to), Ledger()
     found = chosen(model, patterns)
     if line.recompute is not None:
-        ledger.proofs = proofs_of(inside(model))
+        ledger.proofs = proofs_of(unwrap_engine(model))
     with _attaching:
         return _attach(model, found, line, ledger)
 
@@ -214,7 +214,7 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
     ['']
     """
-    return _outermost(_running(model, match_modules(model, listed(patterns))))
+    return _outermost(_running(model, match_modules(model, as_patterns(patterns))))
 
 
 def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
@@ -234,8 +234,8 @@ def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tup
     reasons = {name: _UNUSED if id(module) in unused else never_runs(module) for name, module in matched}
     if all(reasons.values()):
         name, why = next(iter(reasons.items()))
-        inside = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""
-        raise AttachError(f"{name or 'the model'!r}: {why}{inside}")
+        hint = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""
+        raise AttachError(f"{name or 'the model'!r}: {why}{hint}")
     found = [(name, module) for name, module in matched if not reasons[name]]
     inner = {id(part) for _, module in found for part in module.modules()}
     if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in inner]:

@@ -229,7 +229,7 @@ class Frame:
         if small:
             self._ledger.count_kept("small", _nbytes(part), self._where)
         if _handles.listeners:
-            _handles.tell("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
+            _handles.notify("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
         return handle
 
     def _add(self, packed: Packed, key: Key, part: torch.Tensor, owner: torch.Tensor | None) -> None:
@@ -273,7 +273,7 @@ class Frame:
         handle = packed.handle(layout)
         self._ledger.count_shared(part.nbytes, self._where)
         if _handles.listeners:
-            _handles.tell("pack", self._where, tensor, "shared")
+            _handles.notify("pack", self._where, tensor, "shared")
         return handle
 
     def _made(
@@ -318,7 +318,7 @@ class Frame:
     def _told(self, tensor: torch.Tensor, reason: str) -> None:
         self._ledger.count_kept(reason, _nbytes(tensor), self._where)
         if _handles.listeners:
-            _handles.tell("pack", self._where, tensor, "kept")
+            _handles.notify("pack", self._where, tensor, "kept")
 
     @uncompiled(BREAK)
     def _call(self, tensor: torch.Tensor) -> Kept | Called:
@@ -330,7 +330,7 @@ class Frame:
         packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor), self._where)
         self._ledger.count_put(packed.nbytes, 0, time.perf_counter() - begin, self._where)
         if _handles.listeners:
-            _handles.tell("pack", self._where, tensor, "stored")
+            _handles.notify("pack", self._where, tensor, "stored")
         return packed
 
     def _flush(self) -> None:
@@ -383,7 +383,7 @@ def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
     """The saved tensor; a function of the module, so that a graph does not keep its frame alive."""
     tensor = packed.unpack()
     if _handles.listeners:
-        _handles.tell("unpack", packed.where, tensor, "kept" if isinstance(packed, Kept) else "stored")
+        _handles.notify("unpack", packed.where, tensor, "kept" if isinstance(packed, Kept) else "stored")
     return tensor
 
 

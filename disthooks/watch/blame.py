@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from disthooks._fork_safe import Order, shared
-from disthooks._handles import Attachment, Hook
-from disthooks._match import inside
+from disthooks._handles import Attachment, UncopiedHook
+from disthooks._match import unwrap_engine
 from disthooks._torch import being_traced, in_backward, in_transform
-from disthooks.engines.base import is_a
-from disthooks.engines.detect import find
+from disthooks.engines.base import is_of_class
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.grads import collectives
-from disthooks.watch.features import choose, shown
+from disthooks.watch.features import choose, display_name
 from disthooks.watch.finite import Call, FirstCalls, Looked, floats_of, made_or_passed_on
 
 _BYTES = 128  # of each text that is sent
@@ -63,11 +63,13 @@ class Blamed:
     masked: bool = False
 
     def __str__(self) -> str:
-        head = f"rank {self.rank}, forward {self.forward}: {shown(self.module)} ({self.kind}), call {self.call}: "
+        who = f"{display_name(self.module)} ({self.kind})"
+        head = f"rank {self.rank}, forward {self.forward}: {who}, call {self.call}: "
         if not self.inputs_finite:
             return f"{head}its inputs were not finite, and no module before it made them so"
         weights = "and its weights were finite" if self.weights_finite else "its weights were not"
-        where = "" if self.seen == self.module else f"; first seen in the output of {shown(self.seen)}, inside it"
+        first = display_name(self.seen)
+        where = "" if self.seen == self.module else f"; first seen in the output of {first}, inside it"
         comma = " " if self.weights_finite else ", "
         mask = " but for -inf, as in a mask," if self.masked else ""
         return f"{head}its inputs were finite{mask}{' ' if mask else comma}{weights}{where}"
@@ -217,10 +219,10 @@ class Blame(Attachment):
 
     def _attach(self, chosen: dict[str, nn.Module]) -> None:
         # Replicas of DataParallel call the hooks of the model inside: its own forward is what there is one of.
-        root = self._model if is_a(self._model, "DataParallel") else inside(self._model)
-        self.on_remove(root.register_forward_pre_hook(Hook(self._begin_forward), prepend=True).remove)
+        root = self._model if is_of_class(self._model, "DataParallel") else unwrap_engine(self._model)
+        self.on_remove(root.register_forward_pre_hook(UncopiedHook(self._begin_forward), prepend=True).remove)
         for index, module in enumerate(chosen.values()):
-            before, after = (Hook(functools.partial(hook, index)) for hook in (self._begin, self._finish))
+            before, after = (UncopiedHook(functools.partial(hook, index)) for hook in (self._begin, self._finish))
             self.on_remove(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self.on_remove(module.register_forward_hook(after, always_call=True).remove)
 
@@ -325,7 +327,7 @@ class Blame(Attachment):
 
     def _ranks(self) -> tuple[int, ...]:
         try:
-            ranks = find(self._model).ranks
+            ranks = detect_engine(self._model).ranks
         except AttachError:  # DeepSpeed: the hooks of modules work there, and no rank is left out
             return collectives.world()
         return ranks if len(ranks) > 1 else collectives.world()

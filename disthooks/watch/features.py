@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks._fork_safe import Order, shared
-from disthooks._handles import Attachment, Hook
-from disthooks._match import Pattern, inside, listed, match_modules
+from disthooks._handles import Attachment, UncopiedHook
+from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import in_backward
 from disthooks.errors import AttachError, MatchError, MutationError, NotSeenError, UsageError
 
 
-def shown(name: str) -> str:
+def display_name(name: str) -> str:
     """``name`` as people read it: the model itself has none."""
     return name or "(model)"
 
@@ -34,9 +34,9 @@ def choose(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = No
         MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
         AttachError: when a module that matches runs without Python hooks.
     """
-    root = inside(model)
+    root = unwrap_engine(model)
     # A wrapper and the module in it have one name; named_modules gives the inner one last.
-    chosen = dict(match_modules(model, listed(patterns)))
+    chosen = dict(match_modules(model, as_patterns(patterns)))
     if depth is not None:
         chosen = {name: module for name, module in chosen.items() if _depth(name) <= depth}
         if not chosen:
@@ -44,7 +44,7 @@ def choose(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = No
     dead = {id(part): why for part, why in _without_hooks(root)}
     for name, module in chosen.items():
         if id(module) in dead:
-            raise AttachError(f"{shown(name)!r} ({type(module).__name__}): {dead[id(module)]}")
+            raise AttachError(f"{display_name(name)!r} ({type(module).__name__}): {dead[id(module)]}")
     return chosen
 
 
@@ -109,8 +109,8 @@ class Seen(Attachment, Mapping[str, Any]):
         replicas = [str(device) for device in sorted(runs, key=_order) if device is not None]
         if replicas:
             raise UsageError(
-                f"{shown(name)!r} ran in DataParallel replicas ({', '.join(replicas)}), each with its part of the "
-                f"batch: seen.calls({name!r}) has them all, in the order of the devices"
+                f"{display_name(name)!r} ran in DataParallel replicas ({', '.join(replicas)}), each with its part of "
+                f"the batch: seen.calls({name!r}) has them all, in the order of the devices"
             )
         return _read(name, runs[None][-1])
 
@@ -147,13 +147,13 @@ class Seen(Attachment, Mapping[str, Any]):
     def _known(self, name: str) -> None:
         if name not in self._runs:
             near = difflib.get_close_matches(name, self.names, n=5) or self.names[:8]
-            raise NotSeenError(f"{name!r} is not watched; watched are: {', '.join(map(shown, near))}")
+            raise NotSeenError(f"{name!r} is not watched; watched are: {', '.join(map(display_name, near))}")
 
     def _of(self, name: str) -> dict[torch.device | None, collections.deque[_Run]]:
         self._known(name)
         if not self._runs[name]:
             raise NotSeenError(
-                f"{shown(name)!r} is watched but did not run: its forward was not called (or not through "
+                f"{display_name(name)!r} is watched but did not run: its forward was not called (or not through "
                 "module(...)), it raised, or torch.compile ran it without Python"
             )
         return self._runs[name]
@@ -210,7 +210,7 @@ def features(
     chosen = choose(model, patterns)
     seen = Seen(tuple(chosen), keep)
     for name, module in chosen.items():
-        hook = Hook(functools.partial(_see, seen, name, detach, copy))
+        hook = UncopiedHook(functools.partial(_see, seen, name, detach, copy))
         seen.on_remove(module.register_forward_hook(hook).remove)
     return seen
 
@@ -242,7 +242,7 @@ def _order(device: torch.device | None) -> tuple[str, int]:
 def _read(name: str, run: _Run) -> Any:
     if any(version is not None and tensor._version != version for tensor, version in run.versions):
         raise MutationError(
-            f"the output of {shown(name)!r} was changed in place after it was seen, by a later layer such as "
+            f"the output of {display_name(name)!r} was changed in place after it was seen, by a later layer such as "
             "ReLU(inplace=True) or by an operator such as +=; pass copy=True to features() to keep what it was"
         )
     return run.output

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disthooks._hashing import Checksums, scrambled, signed
-from disthooks._match import canonical
+from disthooks._hashing import Checksums, signed, splitmix64
+from disthooks._match import canonical_name
 from disthooks._tensors import exotic, local_part
 from disthooks.engines.base import Engine
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
     name: str
     part: torch.Tensor
     shape: tuple[int, ...]
-    twins: Ranks
+    replica_ranks: Ranks
 
 
 class Copies:
@@ -55,37 +55,38 @@ class Copies:
 
     def add_parameters(self) -> None:
         """Every parameter."""
-        for shard in self._engine.copies():
+        for shard in self._engine.weight_shards():
             cut = hasattr(shard.parameter, "device_mesh")
             shape = tuple(shard.part.shape) if shard.part is not None else ()
-            self._add(shard.name, shard.parameter if cut else shard.values(), self._twins(shard.twins), shape)
+            tensor = shard.parameter if cut else shard.values()
+            self._add(shard.name, tensor, self._replica_ranks(shard.replica_ranks), shape)
 
     def add_buffers(self) -> None:
         """Every buffer, those that ``state_dict`` leaves out as well."""
         for name, buffer in self._engine.model.named_buffers():
-            self._add(canonical(name), buffer, self._everyone, tuple(buffer.shape))
+            self._add(canonical_name(name), buffer, self._everyone, tuple(buffer.shape))
 
     def add_state(self, optimizer: Any) -> None:
         """What ``optimizer`` keeps for each parameter: tensors, and Python's numbers; a parameter's ranks are its."""
-        if not self._engine.keeps_named_state:
+        if not self._engine.has_named_state:
             raise UsageError(
                 f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
                 "of which no rank has a copy: leave it out"
             )
-        inner, seen = self._engine.stepping(optimizer), set[int]()
-        for i in optimized_shards(self._engine, self._engine.held(inner)):
+        inner, seen = self._engine.inner_optimizer(optimizer), set[int]()
+        for i in optimized_shards(self._engine, self._engine.optimizer_parameters(inner)):
             shard = self._engine.shards[i]
             if id(shard.parameter) in seen:  # FSDP1's flat ones are several of the user's
                 continue
             seen.add(id(shard.parameter))
-            if shard.layout == "sharded" and not hasattr(shard.parameter, "device_mesh"):
+            if shard.sharding == "sharded" and not hasattr(shard.parameter, "device_mesh"):
                 self._must_be_alone(shard)  # and a rank that has no element of it may have no state
                 continue
             for key, value in _leaves(inner.state.get(shard.parameter, {})):
-                self._add(f"{shard.name}: {key}", value, self._twins(shard.twins), tuple(value.shape))
+                self._add(f"{shard.name}: {key}", value, self._replica_ranks(shard.replica_ranks), tuple(value.shape))
 
     def _must_be_alone(self, shard: Shard) -> None:
-        if len(shard.twins) > 1:
+        if len(shard.replica_ranks) > 1:
             raise UsageError(
                 f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat parameters "
                 f"({self._engine.label}), and not every rank has the same entries of it: leave the optimizer out"
@@ -93,27 +94,27 @@ class Copies:
 
     def replicated(self) -> list[Copy]:
         """Those that other ranks have as well."""
-        return [copy for copy in self._found if len(copy.twins) > 1]
+        return [copy for copy in self._found if len(copy.replica_ranks) > 1]
 
     def signature(self) -> int:
         """64 bits that are the same on ranks that hold tensors of the same names, shapes and dtypes, in one order."""
-        lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.twins)}" for c in self._found)
+        lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.replica_ranks)}" for c in self._found)
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         return signed(int.from_bytes(digest, "little"))
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def _twins(self, twins: Ranks) -> Ranks:
-        return self._everyone if self._alone else twins
+    def _replica_ranks(self, replica_ranks: Ranks) -> Ranks:
+        return self._everyone if self._alone else replica_ranks
 
-    def _add(self, name: str, tensor: torch.Tensor, twins: Ranks, shape: tuple[int, ...]) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, replica_ranks: Ranks, shape: tuple[int, ...]) -> None:
         """With the shape that all ranks know it by: none where each has another part of it."""
         if hasattr(tensor, "device_mesh"):  # its own placements tell, those of a parameter's state too
-            twins = self._engine.shard(0, name, tensor).twins  # type: ignore[arg-type]
+            replica_ranks = self._engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
             shape = tuple(tensor.shape)
         for key, part in _plain(name, tensor):
-            self._found.append(Copy(name + key, part, shape, twins))
+            self._found.append(Copy(name + key, part, shape, replica_ranks))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -278,7 +279,7 @@ def check_replicas(
     >>> report.ok, report.compared, report.differs
     (False, 0, ())
     """
-    engine = find(model)
+    engine = detect_engine(model)
     alone = engine.label in ("a plain module", "DataParallel")
     everyone = _plain_ranks(ranks) if alone else _engines_ranks(engine, ranks)
     copies = Copies(engine, everyone, alone)
@@ -345,7 +346,7 @@ class _Comparison:
         that cross one another share one sum, and its size does not grow with their number. A tensor that differs
         goes unnoticed with a probability of about 2**-60.
         """
-        factors = [_factor(self._rank, c.twins) * (scrambled(i) | 1) for i, c in enumerate(self._replicated)]
+        factors = [_factor(self._rank, c.replica_ranks) * (splitmix64(i) | 1) for i, c in enumerate(self._replicated)]
         padded = torch.zeros(-(-len(factors) // BUCKETS) * BUCKETS, dtype=torch.int64, device=self._device)
         padded[: len(factors)] = sums * self._numbers(factors)
         signature = self._numbers([_factor(self._rank, self._ranks) * self._copies.signature()])
@@ -357,7 +358,7 @@ class _Comparison:
 
     def _differences(self, suspects: Sequence[int], sums: torch.Tensor) -> tuple[Difference, ...]:
         """Of the tensors ``suspects``: what every rank has, and the lowest rank of those that should have the same."""
-        firsts = self._numbers([self._replicated[i].twins[0] for i in suspects])
+        firsts = self._numbers([self._replicated[i].replica_ranks[0] for i in suspects])
         mine = torch.stack((firsts, sums[self._numbers(suspects)]), 1).flatten()
         rows = collectives.gather(self._group, mine)
         found = []
@@ -396,8 +397,8 @@ class _Comparison:
 def _factor(rank: int, ranks: Ranks) -> int:
     """Of each of ``ranks`` a number that looks random; they add up to zero."""
     if rank != ranks[0]:
-        return scrambled(rank) | 1
-    return -sum(scrambled(other) | 1 for other in ranks[1:])
+        return splitmix64(rank) | 1
+    return -sum(splitmix64(other) | 1 for other in ranks[1:])
 
 
 def _odd(values: dict[int, int]) -> tuple[Ranks, int]:

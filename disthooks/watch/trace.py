@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 
 from disthooks import _handles
 from disthooks._fork_safe import Order, shared
-from disthooks._handles import Attachment, Hook
-from disthooks._match import Pattern, canonical, inside, match
+from disthooks._handles import Attachment, UncopiedHook
+from disthooks._match import Pattern, canonical_name, match, unwrap_engine
 from disthooks._tensors import exotic, format_bytes, storages_of
 from disthooks._torch import StorageRef, hooks_allowed, top_hooks
 from disthooks.errors import MutationError, UsageError
-from disthooks.watch.features import choose, shown, tensors_of, version_of
+from disthooks.watch.features import choose, display_name, tensors_of, version_of
 
 #: What to do when torch says this of a model that is traced.
 REMEDIES = {
@@ -98,7 +98,7 @@ def line(event: TraceEvent, width: int, with_kind: bool) -> str:
     """``event`` as one line, names in a column of ``width``."""
     dtype = str(event.dtype).removeprefix("torch.") if event.dtype is not None else "-"
     first = f"{event.kind:<17} " if with_kind else ""
-    text = f"{first}{shown(event.name):<{max(width, 7)}}  {event.type:<17} {event.shape!s:<22} {dtype:<9}"
+    text = f"{first}{display_name(event.name):<{max(width, 7)}}  {event.type:<17} {event.shape!s:<22} {dtype:<9}"
     if event.kind == "forward":
         text += f" {event.seconds * 1e3:8.2f} ms  saved {format_bytes(event.nbytes)}"
     elif event.nbytes:
@@ -124,11 +124,11 @@ class TraceReport:
     rows: tuple[TraceRow, ...]
 
     def __str__(self) -> str:
-        width = max([len(shown(row.name)) for row in self.rows], default=4)
+        width = max([len(display_name(row.name)) for row in self.rows], default=4)
         lines = [f"{'module':<{width}}  {'class':<17} {'calls':>5} {'host ms':>9} {'saved':>10}  output"]
         for row in self.rows:
             lines.append(
-                f"{shown(row.name):<{width}}  {row.type:<17} {row.calls:>5} {row.seconds * 1e3:>9.2f} "
+                f"{display_name(row.name):<{width}}  {row.type:<17} {row.calls:>5} {row.seconds * 1e3:>9.2f} "
                 f"{format_bytes(row.nbytes):>10}  {row.shape}"
             )
         return "\n".join(lines)
@@ -275,7 +275,7 @@ def _check(packed: _Looked) -> None:
     """What torch checks when no hooks are on, and leaves to them when they are."""
     if packed.version is not None and packed.value._version != packed.version:
         raise MutationError(
-            f"a tensor of shape {tuple(packed.value.shape)} that {shown(packed.name)!r} saved for backward was "
+            f"a tensor of shape {tuple(packed.value.shape)} that {display_name(packed.name)!r} saved for backward was "
             f"changed in place after it was saved (version {packed.value._version}, saved at {packed.version}); "
             "use an operator that is not in place, or change a clone()"
         )
@@ -364,19 +364,20 @@ class Trace(Attachment):
 
         # The first to come and the last to go: the other hooks of the module happen in between, and two traces
         # close in the reverse order of their opening.
-        pre = Hook(functools.partial(self._begin, name))
+        pre = UncopiedHook(functools.partial(self._begin, name))
         keep(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        keep(module.register_forward_hook(Hook(functools.partial(self._finish, name)), always_call=True))
+        keep(module.register_forward_hook(UncopiedHook(functools.partial(self._finish, name)), always_call=True))
         if full_backward:
             before = functools.partial(self._backward, "full_backward_pre", name)
-            keep(module.register_full_backward_pre_hook(Hook(before)))
-            keep(module.register_full_backward_hook(Hook(functools.partial(self._backward, "full_backward", name))))
+            keep(module.register_full_backward_pre_hook(UncopiedHook(before)))
+            after = functools.partial(self._backward, "full_backward", name)
+            keep(module.register_full_backward_hook(UncopiedHook(after)))
 
     def _attach_parameter(self, name: str, parameter: Any) -> None:
         kind = type(parameter).__name__
-        tensor_hook = Hook(functools.partial(self._gradient, "tensor_hook", name, kind))
+        tensor_hook = UncopiedHook(functools.partial(self._gradient, "tensor_hook", name, kind))
         self.on_remove(parameter.register_hook(tensor_hook).remove)
-        done = Hook(lambda leaf: self._gradient("post_accumulate", name, kind, leaf.grad))
+        done = UncopiedHook(lambda leaf: self._gradient("post_accumulate", name, kind, leaf.grad))
         self.on_remove(parameter.register_post_accumulate_grad_hook(done).remove)
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -431,15 +432,15 @@ class Trace(Attachment):
             for frame in self._threads.frames:
                 frame.saved += event.nbytes
 
-    def _heard(self, event: _handles.Event) -> None:
+    def _heard(self, event: _handles.SavedTensorEvent) -> None:
         """Of disthooks' own hooks, which are innermost inside their module and so hide ours."""
         if self._chained.active:
-            self._chained.fate = event.fate
+            self._chained.fate = event.outcome
         elif event.kind == "pack" and self._threads.frames:
-            self._told[event.where] = self._innermost()
-            self._saved("pack", self._innermost(), event.tensor, event.fate)
-        elif event.kind == "unpack" and event.where in self._told:
-            self._saved("unpack", self._told[event.where], event.tensor, event.fate)
+            self._told[event.module_name] = self._innermost()
+            self._saved("pack", self._innermost(), event.tensor, event.outcome)
+        elif event.kind == "unpack" and event.module_name in self._told:
+            self._saved("unpack", self._told[event.module_name], event.tensor, event.outcome)
 
     # -- events
 
@@ -546,8 +547,8 @@ def _attach(made: Trace, model: nn.Module, chosen: dict[str, nn.Module], full_ba
     for name, module in chosen.items():
         made._attach(name, module, full_backward)
     followed = {id(leaf) for module in chosen.values() for leaf in module.parameters()}
-    for name, parameter in inside(model).named_parameters():
+    for name, parameter in unwrap_engine(model).named_parameters():
         lazy = nn.parameter.is_lazy(parameter)  # torch puts no hook on a parameter that has no shape yet
         if id(parameter) in followed and not lazy and parameter.requires_grad and parameter.is_leaf:
-            made._attach_parameter(canonical(name), parameter)
-    made.on_remove(_handles.listen(made._heard))
+            made._attach_parameter(canonical_name(name), parameter)
+    made.on_remove(_handles.add_listener(made._heard))

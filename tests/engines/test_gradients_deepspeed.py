@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from tests.support import needs
 from tests.support.engines import close
 from tests.support.ranks.harness import Ranks
@@ -205,8 +205,8 @@ def _skipped(rank: int, stage: int, dtype: str) -> dict[str, bool]:
     """One step that a decision skips, between two that are made."""
     engine = engine_of(stage, dtype)
     step(engine, rank)
-    ours, decision, found = find(engine), torch.tensor(True), {}
-    scale, weights, state = ours.scale(), weights_of(engine), _state(engine)
+    ours, decision, found = detect_engine(engine), torch.tensor(True), {}
+    scale, weights, state = ours.gradient_scale(), weights_of(engine), _state(engine)
     handle = ours.before_step(None, lambda *args: decision)
     before = (engine.global_steps, engine.skipped_steps)
     for batch in (4, 5):
@@ -215,7 +215,7 @@ def _skipped(rank: int, stage: int, dtype: str) -> dict[str, bool]:
     found["still"] = close(weights_of(engine), weights, 0.0) and close(_state(engine), state, 0.0)
     found["counted"] = (engine.global_steps, engine.skipped_steps) == (before[0] + 1, before[1] + 1)
     found["told"] = not engine.was_step_applied()
-    found["same scale"] = ours.scale() == scale
+    found["same scale"] = ours.gradient_scale() == scale
     decision = torch.tensor(False)
     half = HALVES.get(dtype)
     wanted, _ = truth(weights, half=half)
@@ -254,9 +254,9 @@ def _overflow(rank: int, stage: int, skip: bool) -> dict[str, bool]:
     """In float16 a step that overflowed on rank 1 is DeepSpeed's to skip, whatever rules make of the gradients."""
     engine = engine_of(stage, "fp16")
     step(engine, rank)
-    ours, weights, seen = find(engine), weights_of(engine), []
+    ours, weights, seen = detect_engine(engine), weights_of(engine), []
     handle = ours.before_step(None, lambda *args: torch.tensor(True) if skip else None)
-    scale, before = ours.scale(), engine.skipped_steps
+    scale, before = ours.gradient_scale(), engine.skipped_steps
     with dh.gradients(engine, rules=[lambda name, grad: seen.append(bool(grad.isnan().any())) or grad.nan_to_num(0.0)]):
         for batch in (4, 5):
             spoilt = loss_of(engine, batch, rank).float()
@@ -266,7 +266,7 @@ def _overflow(rank: int, stage: int, skip: bool) -> dict[str, bool]:
     return {
         "seen": any(seen),
         "skipped": engine.skipped_steps == before + 1 and close(weights_of(engine), weights, 0.0),
-        "lowered": ours.scale() == scale / 2,
+        "lowered": ours.gradient_scale() == scale / 2,
     }
 
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import find
-from disthooks.engines.skip import withhold
+from disthooks.engines.detect import detect_engine
+from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import DisthooksError
 from tests.support import needs
 from tests.support.engines import close
@@ -164,18 +164,19 @@ def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
 def _parts(rank: int, stage: int) -> tuple[list[str], dict[str, bool]]:
     """Every element is owned once; gradient and values lie alike; nothing is disturbed while a step is under way."""
     engine = engine_of(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    ours, found = find(engine), {"checked": True}
+    ours, found = detect_engine(engine), {"checked": True}
     weights = weights_of(engine)
     owned = {shard.name: torch.zeros(_numel(shard)) for shard in ours.shards}
     lies, parts_of = [], []
     for shard in (shard for shard in ours.shards if shard.parameter.requires_grad):
         assert shard.part is not None
         where = shard.part.indices(torch.device("cpu")).flatten()
-        if shard.owned:
+        if shard.is_owner:
             owned[shard.name][where] += 1
         lies.append(torch.equal(shard.values().double().flatten(), weights[shard.name].flatten()[where]))
         parts_of.append(tuple(shard.values().shape) == shard.part.local_shape)
-        found["twins"] = shard.twins == ((0, 1) if stage == 0 else (rank,)) and found.get("twins", True)
+        alike = shard.replica_ranks == ((0, 1) if stage == 0 else (rank,))
+        found["replica_ranks"] = alike and found.get("replica_ranks", True)
     for count in owned.values():
         dist.all_reduce(count)
     checks: list[str] = []
@@ -239,15 +240,16 @@ def test_removal_leaves_what_others_put_there(ranks: Ranks) -> None:
 def _withheld(rank: int) -> list[bool]:
     """At stage 0 in float32 torch's optimizer holds the parameters themselves; else they are parts of one tensor."""
     engine = engine_of(0)
-    ours, weights = find(engine), weights_of(engine)
+    ours, weights = detect_engine(engine), weights_of(engine)
     leave = [shard.parameter for shard in ours.shards if shard.name == "head.weight"]
-    handle = ours.before_step(None, lambda optimizer, args, kwargs: withhold(optimizer, leave))
+    handle = ours.before_step(None, lambda optimizer, args, kwargs: exclude_from_step(optimizer, leave))
     moved = step(engine, rank)
     handle.remove()
     wanted, _ = truth(weights)
     wanted["head.weight"].zero_()
     clean = all(parameter.grad is None for parameter in leave)
-    return [ours.can_withhold, near(moved, wanted, 2e-5), clean, not find(engine_of(2)).can_withhold]
+    other = detect_engine(engine_of(2))
+    return [ours.can_exclude_parameters, near(moved, wanted, 2e-5), clean, not other.can_exclude_parameters]
 
 
 def test_single_parameters_can_be_withheld_at_stage_0(ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make
 from tests.support.ranks.harness import Ranks
@@ -33,12 +33,12 @@ def _parts(rank: int, engine: str, dtype: torch.dtype) -> list[tuple[str, list[i
     model = flat(Net().to(dtype), engine)
     loss_of(model, 0, engine, rank).backward()
     found = []
-    for shard in find(model).shards:
+    for shard in detect_engine(model).shards:
         grad, index = shard.gradient(), shard.part.indices(torch.device("cpu"))
         assert grad is None or grad.shape == index.shape == shard.values().shape == shard.part.local_shape
         here = [] if grad is None else grad.flatten().tolist()
         found.append(
-            (shard.name, index.flatten().tolist(), here, shard.values().detach().flatten().tolist(), shard.owned)
+            (shard.name, index.flatten().tolist(), here, shard.values().detach().flatten().tolist(), shard.is_owner)
         )
     return found
 
@@ -70,7 +70,7 @@ def _channels_last(rank: int, engine: str) -> tuple[bool, bool]:
     with dh.on_gradient(model, "0.weight", lambda grad: seen.append(grad.clone()), at="local"):
         model(x).square().sum().backward()
     truth(x).square().sum().backward()
-    parts = {shard.name: shard.part for shard in find(model).shards}
+    parts = {shard.name: shard.part for shard in detect_engine(model).shards}
     return close(seen, [truth[0].weight.grad], 1e-5), parts["0.weight"] is None
 
 
@@ -113,7 +113,7 @@ def _often(rank: int, engine: str, around: str) -> list[Any]:
     if around:
         model.module.body = checkpoint_wrapper(model.module.body, CheckpointImpl[around])
     seen: dict[str, list[torch.Tensor]] = {}
-    names = [shard.name for shard in find(model).shards]
+    names = [shard.name for shard in detect_engine(model).shards]
     hooks = [
         dh.on_gradient(model, name, lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()), at="local")
         for name in names
@@ -211,9 +211,9 @@ def test_mixed_precision(ranks: Ranks, engine: str) -> None:
 
 def _first(rank: int, engine: str) -> list[bool]:
     model, found = make(engine), []
-    optimizer, known = torch.optim.SGD(model.parameters(), lr=0.0), find(model)
+    optimizer, known = torch.optim.SGD(model.parameters(), lr=0.0), detect_engine(model)
     index = [shard.name for shard in known.shards].index("head.weight")
-    known.on_local([index], lambda i, grad: found.append(known.begins(i)))
+    known.on_local([index], lambda i, grad: found.append(known.is_first_gradient(i)))
     for sync in (False, True, True):
         with contextlib.nullcontext() if sync else model.no_sync():
             loss_of(model, 0, engine, rank).backward()

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, DisthooksError, UsageError
 from tests.support.engines import Net, close, data, flat, grads_of, loss_of, make, train
 from tests.support.ranks.harness import Ranks
@@ -145,7 +145,7 @@ def _beside(rank: int, engine: str, how: str) -> Any:
 
 
 def _trained_beside(model: nn.Module, rank: int, engine: str) -> Any:
-    apart = [shard.parameter for shard in find(model).shards if shard.layout == "apart"]
+    apart = [shard.parameter for shard in detect_engine(model).shards if shard.sharding == "unreduced"]
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False), []
     with (
         dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)], every=1) as watch,
@@ -156,7 +156,7 @@ def _trained_beside(model: nn.Module, rank: int, engine: str) -> Any:
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
         optimizer.step()
-    assert [shard.name for shard in find(model).shards if shard.layout == "apart"]
+    assert [shard.name for shard in detect_engine(model).shards if shard.sharding == "unreduced"]
     assert seen == [(1, 5)]
     return [watch.latest], grads_of(model)
 
@@ -202,7 +202,7 @@ def _final(rank: int, engine: str) -> tuple[dict[str, Any], dict[str, torch.Tens
     with dh.on_gradient(model, "*", double) as hook:
         loss_of(model, 0, engine, rank).backward()
         optimizer.step()
-    has = {s.name: s.part.local_shape for s in find(model).shards if math.prod(s.part.local_shape)}
+    has = {s.name: s.part.local_shape for s in detect_engine(model).shards if math.prod(s.part.local_shape)}
     assert sorted(shapes) == sorted(has.values())
     seen = {name: count for name, count in hook.report().items() if count}
     said = ""
@@ -257,9 +257,9 @@ def _in_mid_forward(rank: int, engine: str) -> tuple[int, bool]:
     model, seen = make(engine), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss = loss_of(model, 0, engine, rank)
-    names = sorted(shard.name for shard in find(model).shards)
+    names = sorted(shard.name for shard in detect_engine(model).shards)
     with dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch:
-        find(model).check()
+        detect_engine(model).check()
         watch._engine.check()
         loss.backward()
         optimizer.step()
@@ -287,7 +287,7 @@ def _four(rank: int, engine: str) -> Any:
     with watching as watch, dh.on_gradient(model, "head.weight", lambda g: seen.append(g.clone()), at="local"):
         (model(data(0).chunk(4)[rank]).square().mean() * 100).backward()
         optimizer.step()
-    owners = {shard.name: (shard.owned, shard.twins) for shard in watch._engine.shards}
+    owners = {shard.name: (shard.is_owner, shard.replica_ranks) for shard in watch._engine.shards}
     return watch.latest, grads_of(model), seen, owners, watch.report().ranks
 
 
@@ -316,11 +316,11 @@ def _groups(rank: int, engine: str) -> list[Any]:
     own = [dist.new_group([r]) for r in range(2)][rank]
     options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": (dist.group.WORLD, own)}
     model = flat(Net(), engine, **options)
-    engine_found = find(model)
+    engine_found = detect_engine(model)
     try:
-        find(flat(Net(), engine, **options | {"process_group": (own, own)}))
+        detect_engine(flat(Net(), engine, **options | {"process_group": (own, own)}))
     except AttachError as error:
-        return [engine_found.ranks, {shard.twins for shard in engine_found.shards}, str(error)]
+        return [engine_found.ranks, {shard.replica_ranks for shard in engine_found.shards}, str(error)]
     return []
 
 
@@ -349,19 +349,21 @@ def _refused(rank: int) -> dict[str, str]:
 
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with saying("replicas that are never averaged"):
-        find(flat(Net(), "fsdp1hybrid", device_mesh=mesh))
+        detect_engine(flat(Net(), "fsdp1hybrid", device_mesh=mesh))
     with saying("channels last without shards"):
-        find(flat(nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last), "fsdp1none", parts=()))
+        detect_engine(
+            flat(nn.Sequential(nn.Conv2d(2, 3, 3)).to(memory_format=torch.channels_last), "fsdp1none", parts=())
+        )
     with saying("other ranks"):
         net = Net()
         net.mid = FullyShardedDataParallel(net.mid, device_mesh=mesh["shard"], device_id=torch.device("cpu"))
-        find(flat(net, "fsdp1", parts=()))
+        detect_engine(flat(net, "fsdp1", parts=()))
     with saying("inside DDP"):
-        find(nn.parallel.DistributedDataParallel(flat(Net(), "fsdp1none"), init_sync=False))
+        detect_engine(nn.parallel.DistributedDataParallel(flat(Net(), "fsdp1none"), init_sync=False))
     with saying("beside FSDP2"):
         net = Net()
         fully_shard(net.embed, mesh=init_device_mesh("cpu", (2,)))
-        find(flat(net, "fsdp1", parts=(), ignored_states=list(net.embed.parameters())))
+        detect_engine(flat(net, "fsdp1", parts=(), ignored_states=list(net.embed.parameters())))
     model = flat(Net(), "fsdp1")
     loss = loss_of(model, 0, "fsdp1", rank)
     with saying("after forward"), dh.on_gradient(model, "mid.1.weight", print, at="local"):

@@ -99,11 +99,11 @@ def _prove(make: Any, engine: Any, train: Train, how: str, folder: str) -> dict[
                     part.register_forward_pre_hook(note)
             return model
 
-        def look(event: _handles.Event, weights: set[int] = weights, stored: set[int] = stored) -> None:
-            if event.fate == "stored" and _storage(event.tensor) in weights:
+        def look(event: _handles.SavedTensorEvent, weights: set[int] = weights, stored: set[int] = stored) -> None:
+            if event.outcome == "stored" and _storage(event.tensor) in weights:
                 stored.add(_storage(event.tensor))
 
-        stop = _handles.listen(look)
+        stop = _handles.add_listener(look)
         try:
             results, report = run(make, taken, train, how, line)
         finally:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
-from disthooks.engines.detect import find
+from disthooks.engines.detect import detect_engine
 from tests.support.engines import data
 
 LR = 0.1
@@ -136,7 +136,7 @@ def truth(
 
 def kept(engine: Any, into: dict[str, torch.Tensor]) -> Any:
     """Have whole final gradients in the user's units written down before each step; gives a handle."""
-    ours = find(engine)
+    ours = detect_engine(engine)
 
     def look(optimizer: Any, args: Any, kwargs: Any) -> None:
         for shard in ours.shards:
@@ -145,8 +145,9 @@ def kept(engine: Any, into: dict[str, torch.Tensor]) -> Any:
             assert shard.part is not None
             whole, grad = torch.zeros(shard.part.shape.numel(), dtype=torch.float64), shard.gradient()
             if grad is not None:
-                whole[shard.part.indices(grad.device).flatten()] = grad.flatten().double() / (ours.scale() or 1.0)
-            if shard.layout == "sharded":
+                scaled = grad.flatten().double() / (ours.gradient_scale() or 1.0)
+                whole[shard.part.indices(grad.device).flatten()] = scaled
+            if shard.sharding == "sharded":
                 dist.all_reduce(whole)
             into[shard.name] = whole.view(shard.part.shape)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from disthooks._match import Pattern, listed, match
+from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, as_rule
@@ -40,7 +40,9 @@ class Only(Rule):
     def scope(self, shards: Sequence[Shard]) -> list[int]:
         """Those that match, among those that the rule inside is for."""
         inner = self.rule.scope(shards)
-        wanted = {name for name, _ in match([(s.name, s.shown()) for s in shards], self.patterns, "parameter")}
+        wanted = {
+            name for name, _ in match([(s.name, s.as_full_parameter()) for s in shards], self.patterns, "parameter")
+        }
         return [i for i in inner if shards[i].name in wanted]
 
     def label(self) -> str:
@@ -95,7 +97,7 @@ def only(
     >>> only("*.bias", ClipValue(0.1)).label()
     '*.bias'
     """
-    patterns: Any = listed(pattern)
+    patterns: Any = as_patterns(pattern)
     if at not in ("final", "local"):
         raise UsageError(f"only(at={at!r}): 'final' (what the optimizer uses) or 'local' (before the reduction)")
     made = as_rule(rule)

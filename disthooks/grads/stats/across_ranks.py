@@ -47,13 +47,13 @@ class NonFiniteUnreduced(Measure):
 
     def width(self, shard: Shard | None) -> int:
         """One number for a parameter that is apart."""
-        return int(shard is not None and shard.layout == "apart")
+        return int(shard is not None and shard.sharding == "unreduced")
 
     def local(self, local: Local) -> torch.Tensor:
         """The count of this rank."""
         counts, zero = [], torch.zeros((), dtype=torch.float64, device=local.device)
         for place, shard in enumerate(local.shards):
-            if shard.layout == "apart":
+            if shard.sharding == "unreduced":
                 grad = local.apart[place] if local.apart else None
                 counts.append(zero if grad is None else onto((~torch.isfinite(grad)).sum(), zero.device, zero.dtype))
         return torch.stack(counts) if counts else zero.new_zeros(0)
@@ -243,7 +243,7 @@ class Agreement(Stat):
         """Every rank must have all of the final gradient."""
         check_own_data(self, engine)
         for shard in (shards[i] for i in self._sums().accumulates(shards)):
-            if shard.layout not in ("whole", "replica"):
+            if shard.sharding not in ("whole", "replica"):
                 raise UsageError(
                     f"Agreement: under {engine.label} no rank has all of the final gradient of {shard.name!r} to "
                     "compare its own with; use DDP for it, or Spread, which compares norms, on any engine"

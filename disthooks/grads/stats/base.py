@@ -299,7 +299,7 @@ def check_real(stat: Stat, shards: Sequence[Shard]) -> None:
 
 def check_own_data(stat: Stat, engine: Engine) -> None:
     """Raise UsageError when several ranks may work on the same part of the batch."""
-    if not engine.own_data():
+    if not engine.has_own_batch():
         raise UsageError(
             f"{type(stat).__name__} compares gradients of ranks that have different data, and under {engine.label} "
             "with tensor parallelism several ranks work on the same, each on a part of the layer; leave it out here"

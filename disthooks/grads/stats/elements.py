@@ -52,7 +52,7 @@ class UnitSquares(Measure):
         """What this rank has of each unit, and owns."""
         rows = []
         for shard, grad in zip(local.shards, local.grads, strict=True):
-            tensor = grad if self.of == "gradient" else shard.values().detach() if shard.owned else None
+            tensor = grad if self.of == "gradient" else shard.values().detach() if shard.is_owner else None
             rows += _squares(tensor, _part(shard), local.device)
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=local.device)
 

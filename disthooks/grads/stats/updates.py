@@ -26,7 +26,7 @@ class WeightPower(Measure):
 
     def local(self, local: Local) -> torch.Tensor:
         """For each parameter, on the rank that owns the elements."""
-        values = [shard.values() if shard.owned else None for shard in local.shards]
+        values = [shard.values() if shard.is_owner else None for shard in local.shards]
         return squares(values, local.device)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks.engines.zero_shards import Place, _cut
+from disthooks.engines.zero_shards import PartitionRange, _cut
 
 
 def _layout(sizes: list[int], align: int, world: int) -> tuple[list[int], int]:
@@ -21,7 +21,7 @@ def _layout(sizes: list[int], align: int, world: int) -> tuple[list[int], int]:
     return offsets, -(-end // (2 * world)) * 2
 
 
-def _ends(place: Place) -> tuple[int, int]:
+def _ends(place: PartitionRange) -> tuple[int, int]:
     assert place.part.span is not None
     return place.part.span
 

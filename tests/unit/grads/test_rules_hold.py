@@ -211,7 +211,7 @@ def test_freezing_and_skipping_in_one_step() -> None:
 
 
 def test_an_engine_that_updates_in_one_piece_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "can_withhold", False)
+    monkeypatch.setattr(Engine, "can_exclude_parameters", False)
     model = make("plain")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(dh.errors.AttachError, match=r"Freeze.*a plain module.*requires_grad_\(False\)"):
