@@ -128,7 +128,7 @@ def test_two_threads_that_prove_a_place_at_once_agree() -> None:
 
     def attempt(way: int) -> torch.Tensor:
         if way == 0:
-            both.wait(10)  # both ask before any of them has an answer
+            both.wait(120)  # both ask before any of them has an answer
         return original + (1 - way)
 
     def ask() -> None:

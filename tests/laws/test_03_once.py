@@ -310,7 +310,7 @@ def test_a_part_that_may_be_written_uncounted_is_for_itself(
     """A leaf that is a view of what is none is written by attacks, while the rest of its storage waits for the disk."""
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
-    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
     x = torch.ones(64, 96)
     leaf = x[:, 40:80].requires_grad_()
     with dh.saving(dh.AtLeast(0), store):
@@ -374,7 +374,7 @@ def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, m
     """Leaves, as attacks write them, and constant vectors, as batch norm does; also while they wait to be written."""
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
-    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
     for tensor in (torch.ones(64, 64, requires_grad=True), torch.ones(4096)):
         go_on.clear()
         with dh.saving(ALL, store):
@@ -406,7 +406,7 @@ def test_an_entry_that_is_going_is_not_found(tmp_path: pathlib.Path) -> None:
             super().drop(ticket)
             if not dropping.is_set():
                 dropping.set()
-                packed.wait(5)
+                packed.wait(120)
 
     x = torch.randn(64, 64, requires_grad=True)
     saved = dh.saving(Slow(tmp_path))
@@ -416,7 +416,7 @@ def test_an_entry_that_is_going_is_not_found(tmp_path: pathlib.Path) -> None:
     del first
     thread = threading.Thread(target=graphs.clear)
     thread.start()
-    dropping.wait(5)
+    assert dropping.wait(120)
     with saved:
         again = x.sin()
         junk = torch.ones(64, 64, requires_grad=True) * torch.randn(64, 64)

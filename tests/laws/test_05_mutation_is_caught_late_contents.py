@@ -181,7 +181,7 @@ def test_a_write_before_the_file_is_written_changes_nothing(
     """Whatever a thread of the store does when."""
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
-    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(10), write(*args))[1])
+    monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
     x = torch.randn(512, 512, requires_grad=True)
     with dh.saving(store):
         y = x.relu()

@@ -72,7 +72,7 @@ from tests.support.stores.moving import one_thread, slow, write, chain, pipe
 import tempfile
 if sys.argv[2] == "named": tempfile._O_TMPFILE_WORKS = False
 store = dh.OnDisk(sys.argv[1])
-os.pwrite = slow(write, 1.5)
+os.pwrite = slow(write, 30.0)
 x = torch.linspace(-2, 2, 50_000, requires_grad=True)
 with dh.saving(pipe(store)):
     y = chain(x, 20)
@@ -91,11 +91,11 @@ if sys.argv[3] == "raise": raise SystemExit(3)
 def test_a_process_that_ends_while_it_writes_leaves_nothing(
     end: str, status: int, file: str, tmp_path: pathlib.Path
 ) -> None:
-    """With a graph alive and fifteen seconds' worth of writes before it: it ends at once, and nothing is left of it."""
-    done = script(KILLED, tmp_path, file, end, timeout=120)
+    """With a graph alive and minutes of writes before it: it ends at once, and nothing is left of it."""
+    done = script(KILLED, tmp_path, file, end, timeout=300)
     line, begin = done.stdout.split(",")
     assert (line, done.returncode, done.stderr) == ("in flight", status, "")
-    assert time.time() - float(begin) < 8
+    assert time.time() - float(begin) < 60
     assert os.listdir(tmp_path) == []
 
 

@@ -83,7 +83,7 @@ def test_a_fork_while_threads_write_disturbs_nobody(tmp_path: pathlib.Path, monk
     finally:
         stop.set()
         for thread in busy:
-            thread.join(20)
+            thread.join(120)
     assert not any(thread.is_alive() for thread in busy)
     assert not wrong
     assert clean(store)

@@ -260,7 +260,7 @@ def test_locks_that_another_thread_makes_during_a_fork_are_free_in_the_child() -
         thread.start()
         thread.join(LIMIT)
         _fork_safe._after_in_child()
-        os._exit(0 if made[0].acquire(timeout=5) else 1)
+        os._exit(0 if made[0].acquire(timeout=120) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

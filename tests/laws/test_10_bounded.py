@@ -366,7 +366,7 @@ def test_a_tensor_dropped_while_another_thread_reads_it_is_let_go_of() -> None:
     class Slow(dh.OnCpu):
         def get(self, ticket: object) -> torch.Tensor:
             began.set()
-            go_on.wait(10)
+            go_on.wait(120)
             return super().get(ticket)
 
     began, go_on = threading.Event(), threading.Event()
@@ -375,11 +375,11 @@ def test_a_tensor_dropped_while_another_thread_reads_it_is_let_go_of() -> None:
     ticket = tiers.put(torch.ones(100))
     thread = threading.Thread(target=tiers.get, args=(ticket,))
     thread.start()
-    assert began.wait(10)
+    assert began.wait(120)
     tiers.drop(ticket)
     assert store.budget.held == 400
     go_on.set()
-    thread.join(10)
+    thread.join(120)
     assert store.budget.held == 0
 
 

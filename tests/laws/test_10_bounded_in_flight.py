@@ -256,7 +256,7 @@ def test_threads_that_train_at_once_share_what_is_in_flight(tmp_path: pathlib.Pa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
     assert clean(store)

@@ -124,10 +124,14 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
 
 def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
-    _step(store, 1.0, count=3)
-    begin = time.perf_counter()
-    _step(store, 0.0, count=3)
-    assert time.perf_counter() - begin < 1.0
+
+    def seconds(of_backward: float) -> float:
+        begin = time.perf_counter()
+        _step(store, of_backward, count=3)
+        return time.perf_counter() - begin
+
+    # On a busy machine one try may take long for no fault of the store.
+    assert any(seconds(1.0) > 1.0 > seconds(0.0) for _ in range(5))
 
 
 @pytest.mark.parametrize("rows", [256, 16])
@@ -266,13 +270,14 @@ def test_time_that_was_waited_is_not_taken_for_computing() -> None:
         if not stream._known:
             for ticket in reversed(tickets):
                 stream.read(ticket)
-                time.sleep(0.02)
-                stream.waited(0.02)
+                begin = time.perf_counter()
+                time.sleep(0.2)
+                stream.waited(time.perf_counter() - begin)
             for ticket in tickets:
                 stream.drop(ticket)
     assert stream.waiting > 0.5
     (_, soon), (_, later) = stream.after(tickets[2])
-    assert 0 <= soon <= later < 0.02
+    assert 0 <= soon <= later < 0.2
 
 
 def test_the_memory_to_read_into_is_bounded() -> None:

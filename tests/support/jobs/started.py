@@ -63,7 +63,7 @@ def ended(process: subprocess.Popen[str], folder: pathlib.Path, timeout: float =
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.terminate()
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         raise AssertionError(f"the job did not end in {timeout} seconds\n{out}\n{err}") from None
     return Job(process.returncode, out, err, folder)
 

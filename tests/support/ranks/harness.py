@@ -107,7 +107,7 @@ class Ranks:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    code = self._workers[rank].join(5) or self._workers[rank].exitcode
+                    code = self._workers[rank].join(60) or self._workers[rank].exitcode
                     stack = pathlib.Path(self._folder.name, f"stack.{rank}").read_text()
                     answers[rank] = ("error", f"the process died with exit code {code}\n{stack}")
             if not ready:
@@ -117,9 +117,11 @@ class Ranks:
     def _stack(self, rank: int) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._workers[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        stack = pathlib.Path(self._folder.name, f"stack.{rank}").read_text()
-        return f"no answer in time; it stood at\n{stack}"
+        file, end = pathlib.Path(self._folder.name, f"stack.{rank}"), time.monotonic() + 60
+        while not file.stat().st_size and self._workers[rank].is_alive() and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)  # for the rest of it
+        return f"no answer in time; it stood at\n{file.read_text()}"
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()

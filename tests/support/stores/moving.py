@@ -88,7 +88,7 @@ class Gate:
 
     def __call__(self, *args: Any) -> int:
         self.waiting += 1
-        assert self.open.wait(30)
+        assert self.open.wait(120)
         return self.call(*args)
 
 

@@ -188,7 +188,7 @@ def _records(data: bytes) -> Iterator[Any]:
 def _rows(folder: pathlib.Path) -> list[dict[str, str]]:
     """The rows of a run's history, values as JSON; a process of wandb's own writes them, until some time after."""
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    for _ in range(100):
+    for _ in range(1000):
         records = list(_records(file.read_bytes()))
         if records and records[-1].HasField("exit"):
             break
