@@ -22,9 +22,9 @@ from disthooks._handles import Attachment, first_names
 from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError, UsageError
-from disthooks.saved.counters import Ledger
-from disthooks.saved.eligibility import BREAK, never_runs, nothing_to_hook, why_not
-from disthooks.saved.hooks import Frame, Site
+from disthooks.saved.counters import Counters
+from disthooks.saved.eligibility import BREAK, nothing_to_hook, reason_never_called, reason_not_to_hook
+from disthooks.saved.hooks import HookSite, SavedTensorHooks
 from disthooks.saved.module_class import attach, detach, refusal, site_of
 from disthooks.saved.pipeline import Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_here, proofs_of
@@ -70,9 +70,9 @@ class saving:
 
     @uncompiled(BREAK)
     def __init__(self, *stages: Stage | Pipeline) -> None:
-        self._site = Site(pipeline(*stages), Ledger())
+        self._site = HookSite(pipeline(*stages), Counters())
         if self._site.pipeline.recompute is not None:
-            self._site.ledger.proofs = proofs_here()
+            self._site.counters.proofs = proofs_here()
         self._open = threading.local()  # frames entered and not left, this thread's own
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
@@ -80,15 +80,15 @@ class saving:
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held, on this rank."""
-        return self._site.ledger.report(self._site.pipeline.store)
+        return self._site.counters.report(self._site.pipeline.store)
 
     @uncompiled(BREAK)
     def __enter__(self) -> saving:
-        line, ledger, where, _ = self._site
-        reason = why_not()
+        line, counters, module_name, _ = self._site
+        reason = reason_not_to_hook()
         if reason is not None:
-            ledger.count_pass(reason, where)
-        frame = None if reason is not None else Frame(line, ledger)
+            counters.count_pass(reason, module_name)
+        frame = None if reason is not None else SavedTensorHooks(line, counters)
         self._open.__dict__.setdefault("frames", []).append(frame and frame.__enter__())
         return self
 
@@ -96,7 +96,7 @@ class saving:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frame: Frame | None = self._open.frames.pop()
+        frame: SavedTensorHooks | None = self._open.frames.pop()
         if frame is not None:
             frame.__exit__(kind, error, trace)
 
@@ -127,7 +127,7 @@ class saving:
         return cast(F, decorated)
 
 
-def _function(site: Site, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def _function(site: HookSite, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A subclass of ``target`` whose ``apply`` runs with the hooks on."""
 
     @uncompiled(callees=False)
@@ -154,9 +154,9 @@ _UNUSED = (
 class Saving(Attachment):
     """What :func:`save_activations` attached."""
 
-    def __init__(self, ledger: Ledger, store: Store, names: tuple[str, ...]) -> None:
+    def __init__(self, counters: Counters, store: Store, names: tuple[str, ...]) -> None:
         super().__init__()
-        self._ledger, self._store = ledger, store
+        self._counters, self._store = counters, store
         self.on_remove(store.release_idle)
         self.names = names
 
@@ -165,7 +165,7 @@ class Saving(Attachment):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
-        return self._ledger.report(self._store, self.names)
+        return self._counters.report(self._store, self.names)
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
@@ -200,12 +200,12 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """
-    line, ledger = pipeline(to), Ledger()
+    line, counters = pipeline(to), Counters()
     found = chosen(model, patterns)
     if line.recompute is not None:
-        ledger.proofs = proofs_of(unwrap_engine(model))
+        counters.proofs = proofs_of(unwrap_engine(model))
     with _attaching:
-        return _attach(model, found, line, ledger)
+        return _attach(model, found, line, counters)
 
 
 def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
@@ -217,11 +217,11 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     return _outermost(_running(model, match_modules(model, as_patterns(patterns))))
 
 
-def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, ledger: Ledger) -> Saving:
+def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, counters: Counters) -> Saving:
     for name, module in chosen:
         _refuse(name, module)
-    saving = Saving(ledger, line.store, tuple(name for name, _ in chosen))
-    attach((module, Site(line, ledger, name or type(module).__name__)) for name, module in chosen)
+    saving = Saving(counters, line.store, tuple(name for name, _ in chosen))
+    attach((module, HookSite(line, counters, name or type(module).__name__)) for name, module in chosen)
     # Weakly: a handle that outlives its model does not keep it.
     saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in chosen)))
     return saving
@@ -231,7 +231,7 @@ def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tup
     """Without containers, which are never called themselves, and would stand for what is inside, and without others
     that are never called, which is said."""
     unused = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
-    reasons = {name: _UNUSED if id(module) in unused else never_runs(module) for name, module in matched}
+    reasons = {name: _UNUSED if id(module) in unused else reason_never_called(module) for name, module in matched}
     if all(reasons.values()):
         name, why = next(iter(reasons.items()))
         hint = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""

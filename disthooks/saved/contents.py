@@ -34,41 +34,41 @@ from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
-from disthooks.saved.counters import Ledger
+from disthooks.saved.counters import Counters
 from disthooks.saved.eligibility import refuse_capture
 from disthooks.saved.packed import Packed
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.pools import memory_of
 
 
-def _named(error: StoreError, doing: str, where: str) -> StoreError:
+def _named(error: StoreError, doing: str, module_name: str) -> StoreError:
     """``error`` of a store, which knows no modules, with the name of the one whose tensor it was."""
-    message = f"{doing} {repr(where) if where else 'a block of code'} saved: {error}"
+    message = f"{doing} {repr(module_name) if module_name else 'a block of code'} saved: {error}"
     return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
 
 
-class _Tickets:
+class StoredTickets:
     """What the store holds for a packed value.
 
     An object of its own, so that the packed value needs no destructor: while one runs, Python lets other threads
     find the dying object again, and they would share bytes that are being dropped.
     """
 
-    __slots__ = ("_ledger", "_store", "nbytes", "tickets")
+    __slots__ = ("_counters", "_store", "nbytes", "tickets")
 
-    def __init__(self, store: Store, ledger: Ledger) -> None:
-        self._store, self._ledger = store, ledger
+    def __init__(self, store: Store, counters: Counters) -> None:
+        self._store, self._counters = store, counters
         self.tickets: list[Any] = []
         self.nbytes = 0
 
     @uncompiled()
     def __del__(self) -> None:
-        self._ledger.change_held(-self.nbytes)
+        self._counters.change_held(-self.nbytes)
         for ticket in self.tickets:
             self._store.drop(ticket)
 
 
-class InStore(Packed):
+class StoredContent(Packed):
     """Contents that go through codecs into a store."""
 
     __slots__ = (
@@ -93,13 +93,13 @@ class InStore(Packed):
         first: Layout,
         codecs: Sequence[Codec],
         store: Store,
-        ledger: Ledger,
-        where: str,
+        counters: Counters,
+        module_name: str,
     ) -> None:
-        super().__init__(alias, storage, region, first, ledger, where)
+        super().__init__(alias, storage, region, first, counters, module_name)
         self._codecs, self._store = codecs, store
-        self.any_dtype = not codecs
-        self.in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
+        self.is_untyped = not codecs
+        self.is_in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
         self._own = False
         self._addresses: list[int] = []
         # The contents, see [Note: contents are of one moment]: held until the store has them and a while longer.
@@ -108,11 +108,11 @@ class InStore(Packed):
         self._checksum: int | None = None
 
     @property
-    def lossless(self) -> bool:
+    def is_lossless(self) -> bool:
         """Whether no codec loses anything."""
         return not any(codec.lossy for codec in self._codecs)
 
-    def secure(self) -> None:
+    def copy_now(self) -> None:
         """Copy the contents, which are there."""
         with self._lock:
             self._copy = self._copied(self.alias.untyped_storage())
@@ -121,13 +121,13 @@ class InStore(Packed):
     def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
 
-    def secure_again(self) -> None:
+    def copy_again(self) -> None:
         """The region is another one since the contents were copied, if they were."""
         with self._lock:
             if self._copy is not None:
-                self.secure()
+                self.copy_now()
 
-    def settle(self) -> None:
+    def release_copy(self) -> None:
         """Let go of the copy; what may be saved again is told by a checksum from now on."""
         with self._lock:
             copy, self._copy = self._copy, None
@@ -135,17 +135,17 @@ class InStore(Packed):
                 self._checksum = _checksum(copy)
 
     @property
-    def can_tell(self) -> bool:
+    def can_compare(self) -> bool:
         """Whether the copy is in memory, or a checksum of it is known."""
         return self._checksum is not None or (self._weak_copy is not None and self._weak_copy() is not None)
 
-    def is_as(self, part: torch.Tensor, layout: Layout) -> bool:
+    def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         """Whether what ``part`` has now, at ``layout``, are the bytes that were saved."""
         with self._lock:
             copy = None if self._weak_copy is None else self._weak_copy()
             storage = part.untyped_storage()
             if copy is None and self._checksum is None:
-                return self.is_kept  # where the user has it
+                return self.is_in_place  # where the user has it
             if storage.nbytes() != self.nbytes:
                 return False
             region = self.region
@@ -157,7 +157,7 @@ class InStore(Packed):
             now = _all_of(storage) if region is None else _at(region, storage).contiguous()
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
 
-    def _take(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> bool:
         if self._copy is None:
             self._copy = self._copied(storage)
             if self._copy.is_cpu and self._checksum is None:
@@ -168,10 +168,10 @@ class InStore(Packed):
         parts = self._encode(content) if self._codecs else (content,)
         self._encoded = not (len(parts) == 1 and parts[0] is content)
         stays = self._codecs and not self._encoded and not self._store.leaves_memory(content)
-        if stays and not self.ledger.recomputes:  # others are computed from what a store holds
-            self.ledger.count_kept("in place", self.nbytes, self.where)
+        if stays and not self.counters.recomputes:  # others are computed from what a store holds
+            self.counters.count_kept("in place", self.nbytes, self.module_name)
             self._copy = self._weak_copy = None
-            self.is_kept = True
+            self.is_in_place = True
             return False
         self._wanted = (content.dtype, content.shape)
         # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
@@ -183,18 +183,18 @@ class InStore(Packed):
         return True
 
     @property
-    def is_own(self) -> bool:
+    def is_private(self) -> bool:
         """Whether what was put is not the memory of the saved tensor."""
         return self._own
 
-    def let_go(self) -> None:
+    def stay_in_memory(self) -> None:
         """It stays in memory."""
         self._copy = self._weak_copy = None
 
-    def _untaken(self, layout: Layout, alone: bool) -> torch.Tensor:
+    def _still_here(self, layout: Layout, alone: bool) -> torch.Tensor:
         copy = self._copy
         if copy is None:
-            return super()._untaken(layout, alone)
+            return super()._still_here(layout, alone)
         whole = _spread(copy.clone() if alone else copy, self.region)
         return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
 
@@ -208,7 +208,7 @@ class InStore(Packed):
                 self._measure(place, codec, tensors, encoded)
             self._spec.append([(len(parts), spec) for parts, spec in encoded])
             tensors = tuple(part for parts, _ in encoded for part in parts)
-        self.ledger.count_codecs(time.perf_counter() - begin, self.where)
+        self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
         return tensors
 
     def _measure(
@@ -224,50 +224,50 @@ class InStore(Packed):
             for tensor, (parts, spec) in zip(tensors, encoded, strict=True)
             if not (len(parts) == 1 and parts[0] is tensor) and (tensor.is_floating_point() or tensor.is_complex())
         ]
-        if changed and self.ledger.is_sampled(place):
+        if changed and self.counters.is_sampled(place):
             with torch.no_grad():
                 for tensor, parts, spec in changed:
-                    self.ledger.count_error(repr(codec), relative_error(codec.decode(parts, spec), tensor))
+                    self.counters.count_error(repr(codec), relative_error(codec.decode(parts, spec), tensor))
 
-    def _put(self, tensors: Sequence[torch.Tensor], saved: int) -> _Tickets:
+    def _put(self, tensors: Sequence[torch.Tensor], saved: int) -> StoredTickets:
         begin = time.perf_counter()
-        held = _Tickets(self._store, self.ledger)  # first: whatever interrupts, it drops what is in it
+        held = StoredTickets(self._store, self.counters)  # first: whatever interrupts, it drops what is in it
         total = moved = 0
         for tensor in tensors:
             try:
                 held.tickets.append(self._store.put(tensor))
             except StoreError as error:
-                raise _named(error, "to store what", self.where) from error
+                raise _named(error, "to store what", self.module_name) from error
             total += tensor.nbytes
             moved += tensor.nbytes if self._store.leaves_memory(tensor) or tensor.device != self.alias.device else 0
         held.nbytes = total
-        self.ledger.change_held(total)
-        self.ledger.count_put(total, moved, time.perf_counter() - begin, self.where, saved)
+        self.counters.change_held(total)
+        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, saved)
         return held
 
-    def _bring(self) -> torch.Tensor:
+    def _restore(self) -> torch.Tensor:
         if self.alias.is_cuda:
-            refuse_capture(self.where)  # of a backward
+            refuse_capture(self.module_name)  # of a backward
         begin = time.perf_counter()
         try:
             tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
         except StoreError as error:
-            raise _named(error, "to bring back what", self.where) from error
+            raise _named(error, "to bring back what", self.module_name) from error
         seconds, copied = time.perf_counter() - begin, 0.0
         for ticket in self._tickets.tickets:
             copied += self._store.pop_transfer_seconds(ticket)
-        self.ledger.count_got(self._tickets.nbytes, seconds, self.where, copied)
+        self.counters.count_got(self._tickets.nbytes, seconds, self.module_name, copied)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
             raise StoreError(
                 f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
-                f"{self.where!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: get() "
-                "must return what was put, and decode() what was encoded"
+                f"{self.module_name!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: "
+                "get() must return what was put, and decode() what was encoded"
             )
         return _spread(content, self.region)
 
-    def is_stores(self, tensor: torch.Tensor) -> bool:
+    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
         """Whether it is what was put, which a store gives back while it is in memory."""
         return tensor.data_ptr() in self._addresses
 
@@ -276,36 +276,36 @@ class InStore(Packed):
         for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
             parts = iter(tensors)
             tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
-        self.ledger.count_codecs(time.perf_counter() - begin, self.where)
+        self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
         return tensors[0]
 
 
-class Parts:
+class StorageParts:
     """The parts of storages that are saved one after the other, added up: half of a storage or more is packed whole.
 
     A sum for each storage, and no look at what was saved before: an operator may save thousands of views of one tensor.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[Hashable, tuple[weakref.ref[InStore], int]] = {}
+        self._sums: dict[Hashable, tuple[weakref.ref[StoredContent], int]] = {}
 
     def add(self, key: Hashable, packed: Packed) -> None:
         """``packed`` is a region of the storage that ``key`` stands for."""
-        if type(packed) is not InStore or packed.region is None:
+        if type(packed) is not StoredContent or packed.region is None:
             return
         first, covered = self._sums.get(key, (weakref.ref(packed), 0))
         if first() is None:
             first, covered = weakref.ref(packed), 0
         self._sums[key] = first, covered + packed.region.nbytes
 
-    def to_widen(self, key: Hashable, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> InStore | None:
+    def to_widen(self, key: Hashable, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> StoredContent | None:
         """What may as well hold all ``nbytes`` of the storage of ``owner``, of which ``region`` is saved now.
 
         That is the first part, if all parts and ``region`` together are half of it or more.
         """
         reference, covered = self._sums.get(key, (None, 0))
         packed = None if reference is None else reference()
-        if packed is None or packed.region is None or packed.taken or packed.owner() is not owner:
+        if packed is None or packed.region is None or packed.is_offloaded or packed.owner() is not owner:
             return None
         return packed if (covered + region.nbytes) * 2 >= nbytes else None
 
@@ -319,28 +319,28 @@ class SmallCopy(Packed):
 
     __slots__ = ("_copy",)
 
-    def secure(self) -> None:
+    def copy_now(self) -> None:
         """Copy the contents, which are there."""
         with self._lock:
             self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
 
-    def is_as(self, part: torch.Tensor, layout: Layout) -> bool:
+    def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
         """Whether what ``part`` has now are the bytes that were saved."""
         with self._lock:
             now = self.content(part.untyped_storage()).contiguous()
             return now.is_cpu and hasattr(self, "_copy") and _are_equal(now, self._copy)
 
-    def _take(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> bool:
         if not hasattr(self, "_copy"):
             self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
     @property
-    def is_own(self) -> bool:
+    def is_private(self) -> bool:
         """It is a copy."""
         return True
 
-    def _bring(self) -> torch.Tensor:
+    def _restore(self) -> torch.Tensor:
         made_on = self._stream
         return _spread(self._copy if made_on is None else handed_over(self._copy, made_on), self.region)
 

@@ -13,7 +13,7 @@ import torch
 from disthooks import memory
 from disthooks._fork_safe import Order, shared
 from disthooks._streams import on_accelerator
-from disthooks.saved.dedup import Index
+from disthooks.saved.dedup import ContentIndex
 from disthooks.saved.report import SavedReport, SiteReport, shared_out
 from disthooks.saved.stores.base import Store
 
@@ -60,7 +60,7 @@ _ELSEWHERE = (
 )
 
 
-class _Site:
+class _ModuleCounts:
     """The counts of one module, those of a :class:`SiteReport`."""
 
     __slots__ = tuple(SiteReport.__dataclass_fields__)
@@ -71,13 +71,13 @@ class _Site:
         self.pack_seconds = self.unpack_seconds = self.codec_seconds = self.copy_seconds = 0.0
 
 
-class Ledger:
+class Counters:
     """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
 
     def __init__(self) -> None:
         self.lock = shared(Order.COUNTERS)
-        self.index = Index()
-        self.place = 0  # bytes of what was packed so far; changed under the lock
+        self.index = ContentIndex()
+        self.saved_bytes = 0  # bytes of what was packed so far; changed under the lock
         # Those whose contents may be dropped once the device has said so.
         self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
         self.proofs: Any = None  # what was proven of what is computed again; see recompute/places.py
@@ -86,7 +86,9 @@ class Ledger:
         self.recent: collections.deque[weakref.ref[Any]] = collections.deque()
         self.recomputes = False  # whether the pipeline asks for that
         self._calls = self._inner = 0
-        self._sites: collections.defaultdict[str, _Site] = collections.defaultdict(_Site)  # by the module's name
+        self._sites: collections.defaultdict[str, _ModuleCounts] = collections.defaultdict(
+            _ModuleCounts
+        )  # by the module's name
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
         self._differed: collections.Counter[str] = collections.Counter()
@@ -101,16 +103,18 @@ class Ledger:
         self._told: dict[str, str] = {}  # what is said once, and how
         self._called: set[str] = set()  # modules
 
-    def __reduce__(self) -> tuple[type[Ledger], tuple[()]]:
-        return Ledger, ()  # a copy of a module has saved nothing yet
+    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
+        return Counters, ()  # a copy of a module has saved nothing yet
 
-    def count_put(self, stored: int, moved: int, seconds: float, where: str = "", saved: int | None = None) -> None:
-        """Add to ``stored`` and ``moved``, and the time that the store took for it, for what ``where`` saved.
+    def count_put(
+        self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
+    ) -> None:
+        """Add to ``stored`` and ``moved``, and the time that the store took for it.
 
         ``saved``: its bytes before codecs, if there are any.
         """
         with self.lock:
-            site = self._sites[where]
+            site = self._sites[module_name]
             site.tensors += 1
             site.saved += stored if saved is None else saved
             site.stored += stored
@@ -118,90 +122,93 @@ class Ledger:
             site.pack_seconds += seconds
             self._settle()
 
-    def count_got(self, loaded: int, seconds: float, where: str = "", copied: float = 0.0) -> None:
+    def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Add to ``loaded``, the time that the store took for it, and ``copied``, that of its copies beside that."""
         with self.lock:
-            site = self._sites[where]
+            site = self._sites[module_name]
             site.loaded += loaded
             site.unpack_seconds += seconds
             site.copy_seconds += copied
 
-    def count_codecs(self, seconds: float, where: str = "") -> None:
+    def count_codecs(self, seconds: float, module_name: str = "") -> None:
         """Add the time that codecs took."""
         with self.lock:
-            self._sites[where].codec_seconds += seconds
+            self._sites[module_name].codec_seconds += seconds
 
-    def count_shared(self, nbytes: int, where: str = "") -> None:
+    def count_shared(self, nbytes: int, module_name: str = "") -> None:
         """Add to ``shared``."""
         with self.lock:
-            self._sites[where].shared += nbytes
+            self._sites[module_name].shared += nbytes
 
-    def count_recast(self, nbytes: int, where: str = "") -> None:
+    def count_recast(self, nbytes: int, module_name: str = "") -> None:
         """Add to ``recast``."""
         with self.lock:
-            self._sites[where].recast += nbytes
+            self._sites[module_name].recast += nbytes
 
-    def count_recomputed(self, how: str, nbytes: int, where: str = "") -> None:
+    def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
         """Add to ``recomputed``."""
         with self.lock:
             self._recomputed[how] += nbytes
-            self._sites[where].recomputed += nbytes
+            self._sites[module_name].recomputed += nbytes
 
     def count_differed(self, place: str, nbytes: int) -> None:
         """Add to ``differed``."""
         with self.lock:
             self._differed[place] += nbytes
 
-    def is_sampled(self, place: int) -> bool:
-        """Whether to measure the error of what the codec at ``place`` changed now: the 1st, 2nd, 4th, 8th, ... time."""
+    def is_sampled(self, position: int) -> bool:
+        """Whether to measure the error of the codec at ``position`` now: the 1st, 2nd, 4th, 8th, ... time."""
         with self.lock:
-            self._lossy[place] += 1
-            return self._lossy[place].bit_count() == 1
+            self._lossy[position] += 1
+            return self._lossy[position].bit_count() == 1
 
     def count_error(self, codec: str, error: torch.Tensor) -> None:
         """Keep the larger ``error``, a scalar, of ``codec``; it is not read before the report is."""
         with self.lock:
             self._unread.append((codec, error))
 
-    def count_call(self, where: str = "") -> None:
+    def count_call(self, module_name: str = "") -> None:
         """One more call with the hooks on."""
         with self.lock:
             self._calls += 1
-            self._called.add(where)
+            self._called.add(module_name)
 
     def count_inner(self) -> None:
         """One more call inside that another attachment takes."""
         with self.lock:
             self._inner += 1
 
-    def count_kept(self, reason: str, nbytes: int, where: str = "") -> None:
+    def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
         """Add to ``kept``."""
         with self.lock:
             self._kept[reason] += nbytes
-            self._sites[where].kept += nbytes
+            self._sites[module_name].kept += nbytes
 
-    def count_pass(self, reason: str, where: str) -> None:
-        """One more call of ``where`` that went through without hooks; the user is told once if that can be mended."""
+    def count_pass(self, reason: str, module_name: str) -> None:
+        """One more call that went through without hooks; the user is told once if that can be mended."""
         with self.lock:
             self._passed[reason] += 1
-            self._called.add(where)
+            self._called.add(module_name)
         if reason in _MENDABLE:
-            self.say_once(reason, _MENDABLE[reason].format(where=repr(where or "this block")))
+            self.say_once(reason, _MENDABLE[reason].format(where=repr(module_name or "this block")))
 
-    def say_graphs(self, where: str) -> None:
+    def say_graphs(self, module_name: str) -> None:
         """Tell the user once that tensors in memory of CUDA graphs stay there."""
-        self.say_once("CUDA graph", _GRAPHS.format(where=repr(where) if where else "a saving(...) block"))
+        self.say_once("CUDA graph", _GRAPHS.format(where=repr(module_name) if module_name else "a saving(...) block"))
 
-    def say_in_place(self, where: str, store: Store) -> None:
+    def say_in_place(self, module_name: str, store: Store) -> None:
         """Tell the user once that the store is where the tensors are, when nothing at all has been stored."""
         with self.lock:
             has_stored = "in place" in self._told or any(site.stored for site in self._sites.values())
         if not has_stored:
-            self.say_once("in place", _IN_PLACE.format(store=store, where=repr(where) if where else "this block"))
+            self.say_once(
+                "in place",
+                _IN_PLACE.format(store=store, where=repr(module_name) if module_name else "this block"),
+            )
 
-    def say_elsewhere(self, where: str) -> None:
+    def say_elsewhere(self, module_name: str) -> None:
         """Tell the user once that a module's forward seems to run in other threads."""
-        self.say_once("threads", _ELSEWHERE.format(where=repr(where)))
+        self.say_once("threads", _ELSEWHERE.format(where=repr(module_name)))
 
     def has_said(self, what: str) -> bool:
         """Whether this attachment has said it."""
@@ -218,14 +225,14 @@ class Ledger:
     def report(self, store: Store | None = None, names: Sequence[str] = ()) -> SavedReport:
         """The figures as they stand, with those of the ``store`` and of the attached ``names`` if they are given."""
         # See [Note: the order of locks]. The store and the device may take a while to answer, and no thread that trains
-        # is to wait for the ledger meanwhile.
+        # is to wait for the counters meanwhile.
         tiers = () if store is None else store.report()
         self._read_errors()
         unreturned = memory.unreturned()
         with self.lock:
             self._settle()
             sites = {
-                name: SiteReport(*(getattr(site, field) for field in _Site.__slots__))
+                name: SiteReport(*(getattr(site, field) for field in _ModuleCounts.__slots__))
                 for name, site in self._sites.items()
             }
             every = sum(sites.values(), SiteReport())

@@ -28,58 +28,58 @@ def is_written_uncounted(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
     return (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
 
 
-class Index:
+class ContentIndex:
     """The packed values of one attachment that are alive, by what they are of. Those that are gone are sorted out
     from time to time: a callback for each would cost more.
 
-    Change it, and ask ``find``, under the lock of the ledger; ``seen`` and ``forget`` need none.
+    Change it, and ask ``find``, under the lock of the counters; ``lookup_view`` and ``withdraw`` need none.
     """
 
     def __init__(self) -> None:
         self._packed: dict[Key, weakref.ref[Packed]] = {}
-        self._seen: dict[int, weakref.ref[Packed]] = {}  # by the owner's identity
+        self._views: dict[int, weakref.ref[Packed]] = {}  # by the owner's identity
         self._most = 1024
 
     def find(self, key: Key) -> Packed | None:
         """What is packed under ``key``."""
         reference = self._packed.get(key)
         packed = None if reference is None else reference()
-        return None if packed is None or packed.forgotten else packed
+        return None if packed is None or packed.is_withdrawn else packed
 
     def add(self, key: Key, packed: Packed) -> None:
         """Have ``packed`` found under ``key`` as long as it lives."""
-        if len(self._packed) + len(self._seen) > self._most:
+        if len(self._packed) + len(self._views) > self._most:
             self._sort_out()
         self._packed[key] = weakref.ref(packed)
 
-    def forget(self, packed: Packed) -> None:
+    def withdraw(self, packed: Packed) -> None:
         """Nothing is to share ``packed`` any more. A destructor may say so: see [Note: the order of locks]."""
-        packed.forgotten = True
+        packed.is_withdrawn = True
 
-    def see(self, owner: torch.Tensor, packed: Packed) -> None:
+    def remember(self, owner: torch.Tensor, packed: Packed) -> None:
         """Have ``packed``, which is all of its storage, found for ``owner`` and its views without a closer look."""
-        self._seen[id(owner)] = weakref.ref(packed)
+        self._views[id(owner)] = weakref.ref(packed)
 
-    def seen(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
+    def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
         """What ``tensor``, of any kind, was packed as, if that is quickly said; ``owner`` counts its changes."""
-        found = self._seen.get(id(owner))
+        found = self._views.get(id(owner))
         packed = None if found is None else found()
-        if packed is None or packed.forgotten or packed.owner() is not owner or tensor._version != packed.version:
+        if packed is None or packed.is_withdrawn or packed.owner() is not owner or tensor._version != packed.version:
             return None
         if owner.dim() < 2 and not owner.requires_grad:
             return None
         if tensor is not owner and (type(tensor) is not torch.Tensor or tensor.is_nested):
             return None  # a view of plain memory that is no plain tensor
-        if tensor.untyped_storage()._cdata != packed.source.address:
+        if tensor.untyped_storage()._cdata != packed.storage_ref.address:
             return None
         layout = Layout.of(tensor)
-        if layout == packed.first:
-            return packed, packed.first
+        if layout == packed.first_layout:
+            return packed, packed.first_layout
         nbytes = tensor.nbytes
         whole = nbytes >= at_least and is_most_of(layout, nbytes, packed.nbytes)
-        return (packed, layout) if whole and (packed.any_dtype or layout.dtype is packed.first.dtype) else None
+        return (packed, layout) if whole and (packed.is_untyped or layout.dtype is packed.first_layout.dtype) else None
 
     def _sort_out(self) -> None:
         self._packed = {key: reference for key, reference in self._packed.items() if reference() is not None}
-        self._seen = {number: seen for number, seen in self._seen.items() if seen() is not None}
-        self._most = 2 * (len(self._packed) + len(self._seen)) + 1024
+        self._views = {number: seen for number, seen in self._views.items() if seen() is not None}
+        self._most = 2 * (len(self._packed) + len(self._views)) + 1024

@@ -33,10 +33,10 @@ _UNCAPTURED = (
 
 
 @uncompiled()
-def refuse_capture(where: str) -> None:
+def refuse_capture(module_name: str) -> None:
     """AttachError while a CUDA graph is captured: asked when hooks open, and whenever they act on a GPU's tensor."""
     if _streams.capturing():
-        place = f"the saved-tensor hooks of {where!r}" if where else "a saving(...) block"
+        place = f"the saved-tensor hooks of {module_name!r}" if module_name else "a saving(...) block"
         _streams.refuse_capture(place, _UNCAPTURED)
 
 
@@ -72,7 +72,7 @@ def nothing_to_hook() -> bool:
 
 
 @uncompiled(BREAK)
-def why_not() -> str | None:
+def reason_not_to_hook() -> str | None:
     """Why hooks must not be entered now, or None when they may; asked at every call."""
     if not torch.is_grad_enabled():
         return "no_grad"
@@ -91,7 +91,7 @@ def why_not() -> str | None:
     return "backward" if in_backward() else None
 
 
-def never_runs(module: nn.Module) -> str | None:
+def reason_never_called(module: nn.Module) -> str | None:
     """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
     if isinstance(module, torch.jit.ScriptModule):
         return None  # refused elsewhere; its class has no forward to look at

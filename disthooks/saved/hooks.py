@@ -25,58 +25,60 @@ from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
-from disthooks.saved.contents import InStore, Parts, SmallCopy
-from disthooks.saved.counters import Ledger
+from disthooks.saved.contents import SmallCopy, StorageParts, StoredContent
+from disthooks.saved.counters import Counters
 from disthooks.saved.dedup import Key, is_written_uncounted
-from disthooks.saved.eligibility import BREAK, refuse_capture, why_not
-from disthooks.saved.in_place import Kept, Weights, is_constant
-from disthooks.saved.packed import Called, Handle, Packed
+from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
+from disthooks.saved.in_place import InPlace, ModuleWeights, is_constant
+from disthooks.saved.packed import FunctionsHandle, Handle, Packed
 from disthooks.saved.pipeline import Pipeline
-from disthooks.saved.rebuild import Sharded, WeightCopy, stored_part
+from disthooks.saved.rebuild import AutocastCopy, DTensorHandle, stored_part
 from disthooks.saved.recompute.context import Again, Recomputed
 from disthooks.saved.recompute.graph import note
 from disthooks.saved.stores.base import Functions
 
 _numbers = itertools.count(1)  # of calls
-_NO_WEIGHTS = Weights(None)
+_NO_WEIGHTS = ModuleWeights(None)
 _WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no function returns as a gradient
 
 
-class Frame:
+class SavedTensorHooks:
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
     Args:
         pipeline: what to do with a saved tensor.
-        ledger: the attachment's, shared with other calls.
-        where: name of the module, for errors.
+        counters: the attachment's, shared with other calls.
+        module_name: name of the module, for errors.
         module: the module whose forward this is, if there is one.
     """
 
     @uncompiled(BREAK)
-    def __init__(self, pipeline: Pipeline, ledger: Ledger, where: str = "", module: nn.Module | None = None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, counters: Counters, module_name: str = "", module: nn.Module | None = None
+    ) -> None:
         self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
-        self._ledger, self._where = ledger, where
-        self._weights = Weights(module)
+        self._counters, self._module_name = counters, module_name
+        self._weights = ModuleWeights(module)
         stage = pipeline.recompute
-        self._again = None if stage is None else Again(stage, ledger, where, module, _is_lossless(pipeline))
+        self._again = None if stage is None else Again(stage, counters, module_name, module, _is_lossless(pipeline))
         self._number = next(_numbers)
         self._thread = threading.get_ident()
         self._sequence = -1
         self._is_outer = False  # whether another attachment took what was saved in a part of the call
         self._in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()
-        self._parts = Parts()  # among those that are pending
+        self._parts = StorageParts()  # among those that are pending
         pack = self._call if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @uncompiled(BREAK)
-    def __enter__(self) -> Frame:
-        refuse_capture(self._where)
-        self._ledger.count_call(self._where)
+    def __enter__(self) -> SavedTensorHooks:
+        refuse_capture(self._module_name)
+        self._counters.count_call(self._module_name)
         outer = top_hooks(True)
         outer_frame = getattr(outer[0], "__self__", None) if outer is not None else None
-        if isinstance(outer_frame, Frame) and outer_frame._ledger is not self._ledger:
-            outer_frame._ledger.count_inner()  # the inner one wins
+        if isinstance(outer_frame, SavedTensorHooks) and outer_frame._counters is not self._counters:
+            outer_frame._counters.count_inner()  # the inner one wins
             outer_frame._is_outer = True
         self._hooks.__enter__()
         return self
@@ -90,7 +92,7 @@ class Frame:
             if kind is None:
                 self._flush()
                 if self._in_place:
-                    self._ledger.say_in_place(self._where, self._store)
+                    self._counters.say_in_place(self._module_name, self._store)
         finally:
             # After an error the graph is as good as gone: what it holds stays in memory, for itself alone.
             for reference in self._pending:
@@ -103,8 +105,9 @@ class Frame:
             self._weights = _NO_WEIGHTS  # a graph keeps its pack, and so this frame: not its module, too
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise AttachError(
-                f"{self._where or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, and torch "
-                "allows no saved-tensor hooks there: attach to other modules, or to the parts outside of that call"
+                f"{self._module_name or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, "
+                "and torch allows no saved-tensor hooks there: attach to other modules, or to the parts outside of "
+                "that call"
             ) from error
 
     @property
@@ -115,21 +118,21 @@ class Frame:
     # -- pack
 
     @uncompiled(BREAK)
-    def _pack(self, tensor: torch.Tensor) -> Kept | Handle | Sharded:
+    def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
         late = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()  # see [Note: contents ...]
         if tensor.is_cuda:
-            refuse_capture(self._where)  # it began inside
+            refuse_capture(self._module_name)  # it began inside
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
         # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
         if sequence_number() != self._sequence and threading.get_ident() == self._thread:
             self._sequence = sequence_number()
-            if self._pending or self._ledger.undecided:
+            if self._pending or self._counters.undecided:
                 self._flush()
         # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
         owner: Any = tensor._base if tensor._is_view() else tensor
-        seen = self._ledger.index.seen(tensor, owner, self._at_least)
+        seen = self._counters.index.lookup_view(tensor, owner, self._at_least)
         if seen is None or not self._is_same(seen[0], tensor, seen[1]):
-            return self._packed(tensor, owner, late)
+            return self._pack_new(tensor, owner, late)
         if self._again is not None:
             note(tensor, *seen)
         return self._shared(tensor, tensor, *seen)
@@ -137,14 +140,14 @@ class Frame:
     def _is_same(self, packed: Packed, part: torch.Tensor, layout: Layout) -> bool:
         """Whether ``part`` still is what it was ``packed`` as; see [Note: contents are of one moment]."""
         moment = threading.get_ident(), sequence_number()
-        if packed.moment == moment:
+        if packed.saved_at == moment:
             return True
-        same = packed.is_as(part, layout) if part.is_cpu else not (packed.volatile or packed.constant)
+        same = packed.has_contents_of(part, layout) if part.is_cpu else not (packed.is_volatile or packed.is_constant)
         if same:
-            packed.moment = moment
+            packed.saved_at = moment
         return same
 
-    def _packed(self, tensor: torch.Tensor, owner: torch.Tensor, late: bool) -> Kept | Handle | Sharded:
+    def _pack_new(self, tensor: torch.Tensor, owner: torch.Tensor, late: bool) -> InPlace | Handle | DTensorHandle:
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             # Itself: ZeRO-3 gathers and frees it, an alias would hold it.
             return self._kept(tensor, tensor, "parameter")
@@ -154,11 +157,11 @@ class Frame:
         reason = self._reason(owner, part)
         if reason is not None and not (reason == "small" and self._pins_much(part)):
             return self._kept(tensor, None, reason)
-        weight = self._weights.copied(tensor) if reason is None else None
+        weight = self._weights.cast_from(tensor) if reason is None else None
         if weight is not None and (weight.itself is None or part is not tensor):
             return self._kept(tensor, None, "autocast weight")
         handle = self._share(tensor, part, owner, weight and weight.itself, reason is not None, late)
-        return handle if part is tensor else Sharded(handle, tensor)
+        return handle if part is tensor else DTensorHandle(handle, tensor)
 
     def _reason(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
         """Why a tensor of which ``part`` would be stored, stays in memory, if it does."""
@@ -167,11 +170,11 @@ class Frame:
         nbytes = part.nbytes
         if nbytes < self._at_least or nbytes == 0:
             return "small"
-        owned = self._weights.owned(part)
+        owned = self._weights.kind_of(part)
         if owned is not None:
             return owned
         if not part.is_cpu and in_graph_memory(part):
-            self._ledger.say_graphs(self._where)
+            self._counters.say_graphs(self._module_name)
             return "CUDA graph"
         if self._codecs or self._store.leaves_memory(part):
             return None
@@ -185,7 +188,7 @@ class Frame:
         nbytes = part.untyped_storage().nbytes()
         if nbytes < self._at_least or _nbytes(part) == 0 or not self._store.leaves_memory(part):
             return False
-        return region_of(Layout.of(part), nbytes) is not None and self._weights.owned(part) is None
+        return region_of(Layout.of(part), nbytes) is not None and self._weights.kind_of(part) is None
 
     def _share(
         self,
@@ -214,31 +217,31 @@ class Frame:
         if packed is None or not known:
             whole_of = owner if part is tensor and not small and region is None and weight is None else None
             packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
-            packed.owner, packed.constant = weakref.ref(owner), is_constant(owner)
-            packed.volatile = alone or is_written_uncounted(tensor, owner)
-            packed.moment, packed.alone = (threading.get_ident(), sequence_number()), alone
+            packed.owner, packed.is_constant = weakref.ref(owner), is_constant(owner)
+            packed.is_volatile = alone or is_written_uncounted(tensor, owner)
+            packed.saved_at, packed.is_never_shared = (threading.get_ident(), sequence_number()), alone
             self._add(packed, key, part, None if alone or part is not tensor else owner)
             self._parts.add((*key[:2], layout.dtype if typed else None, key[3]), packed)
         self._note(tensor, part, owner, packed, layout)
         if known:
             return self._shared(tensor, part, packed, layout)
-        packed.plan()
-        if part.is_cpu and not (late or packed.alone):
-            packed.secure()
+        packed.prepare()
+        if part.is_cpu and not (late or packed.is_never_shared):
+            packed.copy_now()
         handle = packed.handle(layout)
         if small:
-            self._ledger.count_kept("small", _nbytes(part), self._where)
+            self._counters.count_kept("small", _nbytes(part), self._module_name)
         if _handles.listeners:
-            _handles.notify("pack", self._where, tensor, "kept" if small or weight is not None else "stored")
+            _handles.notify("pack", self._module_name, tensor, "kept" if small or weight is not None else "stored")
         return handle
 
     def _add(self, packed: Packed, key: Key, part: torch.Tensor, owner: torch.Tensor | None) -> None:
         """Have ``packed`` found for ``part``, and quickly for ``owner`` and its views."""
-        with self._ledger.lock:
-            self._ledger.index.add(key, packed)
-            self._ledger.place += part.nbytes
-            if owner is not None and packed.region is None and isinstance(packed, InStore):
-                self._ledger.index.see(owner, packed)
+        with self._counters.lock:
+            self._counters.index.add(key, packed)
+            self._counters.saved_bytes += part.nbytes
+            if owner is not None and packed.region is None and isinstance(packed, StoredContent):
+                self._counters.index.remember(owner, packed)
         self._pending.append(weakref.ref(packed))
 
     def _found(
@@ -250,30 +253,30 @@ class Frame:
         again to its strides, which reach over nearly all of it. Those of them that one operator saves are packed
         together, as all of their storage, of which the first one's packed value is the beginning.
         """
-        # A reader of a packed value holds its lock and counts in the ledger: see [Note: the order of locks]. So no
-        # packed value is asked for anything under the lock of the ledger.
+        # A reader of a packed value holds its lock and counts in the counters: see [Note: the order of locks]. So no
+        # packed value is asked for anything under the lock of the counters.
         whole = (*key[:2], dtype, key[3])
-        with self._ledger.lock:
-            packed = self._ledger.index.find(key)
+        with self._counters.lock:
+            packed = self._counters.index.find(key)
             if packed is not None or region is None:
                 return packed
-            packed = self._ledger.index.find(whole)
+            packed = self._counters.index.find(whole)
             if packed is not None or threading.get_ident() != self._thread:
                 return packed
             packed = self._parts.to_widen(whole, owner, region, part.untyped_storage().nbytes())
             if packed is not None:
                 packed.region = None
-                self._ledger.index.add(whole, packed)
+                self._counters.index.add(whole, packed)
         if packed is not None:
-            packed.secure_again()
+            packed.copy_again()
         return packed
 
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
         """A further handle on what is packed already."""
         handle = packed.handle(layout)
-        self._ledger.count_shared(part.nbytes, self._where)
+        self._counters.count_shared(part.nbytes, self._module_name)
         if _handles.listeners:
-            _handles.notify("pack", self._where, tensor, "shared")
+            _handles.notify("pack", self._module_name, tensor, "shared")
         return handle
 
     def _made(
@@ -288,12 +291,12 @@ class Frame:
     ) -> Packed:
         """The packed value of what ``alias`` lies over, of all of ``owner`` perhaps."""
         if small:
-            return SmallCopy(alias, storage, region, layout, self._ledger, self._where)
+            return SmallCopy(alias, storage, region, layout, self._counters, self._module_name)
         if weight is not None:
-            return WeightCopy(alias, storage, layout, weight, self._ledger, self._where)
-        arguments = alias, storage, region, layout, self._codecs, self._store, self._ledger, self._where
+            return AutocastCopy(alias, storage, layout, weight, self._counters, self._module_name)
+        arguments = alias, storage, region, layout, self._codecs, self._store, self._counters, self._module_name
         origin = None if self._again is None or owner is None else self._again.origin(owner)
-        return InStore(*arguments) if origin is None else Recomputed(origin, *arguments)
+        return StoredContent(*arguments) if origin is None else Recomputed(origin, *arguments)
 
     def _note(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor, packed: Packed, of: Layout) -> None:
         """Have it found from the graph."""
@@ -304,74 +307,76 @@ class Frame:
         if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
             note(owner, packed, Layout.of(owner))
 
-    def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> Kept:
+    def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> InPlace:
         """``tensor`` as ``alias``: by default itself, as without hooks, or an alias where itself would be a cycle."""
         self._told(tensor, reason)
         if alias is None:
             alias = tensor if is_constant(tensor) else tensor.detach()
         shares = alias is not tensor and reason not in _WEIGHTS and exotic(alias) is None
-        kept = Kept(alias, self._where, reason, shares)
+        kept = InPlace(alias, self._module_name, reason, shares)
         if self._again is not None and exotic(alias) is None:
             note(tensor, kept, Layout.of(alias))
         return kept
 
     def _told(self, tensor: torch.Tensor, reason: str) -> None:
-        self._ledger.count_kept(reason, _nbytes(tensor), self._where)
+        self._counters.count_kept(reason, _nbytes(tensor), self._module_name)
         if _handles.listeners:
-            _handles.notify("pack", self._where, tensor, "kept")
+            _handles.notify("pack", self._module_name, tensor, "kept")
 
     @uncompiled(BREAK)
-    def _call(self, tensor: torch.Tensor) -> Kept | Called:
+    def _call(self, tensor: torch.Tensor) -> InPlace | FunctionsHandle:
         """Pack by the user's own function, under torch's contract."""
         self._sequence = sequence_number()
         if _nbytes(tensor) < self._at_least:
             return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
         begin = time.perf_counter()
-        packed = Called(self._store.put(tensor), self._store, self._ledger, _nbytes(tensor), self._where)
-        self._ledger.count_put(packed.nbytes, 0, time.perf_counter() - begin, self._where)
+        packed = FunctionsHandle(
+            self._store.put(tensor), self._store, self._counters, _nbytes(tensor), self._module_name
+        )
+        self._counters.count_put(packed.nbytes, 0, time.perf_counter() - begin, self._module_name)
         if _handles.listeners:
-            _handles.notify("pack", self._where, tensor, "stored")
+            _handles.notify("pack", self._module_name, tensor, "stored")
         return packed
 
     def _flush(self) -> None:
         self._parts.clear()
-        for _ in range(len(self._ledger.recent)):
+        for _ in range(len(self._counters.recent)):
             with contextlib.suppress(IndexError):  # another thread was faster
-                packed = self._ledger.recent.popleft()()
+                packed = self._counters.recent.popleft()()
                 if packed is not None:
-                    packed.settle()
+                    packed.release_copy()
         while self._pending:
             packed = self._pending.popleft()()
             if packed is None:
                 continue  # its graph is gone already
             try:
-                packed.take()
+                packed.offload()
             except BaseException:
                 self._forget(packed)  # it stays in memory, for its own graph alone
                 raise
-            self._ledger.recent.append(weakref.ref(packed))
-            if packed.undecided:
-                self._ledger.undecided.append(weakref.ref(packed))
-        if self._ledger.undecided:
+            self._counters.recent.append(weakref.ref(packed))
+            if packed.is_undecided:
+                self._counters.undecided.append(weakref.ref(packed))
+        if self._counters.undecided:
             self._settle()
 
     def _forget(self, packed: Packed) -> None:
-        packed.let_go()
-        self._ledger.index.forget(packed)
+        packed.stay_in_memory()
+        self._counters.index.withdraw(packed)
 
     def _settle(self) -> None:
         """Ask those again that could not say at once, the oldest first, up to one that still cannot."""
-        for _ in range(len(self._ledger.undecided)):
+        for _ in range(len(self._counters.undecided)):
             try:
-                reference = self._ledger.undecided.popleft()
+                reference = self._counters.undecided.popleft()
             except IndexError:
                 return  # another thread was faster
             packed = reference()
             if packed is None:
                 continue
-            packed.take()
-            if packed.undecided:
-                self._ledger.undecided.appendleft(reference)
+            packed.offload()
+            if packed.is_undecided:
+                self._counters.undecided.appendleft(reference)
                 return
 
 
@@ -379,11 +384,11 @@ class Frame:
     "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
     "autograd off for this backward"
 )
-def unpack(packed: Handle | Sharded | Kept | Called) -> torch.Tensor:
+def unpack(packed: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
     """The saved tensor; a function of the module, so that a graph does not keep its frame alive."""
     tensor = packed.unpack()
     if _handles.listeners:
-        _handles.notify("unpack", packed.where, tensor, "kept" if isinstance(packed, Kept) else "stored")
+        _handles.notify("unpack", packed.module_name, tensor, "kept" if isinstance(packed, InPlace) else "stored")
     return tensor
 
 
@@ -398,11 +403,11 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class Site(NamedTuple):
+class HookSite(NamedTuple):
     """What to do with the tensors saved in a call, who counts them, and the name for errors."""
 
     pipeline: Pipeline
-    ledger: Ledger
+    counters: Counters
     name: str = ""
     openers: tuple[Any, ...] = ()  # of an attached module: those whose ``__call__`` opens it; see classes.py
 
@@ -418,11 +423,11 @@ class Site(NamedTuple):
     @uncompiled(BREAK, callees=False)
     def _once(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = _calls(cast(Hashable, type(module)))
-        reason = why_not()
+        reason = reason_not_to_hook()
         if reason is not None:
-            self.ledger.count_pass(reason, self.name)
+            self.counters.count_pass(reason, self.name)
             return run(function, *args, **kwargs)
-        frame = Frame(self.pipeline, self.ledger, self.name, module)
+        frame = SavedTensorHooks(self.pipeline, self.counters, self.name, module)
         with frame:
             result = run(function, *args, **kwargs)
         if frame.has_seen_nothing and module is not None and function is not _until_it_ends:
@@ -435,13 +440,13 @@ class Site(NamedTuple):
 
         The graph tells: what came out has a history that what went in has not, and weights that train.
         """
-        if self.ledger.has_said("threads") or next(module.children(), None) is None:
+        if self.counters.has_said("threads") or next(module.children(), None) is None:
             return
         if not any(p.requires_grad for p in module.parameters()):
             return
         before = {id(tensor.grad_fn) for tensor in _tensors(args)}
         if any(tensor.grad_fn is not None and id(tensor.grad_fn) not in before for tensor in _tensors(result)):
-            self.ledger.say_elsewhere(self.name)
+            self.counters.say_elsewhere(self.name)
 
     @uncompiled(BREAK, callees=False)
     def _resumed(self, module: nn.Module | None, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:

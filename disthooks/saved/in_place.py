@@ -17,9 +17,9 @@ from disthooks._torch import StorageRef, current_node, is_python_node, node_name
 from disthooks.errors import MutationError
 
 
-def changed_message(where: str, now: int, then: int) -> str:
+def changed_message(module_name: str, now: int, then: int) -> str:
     """The sentence for a saved tensor of module ``where`` that is at version ``now`` instead of ``then``."""
-    place = f"the forward of {where!r}" if where else "a saving(...) block"
+    place = f"the forward of {module_name!r}" if module_name else "a saving(...) block"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: a "
         f"tensor saved in {place} is at version {now}; expected version {then} "
@@ -27,19 +27,19 @@ def changed_message(where: str, now: int, then: int) -> str:
     )
 
 
-class Kept:
+class InPlace:
     """What autograd holds for a tensor that stays where it is, and why it stays."""
 
-    __slots__ = ("__weakref__", "is_alias", "reason", "tensor", "version", "where")
+    __slots__ = ("__weakref__", "is_alias", "module_name", "reason", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, where: str, reason: str = "", is_alias: bool = False) -> None:
-        self.tensor, self.version, self.where, self.reason = tensor, tensor._version, where, reason
+    def __init__(self, tensor: torch.Tensor, module_name: str, reason: str = "", is_alias: bool = False) -> None:
+        self.tensor, self.version, self.module_name, self.reason = tensor, tensor._version, module_name, reason
         self.is_alias = is_alias  # of an activation's memory
 
     def check(self) -> None:
         """MutationError when the tensor was changed in place since."""
         if self.tensor._version != self.version:
-            raise MutationError(changed_message(self.where, self.tensor._version, self.version))
+            raise MutationError(changed_message(self.module_name, self.tensor._version, self.version))
 
     def unpack(self) -> torch.Tensor:
         """The tensor itself; a copy for Python code, see [Note: what a function of the user's own is given]."""
@@ -67,7 +67,7 @@ _VIEWS = re.compile(
 )
 
 
-class Copied(NamedTuple):
+class CastFrom(NamedTuple):
     """A tensor was cast from a weight: from ``itself``, or, where that is None, from a view or a copy of one."""
 
     itself: nn.Parameter | None
@@ -78,7 +78,7 @@ def is_constant(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad
 
 
-class Weights:
+class ModuleWeights:
     """The weights and buffers of the module whose forward it is, looked up when a tensor is in doubt.
 
     Args:
@@ -95,7 +95,7 @@ class Weights:
         self._replica = module is not None and getattr(module, "_is_replica", False)
         self._roots: list[tuple[Any, int]] | None = None
 
-    def owned(self, tensor: torch.Tensor) -> str | None:
+    def kind_of(self, tensor: torch.Tensor) -> str | None:
         """ "parameter" or "buffer" when the memory of a plain tensor, not a Parameter, is the module's."""
         if self._module is None or not (self._replica or is_constant(tensor)):
             return None
@@ -107,7 +107,7 @@ class Weights:
         found = owned.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[0]
 
-    def copied(self, tensor: torch.Tensor) -> Copied | None:
+    def cast_from(self, tensor: torch.Tensor) -> CastFrom | None:
         """From which weight ``tensor``, or what it is a view of, was cast to a narrower dtype, as autocast does it."""
         if tensor.dtype not in _NARROW:
             return None
@@ -116,20 +116,20 @@ class Weights:
             if type(tensor) is not torch.Tensor:
                 return None  # looking at a DTensor would be a collective
             weight = self._weight_like(owner)
-            return None if weight is None else Copied(weight)
+            return None if weight is None else CastFrom(weight)
         node = owner.grad_fn
         if node is None or node_name(node) != "ToCopyBackward0":
             return None
         node, output = node.next_functions[0]
         if self._replica and (node, output) in self._roots_of_copies():
-            return Copied(None)
+            return CastFrom(None)
         direct = True
         while node is not None and _VIEWS.fullmatch(node_name(node)):
             node, direct = node.next_functions[0][0], False
         weight = node.variable if node is not None and node_name(node) == "torch::autograd::AccumulateGrad" else None
         if not isinstance(weight, nn.Parameter):
             return None
-        return Copied(weight if direct else None)
+        return CastFrom(weight if direct else None)
 
     def _weight_like(self, copy: torch.Tensor) -> nn.Parameter | None:
         """A weight that ``copy``, which has no history, looks like; its bits will have to tell.

@@ -15,7 +15,7 @@ from disthooks._fork_safe import Order, shared
 from disthooks._torch import forget_compiled, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.eligibility import nothing_to_hook
-from disthooks.saved.hooks import Site
+from disthooks.saved.hooks import HookSite
 
 # [Note: the class's own call]
 # `model(x)` calls `type(model).__call__`, and nothing that is set on the module itself comes before that. An attached
@@ -37,7 +37,7 @@ _lock = shared(Order.CLASSES)
 _standing: weakref.WeakSet[_Opener] = weakref.WeakSet()  # in the classes that are changed now
 
 
-class _Here(Site):
+class _Here(HookSite):
     """The site of one module, which a copy of the module does not have, however it was made."""
 
     __slots__ = ()
@@ -50,9 +50,9 @@ def _nothing() -> None:
     """The site of a copy."""
 
 
-def site_of(module: nn.Module) -> Site | None:
+def site_of(module: nn.Module) -> HookSite | None:
     """Where the hooks of ``module`` open, if it is attached."""
-    return cast("Site | None", module.__dict__.get(_SITE))
+    return cast("HookSite | None", module.__dict__.get(_SITE))
 
 
 def refusal(module: nn.Module) -> str | None:
@@ -68,7 +68,7 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def attach(sites: Iterable[tuple[nn.Module, Site]]) -> None:
+def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
     """Open hooks around the calls of each module, at its site; all or, after an AttachError, none."""
     with _lock:
         sites = list(sites)
@@ -174,7 +174,7 @@ def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
 
     @uncompiled(callees=False)
     def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = getattr(self, _SITE, None)
+        site: HookSite | None = getattr(self, _SITE, None)
         if site is None or opener not in site.openers or nothing_to_hook():
             return super(kind, self).__call__(*args, **kwargs)
         return site.call(self, super(kind, self).__call__, *args, **kwargs)
@@ -184,7 +184,7 @@ def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
 
     @uncompiled(callees=False)
     def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site: Site | None = getattr(self, _SITE, None)
+        site: HookSite | None = getattr(self, _SITE, None)
         if site is None or opener not in site.openers or nothing_to_hook():
             return own(self, *args, **kwargs)
         return site.call(self, own, self, *args, **kwargs)
@@ -213,7 +213,7 @@ def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
         """What ``torch.jit.script`` compiles instead of this module; it asks at the beginning."""
         site = site_of(self)
         if site is not None:
-            site.ledger.count_pass("torch.jit.script", site.name)
+            site.counters.count_pass("torch.jit.script", site.name)
         inherited = getattr(super(kind, self), "__prepare_scriptable__", None) if own is None else own.__get__(self)
         return self if inherited is None else inherited()
 

@@ -13,12 +13,12 @@ from torch import nn
 from disthooks._streams import current_stream, event_on, on_accelerator
 from disthooks._tensors import Layout, exotic
 from disthooks.errors import MutationError, StoreError
-from disthooks.saved.counters import Ledger
+from disthooks.saved.counters import Counters
 from disthooks.saved.in_place import changed_message
 from disthooks.saved.packed import Handle, Packed
 
 
-class WeightCopy(Packed):
+class AutocastCopy(Packed):
     """A narrow copy of a weight, as autocast makes them: dropped, and cast again when backward needs it.
 
     Only a copy that is proven to be cast again bit for bit is dropped: it is compared while it is there. One that
@@ -34,10 +34,10 @@ class WeightCopy(Packed):
         storage: torch.UntypedStorage,
         first: Layout,
         weight: nn.Parameter,
-        ledger: Ledger,
-        where: str,
+        counters: Counters,
+        module_name: str,
     ) -> None:
-        super().__init__(alias, storage, None, first, ledger, where)
+        super().__init__(alias, storage, None, first, counters, module_name)
         self._weight = weight
         self._mark: tuple[Any, ...] = ()
         self._checksum: torch.Tensor | None = None
@@ -48,14 +48,14 @@ class WeightCopy(Packed):
         """Weights are no activations: those that norms need are copied."""
         return False
 
-    def _take(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> bool:
         proven = self._is_proven(storage) if on_accelerator(self.alias) else self._compare(storage)
-        self.undecided = proven is None
+        self.is_undecided = proven is None
         if proven and self._is_same_weight():
-            self.ledger.count_recast(self.nbytes, self.where)
+            self.counters.count_recast(self.nbytes, self.module_name)
             return True
         if proven is not None:
-            self.ledger.count_kept("autocast weight", self.nbytes, self.where)
+            self.counters.count_kept("autocast weight", self.nbytes, self.module_name)
         return False
 
     def _compare(self, storage: torch.UntypedStorage) -> torch.Tensor | bool:
@@ -80,15 +80,15 @@ class WeightCopy(Packed):
         answer, done = self._proof
         return bool(answer) if done.query() else None
 
-    def _bring(self) -> torch.Tensor:
+    def _restore(self) -> torch.Tensor:
         if not self._is_there():
-            raise StoreError(f"a weight of {self.where!r} is not in memory in backward, to be cast again")
+            raise StoreError(f"a weight of {self.module_name!r} is not in memory in backward, to be cast again")
         again = self._cast()
         # On a GPU reading the checksum waits for the device: only when there is a reason.
         if not (on_accelerator(self.alias) and self._is_same_weight()) and not self._is_same(again.untyped_storage()):
             raise MutationError(
-                f"a weight was changed between the forward of {self.where!r} and its backward, and autocast's copy of "
-                "it was dropped: call backward before the optimizer steps, or the model is converted"
+                f"a weight was changed between the forward of {self.module_name!r} and its backward, and autocast's "
+                "copy of it was dropped: call backward before the optimizer steps, or the model is converted"
             )
         return again
 
@@ -145,7 +145,7 @@ def stored_part(tensor: torch.Tensor) -> torch.Tensor | None:
     return part if exotic(part) is None else None
 
 
-class Sharded:
+class DTensorHandle:
     """A DTensor whose local part is packed.
 
     Its changes are counted by the DTensor, not by its local part. So the witness here is a DTensor without memory.
@@ -163,14 +163,14 @@ class Sharded:
         self._witness = witness
 
     @property
-    def where(self) -> str:
+    def module_name(self) -> str:
         """The name of the module that saved it."""
-        return self.handle.where
+        return self.handle.module_name
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
         if self._witness._version != self._version:
-            raise MutationError(changed_message(self.where, self._witness._version, self._version))
+            raise MutationError(changed_message(self.module_name, self._witness._version, self._version))
         inner = {**self._inner, "_local_tensor": self.handle.unpack()}
         kind: Any = type(self._witness)
         whole: torch.Tensor = kind.__tensor_unflatten__(

@@ -11,9 +11,9 @@ from torch import nn
 
 from disthooks._torch import being_swapped, metadata_being_loaded, reparametrizing, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.counters import Ledger
-from disthooks.saved.eligibility import never_runs, nothing_to_hook
-from disthooks.saved.hooks import Site
+from disthooks.saved.counters import Counters
+from disthooks.saved.eligibility import nothing_to_hook, reason_never_called
+from disthooks.saved.hooks import HookSite
 from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
@@ -97,11 +97,11 @@ class SaveWith(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
-        if why := never_runs(module):
+        if why := reason_never_called(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
-        self._site = Site(pipeline(to), Ledger(), type(module).__name__)
+        self._site = HookSite(pipeline(to), Counters(), type(module).__name__)
         if self._site.pipeline.recompute is not None:
-            self._site.ledger.proofs = proofs_of(module)
+            self._site.counters.proofs = proofs_of(module)
         self.add_module(_INNER, module)
         self._reach_inside()
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ class SaveWith(nn.Module):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
-        return self._site.ledger.report(self._site.pipeline.store)
+        return self._site.counters.report(self._site.pipeline.store)
 
     @uncompiled(callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,7 @@ def test_a_small_copy_is_read_on_another_stream(device: torch.device, monkeypatc
         self._copy = copied(self.content(storage))
         return True
 
-    monkeypatch.setattr(contents.SmallCopy, "_take", take)
+    monkeypatch.setattr(contents.SmallCopy, "_offload", take)
     side, main = new_stream(device), current_stream(device)
     part = given(device, 8 * N).detach()[1000:3000]
     leaf = given(device, 2000)

@@ -19,7 +19,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.codecs import Codec
-from disthooks.saved.contents import InStore
+from disthooks.saved.contents import StoredContent
 from tests.support.models import CASES, build, identical, step
 
 ALL = dh.AtLeast(0)
@@ -284,8 +284,8 @@ def test_without_codecs_nothing_is_measured(tmp_path: pathlib.Path, monkeypatch:
     def fail(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(InStore, "_measure", fail)
-    monkeypatch.setattr(InStore, "_encode", fail)
+    monkeypatch.setattr(StoredContent, "_measure", fail)
+    monkeypatch.setattr(StoredContent, "_encode", fail)
     x = torch.randn(64, 64, requires_grad=True)
     with dh.saving(dh.OnDisk(tmp_path)):
         y = x.exp()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.rebuild import WeightCopy
+from disthooks.saved.rebuild import AutocastCopy
 from tests.support.models import identical
 from tests.support.replicas import replicate
 
@@ -208,8 +208,8 @@ def test_a_replicas_copy_and_a_cast_view_stay(tmp_path: pathlib.Path) -> None:
 def test_a_copy_stays_until_its_proof_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """On a GPU the comparison is not waited for: the copy stays until a later forward knows."""
     known: list[bool] = []
-    compare = WeightCopy._compare
-    monkeypatch.setattr(WeightCopy, "_compare", lambda *args: compare(*args) if known else None)
+    compare = AutocastCopy._compare
+    monkeypatch.setattr(AutocastCopy, "_compare", lambda *args: compare(*args) if known else None)
     model, x, truth = _narrow()
     with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
         one = model(x)
@@ -217,7 +217,7 @@ def test_a_copy_stays_until_its_proof_is_known(monkeypatch: pytest.MonkeyPatch, 
         known.append(True)
         two = model(x)
         assert saving.report().recast == 4 * 64 * 64 * 2
-        assert len(saving._ledger.undecided) == 0
+        assert len(saving._counters.undecided) == 0
         one.sum().backward()
         assert identical(_taken(model, x), truth)
         two.sum().backward()

@@ -23,7 +23,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often what was looked at."""
     counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
     nbytes = StorageRegion.nbytes.fget
-    part, bring, total = packed.Packed._part, contents.InStore._bring, AlignedPool._total
+    part, bring, total = packed.Packed.drop_far_readers, contents.StoredContent._restore, AlignedPool._total
 
     def counted_nbytes(region: StorageRegion) -> int:
         counts["regions"] += 1
@@ -43,8 +43,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return total(self)
 
     monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
-    monkeypatch.setattr(packed.Packed, "_part", counted_part)
-    monkeypatch.setattr(contents.InStore, "_bring", counted_bring)
+    monkeypatch.setattr(packed.Packed, "drop_far_readers", counted_part)
+    monkeypatch.setattr(contents.StoredContent, "_restore", counted_bring)
     monkeypatch.setattr(AlignedPool, "_total", counted_total)
     return counts
 
@@ -161,20 +161,20 @@ def test_what_is_held_for_a_node_that_asks_often_goes_with_the_backward(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     brought: list[StorageRef] = []
-    bring = contents.InStore._bring
+    bring = contents.StoredContent._restore
 
     def noted(self: Any) -> torch.Tensor:
         content = bring(self)
         brought.append(StorageRef(content.untyped_storage()))
         return content
 
-    monkeypatch.setattr(contents.InStore, "_bring", noted)
+    monkeypatch.setattr(contents.StoredContent, "_restore", noted)
     leaf, store = torch.linspace(-1, 1, 2048).requires_grad_(), dh.OnDisk(tmp_path)
     with dh.saving(ALL, store):
         loss = Takes.apply(4, leaf * 2, torch.arange(2048.0))
     store.wait()
     loss.backward(retain_graph=True)
-    assert len(packed._asked.kept) == 0
+    assert len(packed._read_by_node.kept) == 0
     gc.collect()
     assert brought
     assert all(ref.get() is None for ref in brought)

@@ -29,7 +29,7 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import top_hooks
 from disthooks.errors import StoreError
-from disthooks.saved.hooks import Frame
+from disthooks.saved.hooks import SavedTensorHooks
 from tests.support.models import Tiny, identical, tokens
 from tests.support.stores.faulty import AsAsked, Watch, fail, full, interrupt, left, line, soon, suppressed
 from tests.support.stores.pairs import Pair, ones
@@ -365,17 +365,17 @@ def test_a_graph_does_not_keep_its_module(way: str, tmp_path: pathlib.Path) -> N
     to = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
     model = keeps = Keeps()
     if way == "in place":
-        ledger = dh.save_activations(model, "", to)._ledger  # the handle itself keeps what it can be removed from
+        counters = dh.save_activations(model, "", to)._counters  # the handle itself keeps what it can be removed from
     else:
         model = dh.SaveWith(keeps, to)
-        ledger = model._site.ledger
+        counters = model._site.counters
     table = weakref.ref(keeps.table)
     model(torch.ones(4, 8))
-    assert ledger.report().held > 0
+    assert counters.report().held > 0
     del model, keeps
     gc.collect()
     assert table() is None
-    assert ledger.report().held == 0
+    assert counters.report().held == 0
 
 
 def test_a_cycle_goes_with_the_collector(pair: Pair) -> None:
@@ -391,7 +391,7 @@ def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
     model = dh.SaveToDisk(nn.Linear(8, 8), tmp_path)
 
     def alive() -> int:
-        return sum(type(thing) is Frame for thing in gc.get_objects())
+        return sum(type(thing) is SavedTensorHooks for thing in gc.get_objects())
 
     gc.collect()
     before = alive()  # the compiler's caches, of tests before, hold some

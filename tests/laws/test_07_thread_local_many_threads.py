@@ -161,7 +161,7 @@ def _weights(copy: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["wrapper", "in place"])
 def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -> None:
-    """Eight replicas share a ledger, inputs and weights' storages; gradients of each are those without hooks."""
+    """Eight replicas share counters, inputs and weights' storages; gradients of each are those without hooks."""
     plain, x = _filled(Block(16, 2), 0), torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(0))
     line = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
     truth = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))

@@ -13,8 +13,8 @@ from torch import nn
 
 from disthooks._tensors import Layout
 from disthooks._torch import node_name
-from disthooks.saved.contents import InStore
-from disthooks.saved.counters import Ledger
+from disthooks.saved.contents import StoredContent
+from disthooks.saved.counters import Counters
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, Reader, Unknown, is_as_made, saves_now
 from disthooks.saved.recompute.program import Norms, Planner, Program
@@ -83,20 +83,22 @@ class Again:
 
     Args:
         stage: of the pipeline.
-        ledger: of the attachment, which knows what was proven.
+        counters: of the attachment, which knows what was proven.
         where: name of the module.
         module: the module whose forward it is, if there is one.
         lossless: whether what is stored comes back as it was. If not, proofs need what was there before it was stored:
             the last few tensors are held for that, in calls while something is to be proven.
     """
 
-    def __init__(self, stage: Recompute, ledger: Ledger, where: str, module: nn.Module | None, lossless: bool) -> None:
-        self._stage, self._ledger, self._where = stage, ledger, where
-        ledger.recomputes = True
-        if ledger.proofs is None:
-            ledger.proofs = Proofs()
+    def __init__(
+        self, stage: Recompute, counters: Counters, where: str, module: nn.Module | None, lossless: bool
+    ) -> None:
+        self._stage, self._counters, self._module_name = stage, counters, where
+        counters.recomputes = True
+        if counters.proofs is None:
+            counters.proofs = Proofs()
         self._norms = Norms(module)
-        places: list[Place] = [] if lossless else list(ledger.places.values())
+        places: list[Place] = [] if lossless else list(counters.places.values())
         curious = not lossless and not (places and all(place.settled for place in places))
         self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=_HELD if curious else 0)
 
@@ -112,11 +114,11 @@ class Again:
         if not is_as_made(owner, node) or not fills_storage(owner):
             return None
         edge, layout = Edge(node, owner.output_nr), Layout.of(owner)
-        return Origin(self, edge, layout, self._where)
+        return Origin(self, edge, layout, self._module_name)
 
     def planned(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
         """How to compute the output of ``edge``, if that is known; nothing is proven of it yet."""
-        return Planner(self._ledger, self._norms, self._stage.steps).program(edge, layout, device)
+        return Planner(self._counters, self._norms, self._stage.steps).program(edge, layout, device)
 
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
         """See :class:`Origin`."""
@@ -129,7 +131,7 @@ class Again:
         way = place.way(program.run_exact, program.variants, original)
         if way is None:
             if place.differs:
-                self._ledger.count_differed(place.where, original.nbytes)
+                self._counters.count_differed(place.where, original.nbytes)
             return None
         program.variant, program.place = way, place
         return program
@@ -150,14 +152,16 @@ class Again:
         return None if way is None else Narrow(dtype, place)
 
     def _place(self, name: str, key: Any) -> Place:
-        places: dict[Any, Place] = self._ledger.places  # of the attachment: those that came up in it
-        found = places.get((self._where, key))
+        places: dict[Any, Place] = self._counters.places  # of the attachment: those that came up in it
+        found = places.get((self._module_name, key))
         if found is None:
             if len(places) > MOST:
                 places.clear()
-            where = f"{self._where!r} ({name})" if self._where else f"({name})"
-            proofs: Proofs = self._ledger.proofs
-            found = places[self._where, key] = proofs.place((self._where, key), where, self._stage.check == "always")
+            where = f"{self._module_name!r} ({name})" if self._module_name else f"({name})"
+            proofs: Proofs = self._counters.proofs
+            found = places[self._module_name, key] = proofs.place(
+                (self._module_name, key), where, self._stage.check == "always"
+            )
         return found
 
 
@@ -175,7 +179,7 @@ def fills_storage(tensor: torch.Tensor) -> bool:
     return True
 
 
-class Recomputed(InStore):
+class Recomputed(StoredContent):
     """Contents that are dropped where they can be computed again, and go into the store where they cannot.
 
     A wide copy of a narrow tensor, which nobody saved, is stored narrow.
@@ -189,55 +193,55 @@ class Recomputed(InStore):
         self._program: Program | None = None
         self._wide: torch.dtype | None = None
         self._narrow: Narrow | None = None
-        self.in_order = self.in_order and self.first == origin.layout
+        self.is_in_order = self.is_in_order and self.first_layout == origin.layout
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """As its base; what is computed again is the same as long as its sources are."""
-        if self.taken and self._program is not None:
+        if self.is_offloaded and self._program is not None:
             return self._program.has_its_inputs()
-        return super().intact
+        return super().is_intact
 
-    def plan(self) -> None:
+    def prepare(self) -> None:
         """Let go of the node that holds this; see [Note: an origin is no cycle]."""
         if self._origin is not None:
             self._origin = self._origin.without_node(self.alias.device)
 
-    def let_go(self) -> None:
+    def stay_in_memory(self) -> None:
         """It will stay as it is."""
-        super().let_go()
+        super().stay_in_memory()
         self._origin = None
 
-    def take(self) -> None:
+    def offload(self) -> None:
         """As its base, and let go of the graph."""
         try:
-            super().take()
+            super().offload()
         finally:
             self._origin = None
 
-    def _take(self, storage: torch.UntypedStorage) -> bool:
+    def _offload(self, storage: torch.UntypedStorage) -> bool:
         origin = self._origin
         if self._copy is not None:
             storage = self._copy.untyped_storage()  # as it was saved: the user may have written since
-        if origin is not None and not self.volatile:
+        if origin is not None and not self.is_volatile:
             original = origin.layout.over(storage)
             program = origin.program(original)
             if program is not None:
                 self._program, self.cost = program, program.cost
-                self.ledger.count_recomputed(program.name, self.nbytes, self.where)
+                self.counters.count_recomputed(program.name, self.nbytes, self.module_name)
                 return True
             self._narrow = origin.narrow(original)
             self._wide = None if self._narrow is None else original.dtype
         if self._narrow is None or self._wide is None:
-            return super()._take(storage)
-        self.cost, self.in_order = 1, False
+            return super()._offload(storage)
+        self.cost, self.is_in_order = 1, False
         if self._copy is not None:
-            self.settle()  # what is stored is narrow, and what is saved again is compared with what was wide
+            self.release_copy()  # what is stored is narrow, and what is saved again is compared with what was wide
             self._weak_copy, self._copy = None, self._store.own(self.content(storage))
-        taken = super()._take(storage)
+        taken = super()._offload(storage)
         if taken:
             narrow = self.nbytes * self._narrow.dtype.itemsize // self._wide.itemsize
-            self.ledger.count_recomputed("cast", self.nbytes - narrow, self.where)
+            self.counters.count_recomputed("cast", self.nbytes - narrow, self.module_name)
         return taken
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
@@ -248,10 +252,10 @@ class Recomputed(InStore):
         wide = torch.empty(0, dtype=self._wide, device=self.alias.device).set_(storage, 0, (elements,), (1,))
         return wide.to(self._narrow.dtype)
 
-    def _bring(self) -> torch.Tensor:
+    def _restore(self) -> torch.Tensor:
         if self._program is not None:
             return self._program.run()
         if self._narrow is not None:
             self._narrow.place.check(self.alias.device)
-        content = super()._bring()
+        content = super()._restore()
         return content if self._wide is None else content.to(self._wide)

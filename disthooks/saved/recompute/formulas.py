@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from disthooks.saved.in_place import Kept
+from disthooks.saved.in_place import InPlace
 from disthooks.saved.recompute.graph import Reader, Saved, Source, Unknown
 
 Run = Callable[..., torch.Tensor]
@@ -262,7 +262,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def _constant(tensor: torch.Tensor | None) -> Saved | None:
-    return None if tensor is None else Saved(Kept(tensor, ""), copied=True)
+    return None if tensor is None else Saved(InPlace(tensor, ""), copied=True)
 
 
 # -- casts and copies

@@ -14,7 +14,7 @@ import torch
 
 from disthooks._tensors import Layout
 from disthooks._torch import node_name, sequence_number
-from disthooks.saved.in_place import Kept
+from disthooks.saved.in_place import InPlace
 from disthooks.saved.packed import Handle, Packed
 
 _KEY = "disthooks"
@@ -44,7 +44,7 @@ class Saved(NamedTuple):
         copied: whether it may be changed where it lies, without a count: running statistics, weights.
     """
 
-    held: Handle | Kept
+    held: Handle | InPlace
     copied: bool = False
 
 
@@ -52,7 +52,7 @@ Source = Edge | Saved
 
 
 class _Noted(NamedTuple):
-    held: weakref.ref[Packed | Kept]
+    held: weakref.ref[Packed | InPlace]
     layout: Layout
 
 
@@ -70,14 +70,14 @@ def saves_now(node: Any) -> bool:
     return bool(node._sequence_nr() == sequence_number() - 1)
 
 
-def note(tensor: torch.Tensor, held: Packed | Kept, layout: Layout) -> None:
+def note(tensor: torch.Tensor, held: Packed | InPlace, layout: Layout) -> None:
     """``tensor``, an output of its node, lies over ``held`` with ``layout``; nothing if it may have been changed."""
     node: Any = tensor.grad_fn
     if node is not None and is_as_made(tensor, node):
         node.metadata.setdefault(_KEY, {})[tensor.output_nr] = _Noted(weakref.ref(held), layout)
 
 
-def noted(edge: Edge) -> Handle | Kept | None:
+def noted(edge: Edge) -> Handle | InPlace | None:
     """What holds the value of ``edge``: a new handle, or what is kept in memory; None when nobody does."""
     found = edge.node.metadata.get(_KEY, {}).get(edge.number)
     held = None if found is None else found.held()
@@ -121,8 +121,8 @@ class Reader:
         except (AttributeError, RuntimeError) as error:
             raise Unknown from error
         if isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu:
-            held = Kept(held, "")  # a number in the code, which torch saves without hooks
-        if held is not None and not isinstance(held, (Handle, Kept)):
+            held = InPlace(held, "")  # a number in the code, which torch saves without hooks
+        if held is not None and not isinstance(held, (Handle, InPlace)):
             raise Unknown
         return None if held is None else Saved(held, copied)
 

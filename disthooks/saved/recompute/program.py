@@ -16,8 +16,8 @@ from disthooks._streams import handed_over, stream_of
 from disthooks._tensors import Layout, exotic
 from disthooks._torch import node_name
 from disthooks.errors import MutationError, StoreError
-from disthooks.saved.counters import Ledger
-from disthooks.saved.in_place import Kept, changed_message
+from disthooks.saved.counters import Counters
+from disthooks.saved.in_place import InPlace, changed_message
 from disthooks.saved.packed import Handle, Packed
 from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
 from disthooks.saved.recompute.graph import Edge, Reader, Saved, Source, Unknown, leaf_of, noted
@@ -52,7 +52,7 @@ class Vector:
         return self.tensor if self._made_on is None else handed_over(self.tensor, self._made_on)
 
 
-Input = Handle | Kept | Vector
+Input = Handle | InPlace | Vector
 #: Steps that move elements, or round or combine each for itself: where it lies does not matter to its bits.
 _ANYWHERE = {"relu", "neg", "mul", "div", "cast", "clone", "view", "expand", "transpose", "t", "permute", "alias"}
 
@@ -178,7 +178,7 @@ def _described(each: Input) -> tuple[Any, ...]:
 
 def _is_there(each: Input) -> bool:
     if isinstance(each, Handle):
-        return each.packed.intact
+        return each.packed.is_intact
     return isinstance(each, Vector) or each.tensor._version == each.version
 
 
@@ -188,14 +188,14 @@ def _brought(each: Input) -> torch.Tensor:
     if not _is_there(each):
         now, then = (each.packed.alias, each.packed) if isinstance(each, Handle) else (each.tensor, each)
         raise MutationError(
-            f"{changed_message(each.where, now._version, then.version)}. Recompute computes another tensor from it, "
-            "and its store has no copy of it: leave that module out of Recompute, or store it elsewhere (OnDisk)"
+            f"{changed_message(each.module_name, now._version, then.version)}. Recompute computes another tensor from "
+            "it, and its store has no copy of it: leave that module out of Recompute, or store it elsewhere (OnDisk)"
         )
     if isinstance(each, Handle):
         return each.packed.tensor(each)  # as it was saved, although the tensor may have been changed since
-    if isinstance(each, Kept) and Layout.of(each.tensor).end() * each.tensor.itemsize > _storage_bytes(each.tensor):
+    if isinstance(each, InPlace) and Layout.of(each.tensor).end() * each.tensor.itemsize > _storage_bytes(each.tensor):
         raise StoreError(
-            f"Recompute: a tensor of {each.where!r} that others are computed from was freed before backward"
+            f"Recompute: a tensor of {each.module_name!r} that others are computed from was freed before backward"
         )
     return each.unpack()
 
@@ -215,17 +215,17 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
 
     None when only an approximation of it is left, by a lossy codec.
     """
-    if not packed.intact:
+    if not packed.is_intact:
         return None
-    unchanged = packed.alias._version == packed.version and not packed.changed
-    storage = packed.source.get() if unchanged else None
-    if storage is not None and storage.nbytes() == packed.nbytes and not packed.volatile:
+    unchanged = packed.alias._version == packed.version and not packed.is_changed
+    storage = packed.storage_ref.get() if unchanged else None
+    if storage is not None and storage.nbytes() == packed.nbytes and not packed.is_volatile:
         now = layout.over(storage)
-        if not (now.is_cpu and packed.can_tell) or packed.is_as(
+        if not (now.is_cpu and packed.can_compare) or packed.has_contents_of(
             now, layout
         ):  # it may have been written without a count
             return now
-    if not packed.lossless:
+    if not packed.is_lossless:
         return None
     return packed.peek(layout)
 
@@ -256,7 +256,7 @@ class Norms:
         Raises:
             Unknown: when there is no such module, or several that do not agree.
         """
-        if weight is None or not isinstance(weight.held, Kept):
+        if weight is None or not isinstance(weight.held, InPlace):
             raise Unknown
         norms = [_norm(each) for each in self._owners(weight.held.tensor)]
         if not norms or any(each.eps != norms[0].eps or each.bias is not norms[0].bias for each in norms):
@@ -313,13 +313,13 @@ class Planner:
     """Makes one program.
 
     Args:
-        ledger: whose packed values it may start from: those of another one may be approximations.
+        counters: whose packed values it may start from: those of another one may be approximations.
         norms: of the call.
         limit: most operators that it runs.
     """
 
-    def __init__(self, ledger: Ledger, norms: Norms, limit: int) -> None:
-        self._ledger, self._norms, self._limit = ledger, norms, limit
+    def __init__(self, counters: Counters, norms: Norms, limit: int) -> None:
+        self._counters, self._norms, self._limit = counters, norms, limit
         self._inputs: list[Input] = []
         self._steps: list[Step] = []
         self._values: dict[Any, int] = {}
@@ -332,7 +332,7 @@ class Planner:
             self._computed(edge)
         except Unknown:
             return None
-        if not any(isinstance(each, Handle | Kept) for each in self._inputs):
+        if not any(isinstance(each, Handle | InPlace) for each in self._inputs):
             return None
         return Program(self._inputs, self._steps, layout, device, self._cost)
 
@@ -379,20 +379,20 @@ class Planner:
                 pass  # it cannot be used as it is: by another way, perhaps
         return self._computed(edge)
 
-    def _held(self, held: Handle | Kept, copied: bool) -> int:
-        if isinstance(held, Kept):
+    def _held(self, held: Handle | InPlace, copied: bool) -> int:
+        if isinstance(held, InPlace):
             return self._kept(held, copied)
         packed = held.packed
-        if packed.ledger is not self._ledger or not packed.is_source or not packed.intact:
+        if packed.counters is not self._counters or not packed.is_source or not packed.is_intact:
             raise Unknown
-        if packed.changed or packed.alias._version != packed.version:
+        if packed.is_changed or packed.alias._version != packed.version:
             raise Unknown  # under no_grad, perhaps: the graph does not tell whether before or after it was used
         self._pay(packed.cost)
         source = packed.handle(held.layout)  # not autograd's own, which remembers what it has read
-        source.place -= _NEAR * packed.nbytes
+        source.saved_bytes_before -= _NEAR * packed.nbytes
         return self._input(source)
 
-    def _kept(self, kept: Kept, copied: bool) -> int:
+    def _kept(self, kept: InPlace, copied: bool) -> int:
         tensor = kept.tensor
         if tensor._version != kept.version:
             raise Unknown
