@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from tests.support.models import Tiny, identical, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,7 @@ def breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
+@pytest.mark.first_tier(backend=("aot_eager",))
 @pytest.mark.parametrize(
     ("first", "attach", "backend"),
     [
@@ -122,7 +124,6 @@ def test_a_compiled_module_keeps_its_hooks(first: str, attach: Any, backend: str
     assert breaks() == 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("order", ["in place, compile", "compile, in place", "wrap, compile", "compile, wrap"])
 def test_what_torch_compile_returns_keeps_its_hooks(order: str, to: Any) -> None:
     model = Net()
@@ -141,7 +142,6 @@ def test_what_torch_compile_returns_keeps_its_hooks(order: str, to: Any) -> None
         assert type(copy.deepcopy(model).first) is type(torch.compile(nn.Identity()))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 def test_a_block_around_compiled_code_knows_parameters(to: Any) -> None:
     model = Net()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -156,7 +156,6 @@ def test_a_block_around_compiled_code_knows_parameters(to: Any) -> None:
     assert saved.report().moved > 2**19
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_and_buffers_stay(autocast: bool, to: Any) -> None:
     model = blocks(Net())
@@ -178,7 +177,6 @@ OUTSIDE: dict[str, tuple[Any, int, int]] = {  # breaks, and graphs: both blocks 
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("way", OUTSIDE)
 def test_hooks_in_a_compiled_model_break_its_graph_and_are_on(way: str, to: Any) -> None:
     wanted, model, compiler = truth("model"), Net(), CompileCounterWithBackend("aot_eager")
@@ -191,16 +189,8 @@ def test_hooks_in_a_compiled_model_break_its_graph_and_are_on(way: str, to: Any)
     assert all("module.compile(fullgraph=True)" in why for why in counters["graph_break"])
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
-@pytest.mark.usefixtures("_one_thread")  # several add up an embedding's gradient in any order
+@pytest.mark.second_tier
+@pytest.mark.usefixtures("one_thread")  # several add up an embedding's gradient in any order
 def test_hooks_in_a_model_compiled_by_inductor_are_on(to: Any) -> None:
     wanted = truth("model", "inductor")
     moved = in_place(model := Net(), to)
@@ -216,7 +206,6 @@ class Loop(Net):
         return F.linear(x.sin(), self.embed.weight)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 def test_a_loop_over_attached_modules_is_not_compiled_but_they_are(to: Any) -> None:
     wanted, model, compiler = steps(Loop()), Loop(), CompileCounterWithBackend("eager")
     counters.clear()
@@ -226,7 +215,6 @@ def test_a_loop_over_attached_modules_is_not_compiled_but_they_are(to: Any) -> N
     assert compiler.frame_count == 1  # the compiler gives up a function whose graph breaks in a loop
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("attach", [in_place, wrap])
 def test_one_graph_is_refused_in_training_and_given_in_evaluation(attach: Any, to: Any) -> None:
     attach(model := Net(), to)
@@ -237,7 +225,6 @@ def test_one_graph_is_refused_in_training_and_given_in_evaluation(attach: Any, t
         compiled(tokens())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 def test_hooks_come_and_go_on_a_model_that_runs_compiled(to: Any) -> None:
     model = Net()
     compiled = torch.compile(model, backend="aot_eager")
@@ -249,7 +236,6 @@ def test_hooks_come_and_go_on_a_model_that_runs_compiled(to: Any) -> None:
     assert saving.report().calls == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @pytest.mark.parametrize("made", ["outside", "inside", "decorator"])
 def test_a_block_or_a_function_in_compiled_code_is_hooked(made: str, to: Any) -> None:
     model, reports = Net(), []
@@ -272,7 +258,6 @@ def test_a_block_or_a_function_in_compiled_code_is_hooked(made: str, to: Any) ->
     assert counters["stats"]["unique_graphs"] > 0  # what is called inside is compiled all the same
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 @torch._functorch.config.patch(donated_buffer=False)  # with them torch allows one backward alone
 def test_other_shapes_and_more_backwards_compile_nothing_more(to: Any) -> None:
     in_place(model := Net(), to)
@@ -287,7 +272,6 @@ def test_other_shapes_and_more_backwards_compile_nothing_more(to: Any) -> None:
         torch.autograd.grad(first.sum(), [model.embed.weight])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 def test_a_checkpoint_around_compiled_code_is_counted(to: Any) -> None:
     saving = dh.save_activations(model := Net(), "first", to)
     compiled = torch.compile(lambda x: checkpoint(model.first, x, use_reentrant=False).sum(), backend="aot_eager")
@@ -296,7 +280,6 @@ def test_a_checkpoint_around_compiled_code_is_counted(to: Any) -> None:
     assert set(saving.report().passed) == {"checkpoint"}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
 def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     wanted = torch.autograd.grad(model(torch.ones(32, 64)).sum(), list(model.parameters()))
@@ -309,8 +292,8 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
     assert any("leave compiled autograd off" in why for why in counters["graph_break"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.second_tier
+@pytest.mark.usefixtures("one_thread")
 def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypatch: Any) -> None:
     """A GPT's loop: inductor fuses over its blocks when it has all of it, and cannot where the graph breaks."""
     monkeypatch.setattr("disthooks.saved.eligibility._said", set())
@@ -325,8 +308,8 @@ def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypa
     assert identical(steps(blocks(model, "inductor")), alone)  # with hooks and without
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Dynamo does not know")
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.second_tier
+@pytest.mark.usefixtures("one_thread")
 def test_a_block_around_the_compiled_model_has_its_bits(to: Any) -> None:
     whole = steps(model := Loop(), compiled := torch.compile(model))
 
@@ -362,7 +345,6 @@ def wrapped(folder: pathlib.Path) -> Tiny:
 ways = pytest.mark.parametrize("attached", [attached_in_place, wrapped])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ways
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_gives_the_program_of_the_plain_model(
@@ -373,7 +355,6 @@ def test_export_gives_the_program_of_the_plain_model(
     assert got.graph_signature.parameters == want.graph_signature.parameters
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ways
 def test_make_fx_records_nothing_of_ours(attached: Callable[..., Tiny], tmp_path: Any) -> None:
     def operators(model: nn.Module) -> list[str]:
@@ -383,7 +364,6 @@ def test_make_fx_records_nothing_of_ours(attached: Callable[..., Tiny], tmp_path
     assert operators(attached(tmp_path)) == operators(plain())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ways
 def test_symbolic_and_jit_traces_compute_the_same(attached: Callable[..., Tiny], tmp_path: Any) -> None:
     model, wanted = attached(tmp_path), plain()(tokens())
@@ -393,7 +373,6 @@ def test_symbolic_and_jit_traces_compute_the_same(attached: Callable[..., Tiny],
     assert torch.equal(traced(tokens()), wanted)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_script_of_an_attached_model_is_told_and_can_be_wrapped(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 64), nn.Sequential(nn.Tanh(), nn.Linear(64, 4))), torch.randn(8, 16)
@@ -412,7 +391,6 @@ def test_a_script_of_an_attached_model_is_told_and_can_be_wrapped(tmp_path: Any)
     assert wrapped.report().moved > 0
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacfwd, torch.func.jacrev])
 def test_transforms_of_torch_func_pass_through_with_weights_that_train(transform: Any, tmp_path: Any) -> None:
     model, x = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(8, 16)

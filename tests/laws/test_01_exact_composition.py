@@ -290,6 +290,7 @@ def _grad(y: torch.Tensor, x: torch.Tensor) -> tuple:
     return (x.grad,)
 
 
+@pytest.mark.first_tier(pair=("disk, saving", "disk, SaveWith"))
 @pytest.mark.filterwarnings("ignore:disthooks stepped back")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_and_around_the_hooks_are_exact(reentrant: bool, pair: Pair) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import disthooks as dh
+from tests.support.functions import Save
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import line
 
@@ -74,17 +74,6 @@ def test_every_dtype_comes_back_from_a_store(store: Callable, dtype: torch.dtype
         assert same(place.get(ticket), view(x), layout=False), name
         place.drop(ticket)
     assert place.budget.held == 0
-
-
-class Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return grad, *(None for _ in ctx.saved_tensors)
 
 
 def _all_return(views: list[torch.Tensor], kind: str, folder: object) -> None:

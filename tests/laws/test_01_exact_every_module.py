@@ -91,6 +91,7 @@ def summed(reports: list[Callable[[], dh.SavedReport]]) -> dh.SavedReport:
     return sum((report() for report in reports), dh.SavedReport())
 
 
+@pytest.mark.first_tier(dtype=(torch.bfloat16,))
 @each_dtype
 def test_gradients_of_every_module(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     lines, tally = pipelines(tmp_path), Tally(dtype, {})

@@ -132,6 +132,7 @@ def samples_of(op: Any, dtype: torch.dtype) -> Any:
     return op.sample_inputs(KIND, dtype, requires_grad=True, set_seed=False, include_conjugated_inputs=conjugated)
 
 
+@pytest.mark.first_tier(dtype=(torch.bfloat16,))
 @each_dtype
 def test_gradients_of_every_operator(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     lines, tally = pipelines(tmp_path), Tally(dtype, NONDETERMINISTIC)

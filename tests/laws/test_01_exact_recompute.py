@@ -122,6 +122,7 @@ def _stored(model: nn.Module, x: torch.Tensor, *stages: object, context: object 
         return grads, saving.report()
 
 
+@pytest.mark.first_tier(autocast=(False,), store=("disk",))
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", MODELS)

@@ -28,25 +28,13 @@ import disthooks as dh
 from disthooks._tensors import Layout, region_of
 from disthooks.saved.codecs import Codec
 from disthooks.saved.stores.base import Store
+from tests.support.functions import Prepared, Save
 from tests.support.stores.copies import Copies
 
 pytestmark = pytest.mark.any_device
 
 
 # --- A layout comes back as it was
-
-
-class Save(torch.autograd.Function):
-    """Saves what it is given, so that a test can read it back from ``grad_fn.saved_tensors``."""
-
-    @staticmethod
-    def forward(ctx: object, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple:
-        return (grad, *[None] * len(ctx.saved_tensors))
 
 
 def _saved(folder: object, *tensors: torch.Tensor, line: object = None) -> tuple[dh.saving, tuple]:
@@ -440,19 +428,6 @@ class Memory(Store):
         """Nothing."""
 
 
-class Prepared(torch.autograd.Function):
-    """Computes its gradient in forward, as fused losses do, and returns what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        return (x.detach() * gradient).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 def two_parameters(hooks: Any) -> list:
     gradient = torch.full((64, 64), 3.0)
     a, b = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
@@ -613,16 +588,6 @@ def test_what_one_reader_writes_no_other_sees(tmp_path: pathlib.Path) -> None:
 
 def test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users() -> None:
     """Then it is in memory as it is, and what is made of it later must not reach the user's tensor."""
-
-    class Prepared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(gradient)  # type: ignore[attr-defined]
-            return (x * gradient).sum()
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return ctx.saved_tensors[0], None  # type: ignore[attr-defined]
 
     gradient = torch.rand(64, 64).bfloat16()
     content = gradient.clone()

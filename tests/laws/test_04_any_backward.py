@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 import disthooks as dh
 from disthooks._torch import top_hooks
+from tests.support.functions import Prepared
 from tests.support.stores.pairs import Pair, ones, run
 
 pytestmark = pytest.mark.any_device
@@ -438,19 +439,6 @@ def test_a_backward_may_write_into_what_it_saved_inside_the_block(
 
 
 # --- A saved tensor that backward returns becomes a gradient, which is added to; nobody else sees that
-
-
-class Prepared(torch.autograd.Function):
-    """Computes its gradient in forward, as fused losses do, and returns what it saved."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)  # type: ignore[attr-defined]
-        return (x.detach() * gradient).sum()
-
-    @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0], None  # type: ignore[attr-defined]
 
 
 STORES = {

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from tests.support.functions import Prepared
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -268,19 +269,6 @@ def test_a_backward_may_write_into_what_it_saved(
     assert torch.equal(h, content)
 
 
-class Returns(torch.autograd.Function):
-    """Computes its gradient in forward, as fused losses do, and returns what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        return (x.detach() * gradient).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("late", [False, True], ids=["in flight", "written"])
 @pytest.mark.parametrize("place", PLACES)
@@ -293,7 +281,7 @@ def test_what_a_backward_returns_belongs_to_nobody_else(
     with dh.saving(store):
         h = _laid_out(like, leaf)
         h = h.detach() if constant else h
-        loss = Returns.apply(x, h) + Returns.apply(other, h)
+        loss = Prepared.apply(x, h) + Prepared.apply(other, h)
     if late:
         store.store.wait()
     content = h.detach().clone()

@@ -589,6 +589,7 @@ ENDS = {
 }
 
 
+@pytest.mark.first_tier(end=("SIGKILL", "exit with a graph alive"))
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: pathlib.Path) -> None:
     script = KILLED.format(end=ENDS[end])

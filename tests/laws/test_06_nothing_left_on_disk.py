@@ -41,7 +41,8 @@ begin = time.perf_counter()
 step()
 took = time.perf_counter() - begin
 hit = 0
-for i in range(int(sys.argv[4])):
+for i in range(20 * int(sys.argv[4])):  # on a busy machine many come when the step is over
+    if hit == int(sys.argv[4]): break
     try:
         signal.setitimer(signal.ITIMER_REAL, random.random() * took + 1e-5)
         step()
@@ -60,9 +61,9 @@ print(hit)
 @pytest.mark.second_tier
 @pytest.mark.parametrize("in_flight", ["64 MiB", "40 KiB"])
 def test_an_interrupt_at_any_moment_leaves_nothing(in_flight: str, tmp_path: pathlib.Path) -> None:
-    done = script(INTERRUPTED, tmp_path, 1, in_flight, 100)
+    done = script(INTERRUPTED, tmp_path, 1, in_flight, 60)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 50
+    assert int(done.stdout) == 60
 
 
 KILLED = """
@@ -112,7 +113,7 @@ def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeyp
     assert 1 <= len(movers()) <= 2
     assert soon(lambda: not movers())  # by themselves
     assert right(store)
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert len(os.listdir("/proc/self/fd")) <= fds  # the garbage of earlier tests may close some
 
 
 def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:

@@ -25,6 +25,7 @@ import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.disk import OnDisk
+from tests.support.functions import Prepared
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
@@ -313,16 +314,6 @@ def test_a_model_trains_under_a_limit(tmp_path: pathlib.Path) -> None:
 @pytest.mark.any_device
 def test_a_constant_in_the_first_tier_may_be_returned_as_a_gradient(tmp_path: pathlib.Path) -> None:
     """It is still where it was, in the first tier: what is made of the gradient must not reach it."""
-
-    class Prepared(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(gradient)  # type: ignore[attr-defined]
-            return (x * gradient).sum()
-
-        @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return ctx.saved_tensors[0], None  # type: ignore[attr-defined]
 
     gradient, x = torch.rand(64, 64), torch.ones(64, 64, requires_grad=True)
     content = gradient.clone()

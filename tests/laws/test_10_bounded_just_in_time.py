@@ -61,6 +61,7 @@ def _step(store: dh.OnDisk, seconds: float, count: int = 8) -> dh.SavedReport:
     return saved.report()
 
 
+@pytest.mark.second_tier
 def test_a_long_backward_has_little_read_ahead(tmp_path: pathlib.Path) -> None:
     """The first backward reads as much as it may; the second one knows how long it takes."""
     store = dh.OnDisk(tmp_path)
@@ -88,6 +89,7 @@ def _read_ahead(stored: Any) -> bool:
     return soon(lambda: stored.ticket.ahead is not None)
 
 
+@pytest.mark.second_tier
 def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
     """Longer than the second after which threads that have nothing to do end; also when it is put off meanwhile."""
     store, x = dh.OnDisk(tmp_path), torch.randn(256, 1024)
@@ -122,6 +124,7 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
 
 
+@pytest.mark.second_tier
 def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
 

@@ -22,6 +22,7 @@ from disthooks.grads.collectives import Layout
 from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
 from tests.support.engines import ENGINES, FIRST, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
+from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
 
 # --- In one process, a rule gives what torch and arithmetic by hand give
@@ -108,12 +109,6 @@ def test_complex_gradients_are_clipped_by_norm_alone() -> None:
         optimizer.step()
     assert watch.latest["grad_norm"] == 5.0
     assert close(whole(weight.grad), torch.tensor([0.6 + 0.8j, 0j]))
-
-
-def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
 
 
 def test_an_infinite_first_norm_with_percentile_is_as_with_clip_norm() -> None:

@@ -15,6 +15,7 @@ import disthooks as dh
 from disthooks import stats
 from disthooks.grads.stats.base import Found, Local, LocalStats
 from tests.support.engines import ENGINES, FIRST, close, first_of, grads_of, is_fsdp1, loss_of, make, train
+from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
 
 # --- In one process
@@ -510,12 +511,6 @@ def _scaled(rank: int, engine: str, to_none: bool) -> float:
 @pytest.mark.first_tier(engine=FIRST)
 def test_a_step_that_the_scaler_skipped_is_not_in_the_spread() -> None:
     assert math.isfinite(_scaled(0, "plain", True))
-
-
-def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
 
 
 def test_a_micro_batch_that_was_thrown_away_is_not_in_the_spread() -> None:

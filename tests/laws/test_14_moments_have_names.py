@@ -17,26 +17,136 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from tests.support.engines import close, train
+from tests.support.optimizers import backward, net, same
+from tests.support.ranks.harness import Ranks
 
-# --- What each moment sees, beside rules and statistics
+# --- In one process
+
+
+def _two_micro_batches(
+    at: str | None, function: Any = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], nn.Module]:
+    """What a function saw of one gradient in a step of two micro-batches, each micro-batch's own, and the model."""
+    torch.manual_seed(0)
+    model, seen, own = nn.Linear(3, 2), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 24).view(2, 4, 3)
+    own = [torch.autograd.grad(model(part).square().sum(), model.weight)[0] for part in x]
+
+    def see(grad: torch.Tensor) -> torch.Tensor | None:
+        seen.append(grad.clone())
+        return None if function is None else function(grad)
+
+    with dh.on_gradient(model, "weight", see, **({} if at is None else {"at": at})):
+        for part in x:
+            model(part).square().sum().backward()
+        optimizer.step()
+    return seen, own, model
+
+
+def test_local_is_the_gradient_of_each_backward_before_it_is_added_to_others() -> None:
+    seen, own, model = _two_micro_batches("local")
+    assert len(seen) == 2
+    assert all(map(torch.equal, seen, own))
+    assert torch.equal(model.weight.grad, own[0] + own[1])
+
+
+@pytest.mark.parametrize("at", ["final", None])
+def test_final_is_what_the_optimizer_uses_and_the_default(at: str | None) -> None:
+    seen, own, _ = _two_micro_batches(at)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], own[0] + own[1])
+
+
+def test_what_a_function_returns_at_its_moment_is_used_from_there_on() -> None:
+    """Local: each micro-batch's gradient is clipped. Final: their sum is. Neither is the other."""
+    results = {}
+    for at in ("local", "final"):
+        _, own, model = _two_micro_batches(at, lambda grad: grad.clamp(-1.0, 1.0))
+        results[at] = model.weight.grad
+    torch.testing.assert_close(results["local"], sum(grad.clamp(-1.0, 1.0) for grad in own))
+    torch.testing.assert_close(results["final"], (own[0] + own[1]).clamp(-1.0, 1.0))
+    assert not torch.equal(results["local"], results["final"])
+
+
+def test_a_final_function_sees_what_a_local_one_made() -> None:
+    model = nn.Linear(3, 2)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with (
+        dh.on_gradient(model, "bias", lambda grad: torch.full_like(grad, 7.0), at="local"),
+        dh.on_gradient(model, "bias", lambda grad: seen.append(grad.clone())),
+    ):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+    assert [grad.tolist() for grad in seen] == [[7.0, 7.0]]
+
+
+def test_a_local_rule_acts_before_the_statistics_and_a_final_one_after() -> None:
+    """Statistics are of the final gradient as backward and local rules left it."""
+    norms = {}
+    for at in ("local", "final"):
+        model = nn.Linear(3, 2)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        rules = [dh.only("weight", dh.Scale(0.5), at=at)]
+        with dh.gradients(model, optimizer, rules=rules, stats=[stats.Norm(per_parameter=True)], every=1) as watch:
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        norms[at] = watch.latest["grad_norm/param/weight"]
+        assert float(model.weight.grad.norm()) == pytest.approx(2.0 * math.sqrt(6))
+    assert norms["local"] == pytest.approx(2.0 * math.sqrt(6))
+    assert norms["final"] == pytest.approx(4.0 * math.sqrt(6))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_grad_scaler_scales_local_gradients_and_not_final_ones(scaled: bool) -> None:
+    """Before the loop has unscaled them nobody knows of the scale; what the optimizer uses has none."""
+    model, local, final = nn.Linear(3, 2, bias=False), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+    with (
+        dh.on_gradient(model, "weight", lambda grad: local.append(grad.clone()), "local"),
+        dh.on_gradient(model, "weight", lambda grad: final.append(grad.clone()), "final"),
+    ):
+        scaler.scale(model(torch.ones(4, 3)).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert [grad.unique().tolist() for grad in final] == [[4.0]]
+    assert [grad.unique().tolist() for grad in local] == [[256.0 if scaled else 4.0]]
+
+
+# --- On two ranks
+
+
+def _moments(rank: int, at: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a function saw on this rank, whose input is its own, and the gradient that the optimizer used."""
+    torch.manual_seed(0)
+    model, seen = nn.Linear(3, 2, bias=False), []
+    engine = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+    with dh.on_gradient(engine, "weight", lambda grad: seen.append(grad.clone()), at):
+        engine(torch.full((1, 3), 1.0 + rank)).sum().backward()
+        optimizer.step()
+    (one,) = seen
+    return one, model.weight.grad
+
+
+@pytest.mark.dist
+def test_local_is_a_ranks_own_and_final_is_the_mean_of_all(ranks: Ranks) -> None:
+    for rank, (seen, used) in enumerate(ranks(_moments, "local")):
+        assert seen.unique().tolist() == [1.0 + rank]
+        assert used.unique().tolist() == [1.5]
+    for seen, used in ranks(_moments, "final"):
+        assert seen.unique().tolist() == used.unique().tolist() == [1.5]
+
+
+# --- Beside rules, statistics and closures
 
 
 def test_statistics_are_of_the_gradient_before_any_rule() -> None:
     plain = train(0, "plain", [], [stats.Norm(), stats.MaxAbs()], steps=1)[0]
     ruled = train(0, "plain", [dh.ClipValue(0.01), dh.ClipNorm(0.001)], [stats.Norm(), stats.MaxAbs()], steps=1)[0]
     assert {key: ruled[0][key] for key in plain[0]} == plain[0]
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))  # Muon has no biases
-
-
-def backward(model: nn.Module, step: int, spoiled: bool = False) -> None:
-    model.zero_grad()
-    model(torch.linspace(-1, 1, 6).view(2, 3) + step).square().sum().backward()
-    if spoiled:
-        model[0].weight.grad[0, 0] = math.nan  # type: ignore[index]
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -59,14 +169,6 @@ def test_on_gradient_comes_before_the_rules(begun: bool) -> None:
             assert watch.latest["grad_norm"] == pytest.approx(true * 100, rel=1e-5)
             assert norm == pytest.approx(1.0, rel=1e-5)
     assert hook.report() == {"0.weight": 3, "2.weight": 3}
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, (list, tuple)) else bool(a == b)
 
 
 def _closed(model: nn.Module, optimizer: Any, step: int, spoiled: bool = False, seen: list[float] | None = None) -> Any:

@@ -2,12 +2,16 @@
 
 "A record has its own step, all ranks it concerns and the first parameters in model order; a watcher that measured
 nothing says so."
+
+This file shows it for records of gradients, features and reports of saved tensors, in one process and on two ranks;
+tests/engines shows it for more engines and for ranks that differ.
 """
 
 from __future__ import annotations
 
 import math
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,95 @@ import disthooks as dh
 from disthooks import stats
 from tests.support.engines import ENGINES, FIRST, loss_of, make
 from tests.support.ranks.harness import Ranks
+
+# --- A record has its own step
+
+
+def _train(every: int, steps: int, factors: list[float]) -> list[dict[str, Any]]:
+    """The records of steps whose gradients have norm ``factors[step]``."""
+    weight, records = nn.Parameter(torch.zeros(2)), []
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append], every=every):
+        for step in range(steps):
+            weight.grad = torch.tensor([0.6, -0.8]) * factors[step]
+            optimizer.step()
+    return records
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_record_has_the_number_and_the_values_of_its_own_step(every: int) -> None:
+    """It is read one step late, and the last one at the end."""
+    factors = [1.0, 10.0, 100.0, 2.0, 20.0, 200.0, 3.0]
+    records = _train(every, 7, factors)
+    assert [record["step"] for record in records] == list(range(0, 7, every))
+    assert [record["grad_norm"] for record in records] == pytest.approx(factors[::every])
+
+
+def test_a_step_that_is_not_finite_has_a_record_of_its_own_between_logged_ones() -> None:
+    weight, records = nn.Parameter(torch.zeros(2)), []
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    model = nn.ParameterList([weight])
+    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], sinks=[records.append], every=10) as watch:
+        for step in range(12):
+            weight.grad = torch.tensor([1.0, math.inf if step == 4 else 1.0])
+            optimizer.step()
+    assert [record["step"] for record in records] == [0, 4, 10]
+    assert [record["nonfinite"] for record in records] == [0, 1, 0]
+    assert watch.last_nonfinite["step"] == 4
+
+
+def test_parameters_are_named_in_the_order_of_the_model() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    optimizer = torch.optim.SGD(reversed(list(model.parameters())), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], every=1) as watch:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        optimizer.step()
+    named = [at["param"] for at in watch.latest["nonfinite_at"]]
+    assert named == [name for name, _ in model.named_parameters()]
+    assert watch.latest["nonfinite_params"] == 24
+
+
+# --- A watcher that measured nothing says so
+
+
+def test_features_of_a_module_that_did_not_run_say_so() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
+    with dh.features(model, "*") as seen:
+        model["one"](torch.ones(1, 2))
+    assert list(seen) == ["one"]
+    with pytest.raises(dh.errors.NotSeenError, match="'two' is watched but did not run"):
+        seen["two"]
+
+
+def test_a_report_of_hooks_that_never_ran_says_so(tmp_path: pathlib.Path) -> None:
+    saving = dh.save_activations(nn.Linear(2, 2), "", dh.OnDisk(tmp_path))
+    assert "no call ran with the hooks on" in str(saving.report())
+    model = dh.SaveToDisk(nn.Linear(2, 2), tmp_path)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert "no call ran with the hooks on; calls without: " in str(model.report())
+
+
+def test_gradients_that_were_never_stepped_have_no_record() -> None:
+    model, records = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[records.append]) as watch:
+        model(torch.ones(1, 2)).sum().backward()
+    assert (watch.steps, watch.latest, records) == (0, {}, [])
+
+
+def test_a_statistic_without_a_gradient_is_nan_and_not_zero() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = [stats.Moments(per_parameter=True)]
+    with dh.gradients(model, optimizer, stats=watched) as watch:
+        model["used"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert watch.latest["grad_mean/param/used.weight"] == 1.0
+    assert math.isnan(watch.latest["grad_mean/param/unused.weight"])
+
 
 # --- What a report of saved tensors says
 
