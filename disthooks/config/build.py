@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import collections.abc
 import difflib
-import gc
 import importlib
 import inspect
 import itertools
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,18 +25,12 @@ import torch
 from torch import nn
 
 from disthooks._match import unwrap_engine
+from disthooks._registry import NOUNS, Kind, UnknownKindError, base_of, find_kind, kind_names
 from disthooks._tensors import format_bytes, local_part, parse_bytes
 from disthooks.config.source import Expansion, Path, Source
-from disthooks.errors import ConfigError, DisthooksError, UsageError
-from disthooks.grads import rules, sinks, stats
+from disthooks.errors import ConfigError, DisthooksError
 from disthooks.grads.rules.base import Rule
-from disthooks.grads.rules.only import Only
-from disthooks.grads.stats.base import Stat
-from disthooks.saved import codecs
-from disthooks.saved.codecs.base import Codec
 from disthooks.saved.pipeline import Pipeline
-from disthooks.saved.recompute.verify import Recompute
-from disthooks.saved.stores import cpu, disk, tiers
 from disthooks.saved.stores.base import Functions, Store
 from disthooks.saved.stores.tiers import OnDevice, Tiered
 
@@ -157,124 +149,6 @@ def _union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
-class Unknown(Exception):
-    """A kind that is not there; the message says which are."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What ``kind:`` stands for.
-
-    Attributes:
-        name: as it is written.
-        noun: store, recompute, codec, rule, stat or sink.
-        target: what is called with the other keys.
-        made: the class of what comes out, where ``target`` is a function.
-        given: an argument that no file can hold, and is given when it is attached: the engine.
-        hidden: arguments that no file can hold, and that have a default.
-    """
-
-    name: str
-    noun: str
-    target: Callable[..., Any]
-    made: type | None = None
-    given: str | None = None
-    hidden: tuple[str, ...] = ()
-
-    def parameters(self) -> dict[str, inspect.Parameter]:
-        """The arguments that a file can hold, by name."""
-        every = inspect.signature(self.target).parameters
-        return {name: it for name, it in every.items() if name not in self.hidden and name != self.given}
-
-    def hints(self) -> dict[str, Any]:
-        """Their annotations."""
-        return hints(self.target)
-
-    @property
-    def open(self) -> bool:
-        """Whether it takes arguments of any name."""
-        return any(it.kind is it.VAR_KEYWORD for it in self.parameters().values())
-
-
-def _build_tiered(stores: Sequence[Store]) -> tiers.Tiered:
-    return tiers.Tiered(*stores)
-
-
-def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> sinks.AccelerateTracker:
-    """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
-
-    Args:
-        accelerator: the model that is attached to, or the ``Accelerator``.
-        prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
-    """
-    return sinks.AccelerateTracker(_accelerator_of(accelerator), prefix)
-
-
-def _accelerator_of(model: Any) -> Any:
-    """The ``Accelerator`` that prepared ``model``; an ``Accelerator`` itself.
-
-    Nothing leads from a model to its accelerator, so all objects are looked at, once for each time it is attached.
-    """
-    kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    if kind is None or isinstance(model, kind):
-        return model
-    there = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    found = next((each for each in there if any(one is model for one in each._models)), None)
-    if found is None:
-        raise UsageError(
-            "AccelerateTracker: no Accelerator of this process has prepared the model: nothing can be logged"
-        )
-    return found
-
-
-# What the values of each noun are instances of; a sink is any function of a dict, and so can a rule be.
-NOUNS: dict[str, type | None] = {"store": Store, "recompute": Recompute, "codec": Codec}
-NOUNS |= {"rule": Rule, "stat": Stat, "sink": None}
-_OTHERS = (
-    Kind("Tiered", "store", _build_tiered, tiers.Tiered),
-    Kind("only", "rule", rules.only, Only),
-    Kind("Console", "sink", sinks.Console, hidden=("print",)),
-    Kind("WandB", "sink", sinks.WandB, hidden=("run",)),
-    Kind("AccelerateTracker", "sink", _accelerate_tracker, sinks.AccelerateTracker, given="accelerator"),
-    Kind("DeepSpeedMonitor", "sink", sinks.DeepSpeedMonitor, given="engine"),
-)
-_CLASSES: dict[str, tuple[Callable[..., Any], ...]] = {
-    "store": (cpu.OnCpu, tiers.OnDevice, disk.OnDisk),
-    "recompute": (Recompute,),
-    "codec": (codecs.Cast, codecs.Compact, codecs.Compress, codecs.Quantize),
-    "rule": (
-        rules.ClipAdaptive,
-        rules.ClipNorm,
-        rules.ClipPercentile,
-        rules.ClipValue,
-        rules.ClipZScore,
-        rules.Freeze,
-        rules.Noise,
-        rules.Sanitize,
-        rules.Scale,
-        rules.SkipNonFinite,
-    ),
-    "stat": (
-        stats.Agreement,
-        stats.Extremes,
-        stats.Histogram,
-        stats.MaxAbs,
-        stats.Moments,
-        stats.NoiseScale,
-        stats.NonFinite,
-        stats.Norm,
-        stats.Spread,
-        stats.Updates,
-        stats.Weights,
-        stats.Zeros,
-    ),
-    "sink": (sinks.Jsonl, sinks.MLflow, sinks.TensorBoard),
-}
-KINDS: dict[str, dict[str, Kind]] = {
-    noun: {kind.__name__: Kind(kind.__name__, noun, kind) for kind in kinds} for noun, kinds in _CLASSES.items()
-}
-for _kind in _OTHERS:
-    KINDS[_kind.noun][_kind.name] = _kind
 _ELSEWHERE = {
     "Functions": "no file can hold its two functions: write a class of your own, kind: package.module:Class",
     "AtLeast": "write at_least: 4 KiB beside modules",
@@ -285,20 +159,22 @@ def kind_of(name: str, noun: str) -> Kind:
     """The kind of that name.
 
     Raises:
-        Unknown: when there is none, with the nearest right name, or why a class cannot be imported.
+        UnknownKindError: when there is none, with the nearest right name, or why a class cannot be imported.
 
     >>> kind_of("OnCpu", "store").target.__name__, kind_of("disthooks:OnCpu", "store").name
     ('OnCpu', 'disthooks:OnCpu')
     """
     if ":" in name:
         return Kind(name, noun, _imported(name))
-    if name in KINDS[noun]:
-        return KINDS[noun][name]
+    if (kind := find_kind(noun, name)) is not None:
+        return kind
     if name in _ELSEWHERE:
-        raise Unknown(f"{name!r} cannot be a {noun} here; {_ELSEWHERE[name]}")
-    other = next((each for each, kinds in KINDS.items() if name in kinds), None)
-    # What is something else was not meant for the one whose name is nearest.
-    raise Unknown(f"{name!r} is {f'a {other}, ' if other else ''}no {noun}{near('' if other else name, KINDS[noun])}")
+        raise UnknownKindError(f"{name!r} cannot be a {noun} here; {_ELSEWHERE[name]}")
+    other = next((each for each in NOUNS if each != "engine" and name in kind_names(each)), None)
+    # The name of something else was not meant for the one that is spelt nearly like it.
+    raise UnknownKindError(
+        f"{name!r} is {f'a {other}, ' if other else ''}no {noun}{near('' if other else name, kind_names(noun))}"
+    )
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -329,9 +205,9 @@ def _imported(name: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # a module of one's own may raise anything
-        raise Unknown(f"kind {name!r} cannot be imported: {_said(error)}") from error
+        raise UnknownKindError(f"kind {name!r} cannot be imported: {_said(error)}") from error
     if not callable(found):
-        raise Unknown(f"kind {name!r} is no class: it is {type(found).__name__}")
+        raise UnknownKindError(f"kind {name!r} is no class: it is {type(found).__name__}")
     known: Callable[..., Any] = found
     return known
 
@@ -339,25 +215,6 @@ def _imported(name: str) -> Callable[..., Any]:
 def _said(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {text}"
-
-
-def kind_for(value: object) -> Kind | None:
-    """The built-in kind whose objects are of exactly the class of ``value``."""
-    for kinds in KINDS.values():
-        for kind in kinds.values():
-            if type(value) is (kind.made or kind.target):
-                return kind
-    return None
-
-
-def noun_of(value: object) -> str | None:
-    """What ``value`` is: store, codec, rule or stat; None for anything else."""
-    return next((noun for noun, base in NOUNS.items() if base is not None and isinstance(value, base)), None)
-
-
-def described(entry: Mapping[str, Any]) -> str:
-    """An entry in a few words, for an error."""
-    return str(entry.get("kind", dict(entry)))
 
 
 def weights_of(model: nn.Module) -> int:
@@ -456,7 +313,7 @@ class Recipe:
         return made
 
     def _check(self, made: Any, is_of: Any) -> None:
-        base: Any = NOUNS[self.kind.noun] or Callable
+        base: Any = base_of(self.kind.noun) or Callable
         if not is_of(made, base) and not (base is Rule and is_of(made, Callable)):
             wanted = "a function of a dict" if base is Callable else f"a subclass of {base.__module__}.{base.__name__}"
             self.source.fail(self.path, f": {self.kind.name} is no {self.kind.noun}: {wanted} is needed")
@@ -476,17 +333,17 @@ class Cook:
     def recipe(self, entry: Mapping[str, Any], noun: str, path: Path) -> Recipe:
         """The recipe of ``entry``; unknown kinds and arguments, and values of the wrong type, are found now."""
         kind = self._kind(entry, noun, path)
-        parameters, hints = kind.parameters(), kind.hints()
+        parameters, known = kind.parameters(), hints(kind.target)
         given = {key: value for key, value in entry.items() if key != "kind"}
         for key in given:
-            if key not in parameters and not kind.open:
+            if key not in parameters and not kind.takes_any_name:
                 self._source.fail((*path, key), f" is no argument of {kind.name}{near(key, parameters)}")
-        arguments = {key: self._value(key, value, hints.get(key), noun, (*path, key)) for key, value in given.items()}
+        arguments = {key: self._value(key, value, known.get(key), noun, (*path, key)) for key, value in given.items()}
         missing = [name for name, it in parameters.items() if _needed(it) and name not in given]
         if missing:
             self._source.fail(path, f": {kind.name} needs {' and '.join(map(repr, missing))}")
         for key, value in arguments.items():
-            self._check(key, value, hints.get(key), (*path, key))
+            self._check(key, value, known.get(key), (*path, key))
         made = Recipe(kind, arguments, self._source, path)
         if noun != "sink" or (kind.given is None and ":" not in kind.name):
             made()  # a sink of one's own may open something
@@ -494,13 +351,13 @@ class Cook:
 
     def _kind(self, entry: Mapping[str, Any], noun: str, path: Path) -> Kind:
         if "kind" not in entry:
-            self._source.fail(path, f" has no kind; a {noun} is one of {', '.join(sorted(KINDS[noun]))}")
+            self._source.fail(path, f" has no kind; a {noun} is one of {', '.join(kind_names(noun))}")
         name = entry["kind"]
         if not isinstance(name, str):
             self._source.fail((*path, "kind"), f" is a name, got {name!r}")
         try:
             return kind_of(name, noun)
-        except Unknown as error:
+        except UnknownKindError as error:
             raise ConfigError(self._source.say((*path, "kind"), f": {error}")) from error.__cause__
 
     def _value(self, key: str, value: Any, hint: Any, noun: str, path: Path) -> Any:
@@ -536,7 +393,7 @@ def _needed(parameter: inspect.Parameter) -> bool:
 def _bare(value: Any) -> str:
     """The first word in ``value`` that is the name of a kind, as it should be written."""
     given = value if isinstance(value, list) else [value]
-    names = {name for kinds in KINDS.values() for name in kinds}
+    names = {name for noun in NOUNS for name in kind_names(noun)}
     word = next((each for each in given if isinstance(each, str) and each in names), None)
     return f"; did you mean {{kind: {word}}}?" if word else ""
 
@@ -544,7 +401,7 @@ def _bare(value: Any) -> str:
 def _noun_in(hint: Any, key: str, noun: str) -> str:
     """What an entry inside another one is: by the annotation, else by the name of the argument, else as outside."""
     text = str(hint)
-    for other, base in NOUNS.items():
-        if base is not None and f"{base.__module__}.{base.__name__}" in text:
+    for other, its in NOUNS.items():
+        if its.base is not None and its.base.replace(":", ".") in text:
             return other
     return key.removesuffix("s") if key.removesuffix("s") in NOUNS else noun

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from disthooks.config.build import hints, is_path, kind_for
+from disthooks._registry import kind_of_object
+from disthooks.config.build import hints, is_path
 from disthooks.config.source import escaped
 from disthooks.errors import ConfigError
-from disthooks.grads.rules.only import Only
 from disthooks.saved.pipeline import Pipeline
-from disthooks.saved.stores.tiers import Tiered
 
 _EMPTY = inspect.Parameter.empty
 
@@ -66,7 +65,7 @@ def entry(value: Any) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> tuple[str, Any, tuple[str, ...]]:
-    kind = kind_for(value)
+    kind = kind_of_object(value)
     if kind is not None:
         return kind.name, kind.target, (*kind.hidden, *([kind.given] if kind.given else []))
     made = type(value)
@@ -92,10 +91,6 @@ def _importable(made: type) -> bool:
 
 
 def _argument(value: Any, key: str, name: str) -> Any:
-    if isinstance(value, Only) and key == "pattern":
-        return value.patterns[0] if len(value.patterns) == 1 else value.patterns
-    if isinstance(value, Tiered):
-        return value.stores
     if not hasattr(value, key):
         raise ConfigError(
             f"{value!r} cannot be written to a file: {name} takes {key!r}, and does not keep it by that name"

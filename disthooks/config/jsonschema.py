@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from disthooks.config.build import KINDS, NOUNS, is_path, parts
-from disthooks.config.build import Kind as KindSpec
+from disthooks._registry import NOUNS, Kind, base_of, other_kinds, own_kinds
+from disthooks.config.build import hints, is_path, parts
 
 FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
@@ -34,22 +34,25 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
 }
 
 
-def schema() -> dict[str, Any]:
-    """The schema as a dict."""
+_HELD = tuple(noun for noun in NOUNS if noun != "engine")  # what a file can name
+
+
+def schema(others: bool = False) -> dict[str, Any]:
+    """The schema as a dict; of other packages' kinds too, if asked for."""
     from disthooks.config.schema import Hooks
 
     found: dict[str, Any] = Hooks.model_json_schema()
     _name_kinds(found)
     found["$schema"] = "http://json-schema.org/draft-07/schema#"
-    found["$defs"] = found["$defs"] | {noun: _noun(noun) for noun in KINDS}
+    found["$defs"] = found["$defs"] | {noun: _noun(noun, others) for noun in _HELD}
     moved: dict[str, Any] = json.loads(json.dumps(found).replace("#/$defs/", "#/definitions/"))
     moved["definitions"] = moved.pop("$defs")  # the name that every editor knows
     return moved
 
 
-def text() -> str:
+def text(others: bool = False) -> str:
     """The text of the file."""
-    return json.dumps(schema(), indent=2) + "\n"
+    return json.dumps(schema(others), indent=2) + "\n"
 
 
 def _name_kinds(found: dict[str, Any]) -> None:
@@ -68,19 +71,30 @@ def _name_kinds(found: dict[str, Any]) -> None:
     watch["stats"] = {**watch["stats"], "anyOf": [standard, several]}
 
 
-def _noun(noun: str) -> dict[str, Any]:
+def _noun(noun: str, others: bool) -> dict[str, Any]:
     own = {
         "type": "object",
         "description": f"A {noun} of your own.",
         "properties": {"kind": {"type": "string", "pattern": _OWN, "description": "package.module:Class"}},
         "required": ["kind"],
     }
-    return {"anyOf": [*(_kind(kind) for kind in KINDS[noun].values()), own]}
+    kinds = [*own_kinds(noun), *(other_kinds(noun) if others else [])]
+    return {"anyOf": [*map(_kind, kinds), own]}
 
 
-def _kind(kind: KindSpec) -> dict[str, Any]:
-    document = inspect.getdoc(kind.made if kind.name == "Tiered" else kind.target) or ""
-    said, known = _arguments(document), kind.hints()
+def _document(kind: Kind) -> str:
+    """The docstring of the function that makes its objects, if it has one, else that of the class."""
+    return inspect.getdoc(kind.target) or inspect.getdoc(kind.made) or ""
+
+
+def summary(kind: Kind) -> str:
+    """The first sentence of what its docstring says."""
+    return _summary(_document(kind))
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    document = _document(kind)
+    said, known = _arguments(document), hints(kind.target)
     properties: dict[str, Any] = {"kind": {"const": kind.name, "description": _summary(document)}}
     for name, parameter in kind.parameters().items():
         properties[name] = _type(known.get(name), name) | ({"description": said[name]} if name in said else {})
@@ -132,8 +146,8 @@ def _one(part: Any) -> dict[str, Any] | None:
         return {"type": "string", "pattern": _DTYPE, "examples": ["bfloat16", "float16", "float8_e4m3fn"]}
     if typing.get_origin(part) is Literal:
         return {"enum": list(typing.get_args(part))}
-    for noun, base in NOUNS.items():
-        if part is base:
+    for noun in _HELD:
+        if part is not None and part is base_of(noun):
             return _ref(noun)
     if part is type or typing.get_origin(part) is Callable or part is Any or part is None:
         return None  # no file can hold it
@@ -180,7 +194,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m disthooks.config.jsonschema", description=main.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FILE}")
     if not parser.parse_args(words).write:
-        print(text(), end="")
+        print(text(others=True), end="")
         return
     FILE.write_text(text())
     print(f"{FILE.name}: {len(schema()['definitions'])} definitions")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from disthooks._registry import NOUNS, Kind, kind_names, noun_of
 from disthooks._tensors import parse_bytes
-from disthooks.config.build import KINDS, Cook, Kind, Recipe, near, nearest, noun_of
+from disthooks.config.build import Cook, Recipe, near, nearest
 from disthooks.config.plan import Plan, Written, make_run
 from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
@@ -129,7 +130,7 @@ def _belongs(path: Path) -> str:
 def _noun(path: Path) -> str | None:
     """What has a ``kind`` at ``path``, or in the list there."""
     key = path[-2] if path and isinstance(path[-1], int) else path[-1] if path else ""
-    return str(key).removesuffix("s") if str(key).removesuffix("s") in KINDS else None
+    return str(key).removesuffix("s") if str(key).removesuffix("s") in NOUNS else None
 
 
 def _kinds(path: Path, noun: str) -> str:
@@ -145,15 +146,15 @@ def _meant(path: Path, value: Any, noun: str) -> str:
     if written:
         return f"; write [{written}]" if str(path[-1]).endswith("s") else f"; write {written}"
     if isinstance(value, str):
-        close = nearest(value, [*KINDS[noun], *(["standard"] if noun == "stat" else [])])
+        close = nearest(value, [*kind_names(noun), *(["standard"] if noun == "stat" else [])])
         meant = f"{{kind: {close}}}" if close != "standard" else repr(close)
         listed = str(path[-1]).endswith("s") and close != "standard"
         if close:
             return f"; did you mean {f'[{meant}]' if listed else meant}?"
     elif noun_of(value):  # in a dict
         return "; objects make a plan without a file: disthooks.Plan(saves=[(patterns, pipeline(...))])"
-    told = isinstance(value, (Mapping, list)) or len(KINDS[noun]) == 1
-    return "" if told else f"; there are {', '.join(sorted(KINDS[noun]))}"
+    told = isinstance(value, (Mapping, list)) or len(kind_names(noun)) == 1
+    return "" if told else f"; there are {', '.join(kind_names(noun))}"
 
 
 def _entry_of(value: Any, noun: str) -> str | None:
@@ -163,7 +164,7 @@ def _entry_of(value: Any, noun: str) -> str | None:
     if not isinstance(value, Mapping) or not value:
         return None
     first = next(iter(value))
-    if "kind" not in value and first in KINDS[noun]:
+    if "kind" not in value and first in kind_names(noun):
         value = {"kind": first} | (value[first] if isinstance(value[first], Mapping) else {})
     if "kind" not in value:
         return None

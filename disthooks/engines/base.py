@@ -23,6 +23,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, unwrap_engine
+from disthooks._registry import register
 from disthooks._torch import ddp_under_way
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, before_any_step
 from disthooks.engines.shard import Part, Shard
@@ -374,6 +375,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
+@register("engine")
 class Plain(Engine):
     """A module that no engine has taken; among several processes each has one that it trains by itself."""
 
@@ -383,6 +385,7 @@ class Plain(Engine):
         super().__init__(model, (this_rank(),))
 
 
+@register("engine")
 class DataParallel(Engine):
     """The module inside: backward of the broadcast sums the replicas' gradients before any hook sees them."""
 
@@ -398,6 +401,7 @@ class DataParallel(Engine):
         return is_of_class(model, "DataParallel")
 
 
+@register("engine")
 class Ddp(Engine):
     """The ranks take turns at owning parameters, so each measures its part and none measures all."""
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from disthooks._match import unwrap_engine
+from disthooks._registry import register
 from disthooks.engines.base import Engine, Removable, is_of_class
 from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
 from disthooks.engines.shard import Part, Shard
@@ -167,6 +168,7 @@ _KINDS: dict[str, type[Partitions]] = {
 }
 
 
+@register("engine")
 class DeepSpeed(Engine):
     """Final gradients are at ``engine.step()``; this rank's part of each parameter is a range of it, or all of it."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
 from torch import nn
 
+from disthooks._registry import other_kinds, own_kinds
 from disthooks.engines.base import (
     DataParallel,
     Engine,
@@ -48,13 +50,10 @@ def detect_engine(model: nn.Module) -> Engine:
     return found
 
 
-def _kinds() -> list[type[Engine]]:
-    kinds: list[type[Engine]] = [DataParallel]
+def _kinds() -> Iterator[type[Engine]]:
+    """The engines of this library, those of installed packages, and the plain one, which takes any module."""
+    yield DataParallel
     if torch.distributed.is_available():
-        from disthooks.engines.base import Ddp
-        from disthooks.engines.deepspeed import DeepSpeed
-        from disthooks.engines.fsdp1 import Fsdp1
-        from disthooks.engines.fsdp2 import Fsdp2
-
-        kinds += [Ddp, DeepSpeed, Fsdp1, Fsdp2]
-    return [*kinds, Plain]
+        yield from (cast("type[Engine]", kind.made) for kind in own_kinds("engine") if kind.made is not Plain)
+    yield from (cast("type[Engine]", kind.made) for kind in other_kinds("engine"))
+    yield Plain

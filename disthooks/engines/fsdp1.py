@@ -20,6 +20,7 @@ from torch import nn
 
 from disthooks._handles import weak_method
 from disthooks._match import canonical_name
+from disthooks._registry import register
 from disthooks._torch import backward_id
 from disthooks.engines.base import Engine, HandleGroup, LocalHook, Removable, is_of_class
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
@@ -264,6 +265,7 @@ class FlatShard(Shard):
         return self.piece.of_shard(flat) if self.unit.sharded else self.piece.of_whole(flat)
 
 
+@register("engine")
 class Fsdp1(Engine):
     """A model with FSDP1 modules in it; parameters that are in none of them belong to the first rank."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from disthooks._registry import register
 from disthooks.engines.base import Engine, LocalHook, Removable, is_of_class, needing_gradients
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
@@ -152,6 +153,7 @@ def _along_the_others(grid: torch.Tensor, mesh: Any, alike: set[int], name: str)
     return found
 
 
+@register("engine")
 class Fsdp2(Engine):
     """A model with DTensor parameters; those that are none belong to the first rank."""
 

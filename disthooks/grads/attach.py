@@ -15,7 +15,7 @@ from disthooks.errors import UsageError
 from disthooks.grads.attachment import Gradients, GradientsConfig
 from disthooks.grads.plan import check_stat
 from disthooks.grads.rules.base import Rule, as_rule
-from disthooks.grads.sinks import Sink, as_numbers
+from disthooks.grads.sinks.base import Sink, as_numbers
 from disthooks.grads.stats.base import Stat
 
 

@@ -29,7 +29,7 @@ from disthooks.grads.nonfinite import NonFiniteStep, NonFiniteSteps
 from disthooks.grads.plan import StepPlan, check_step, groups_of, optimized_shards, scope_of, start_stats
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.rules.only import Only
-from disthooks.grads.sinks import Numbers, Sink, add_to, close_all, open_all, write
+from disthooks.grads.sinks.base import Numbers, Sink, add_to, close_all, open_all, write
 from disthooks.grads.stats.base import Stat
 from disthooks.grads.step import (
     DeferredErrors,

@@ -154,7 +154,7 @@ def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRul
 
     >>> from torch import nn
     >>> from disthooks.engines.base import Engine
-    >>> from disthooks.grads.rules import ClipNorm, ClipValue, only
+    >>> from disthooks import ClipNorm, ClipValue, only
     >>> shards = Engine(nn.Linear(2, 1)).shards
     >>> len(_bound([ClipNorm(1.0), ClipValue(0.1)], shards))
     1
@@ -191,7 +191,7 @@ def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
 def labels_of(rules: Sequence[Rule]) -> list[str]:
     """For each rule what is appended to its names in the log, so that no two rules write the same name.
 
-    >>> from disthooks.grads.rules import ClipNorm, ClipValue, only
+    >>> from disthooks import ClipNorm, ClipValue, only
     >>> labels_of([ClipValue(1.0), ClipNorm(1.0), only("*.bias", ClipNorm(1.0)), ClipNorm(2.0)])
     ['', '', '/*.bias', '/3']
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 import types
@@ -11,29 +13,47 @@ import types
 import pytest
 
 import disthooks as dh
-from disthooks import _front
 from tests.support import ROOT
 
 GIVEN = ("Gradients", "Plan", "Prepared", "SavedReport", "Saving")  # functions return them
 PUBLIC = [name for name in dh.__all__ if name != "__version__"]
 
 
+def _for_type_checkers() -> dict[str, str]:
+    """The module of each name that ``disthooks/__init__.py`` imports for type checkers."""
+    tree = ast.parse((ROOT / "disthooks/__init__.py").read_text())
+    imports = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    return {
+        alias.name: str(node.module) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
 def test_all_is_sorted_and_complete() -> None:
     assert list(dh.__all__) == sorted(dh.__all__)
-    imported = {
-        alias.asname or alias.name
-        for node in ast.walk(ast.parse((ROOT / "disthooks/_front.py").read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
-        for alias in node.names
-    }
-    assert imported == set(dh.__all__) == set(_front.__all__)
+    assert {*_for_type_checkers(), "__version__"} == set(dh.__all__)
 
 
-def test_the_front_door_imports_when_it_is_used() -> None:
+@pytest.mark.parametrize(("name", "module"), _for_type_checkers().items())
+def test_a_name_is_what_type_checkers_take_it_for(name: str, module: str) -> None:
+    assert getattr(dh, name) is getattr(importlib.import_module(module), name)
+
+
+def test_a_name_is_imported_when_it_is_used() -> None:
     call = "import sys, disthooks; print('torch' in sys.modules, 'OnDisk' in dir(disthooks)); disthooks.OnDisk"
-    call += "; print('torch' in sys.modules, sorted(set(disthooks.__all__) - set(vars(disthooks))))"
+    call += "; print('torch' in sys.modules, 'ClipNorm' in vars(disthooks), 'disthooks.grads' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["False True", "True []"]
+    assert done.stdout.split("\n")[:2] == ["False True", "True False False"]
+
+
+def test_a_star_import_gives_every_name() -> None:
+    found: dict[str, object] = {}
+    exec("from disthooks import *", found)
+    assert set(dh.__all__) <= set(found)
+
+
+@pytest.mark.parametrize("name", ["Compact", "Tiered", "ClipNorm", "only"])
+def test_a_public_name_is_pickled(name: str) -> None:
+    assert pickle.loads(pickle.dumps(getattr(dh, name))) is getattr(dh, name)
 
 
 def test_modules_come_when_they_are_asked_for() -> None:

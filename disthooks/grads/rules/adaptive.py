@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import Rule, State, Work, number
@@ -21,6 +22,7 @@ from disthooks.grads.stats.elements import UnitSquares, pieces
 from disthooks.grads.stats.norms import Power, norm_label
 
 
+@register("rule")
 @dataclass(frozen=True)
 class ClipPercentile(Rule):
     """Clip the norm over all ranks to a percentile of the norms of the last ``window`` steps, this one included.
@@ -102,6 +104,7 @@ def percentile(numbers: torch.Tensor, count: torch.Tensor, q: float) -> torch.Te
     return torch.lerp(low, high, (at - at.floor()).to(numbers.dtype))
 
 
+@register("rule")
 @dataclass(frozen=True)
 class ClipZScore(Rule):
     """Clip the norm over all ranks when it is an outlier among those of the steps before it.
@@ -215,6 +218,7 @@ def _check_count(rule: str, name: str, value: object) -> None:
         raise UsageError(f"{rule}({name}={value!r}): an int of at least 1 is needed")
 
 
+@register("rule")
 @dataclass(frozen=True)
 class ClipAdaptive(Rule):
     """Scale the gradient of each output unit down, so that its norm is at most ``clipping`` times its weights' norm.

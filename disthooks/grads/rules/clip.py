@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
@@ -15,6 +16,7 @@ from disthooks.grads.stats.base import Measure, onto, wide
 from disthooks.grads.stats.norms import Power, norm_label, norms, scaled_norm
 
 
+@register("rule")
 @dataclass(frozen=True)
 class ClipValue(Rule):
     """Clamp every element to between ``low`` and ``high``; one number stands for minus and plus that number.
@@ -75,6 +77,7 @@ class ClipValue(Rule):
         return ""
 
 
+@register("rule")
 @dataclass(frozen=True)
 class ClipNorm(Rule):
     """Scale gradients down, so that their norm over all ranks is at most ``max_norm``.

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, number
 
 
+@register("rule")
 @dataclass(frozen=True)
 class Scale(Rule):
     """Multiply every element by ``factor``. It measures nothing and costs no collective; NaN stays NaN.
@@ -48,6 +50,7 @@ class Scale(Rule):
         return ""
 
 
+@register("rule")
 @dataclass(frozen=True)
 class Sanitize(Rule):
     """Put numbers in place of what is none, as ``torch.nan_to_num``; it measures nothing and costs no collective.

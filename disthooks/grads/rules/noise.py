@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, check_whole, number
@@ -17,6 +18,7 @@ from disthooks.grads.stats.base import wide
 _CHUNK = 2**20  # elements whose noise is made at a time: some 40 MB of temporary memory
 
 
+@register("rule")
 @dataclass(frozen=True)
 class Noise(Rule):
     """Add to each element Gaussian noise with a standard deviation of ``std``.

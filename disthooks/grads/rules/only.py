@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from disthooks._match import Pattern, as_patterns, match
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, as_rule
@@ -22,6 +23,11 @@ class Only(Rule):
     patterns: tuple[Pattern, ...]
     rule: Rule
     at: Literal["final", "local"] = "final"
+
+    @property
+    def pattern(self) -> Pattern | tuple[Pattern, ...]:
+        """What :func:`only` was given."""
+        return self.patterns[0] if len(self.patterns) == 1 else self.patterns
 
     @property
     def rewrites(self) -> bool:  # type: ignore[override]
@@ -75,6 +81,7 @@ class Only(Rule):
         return self.rule.local_error()
 
 
+@register("rule", made=Only)
 def only(
     pattern: Pattern | Iterable[Pattern],
     rule: Rule | Callable[[str, torch.Tensor], torch.Tensor],

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import NonFiniteError, UsageError
 from disthooks.grads.rules.base import Rule, State, Work
@@ -18,6 +19,7 @@ from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import OwnNonFinite
 
 
+@register("rule")
 @dataclass(frozen=True)
 class SkipNonFinite(Rule):
     """Where any element of a gradient is not finite, the optimizer does not move in this step, on any rank.
@@ -103,6 +105,7 @@ def _too_many(limit: int, step: int, in_a_row: float) -> None:
         )
 
 
+@register("rule")
 @dataclass(frozen=True)
 class Freeze(Rule):
     """The optimizer does not move these parameters: no update, no momentum, no weight decay, no step counted.

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disthooks._fork_safe import Order, shared
+from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.grads.sinks.base import Opened, is_empty, shown
 
@@ -80,6 +81,7 @@ def _started(pid: int) -> float:
         return time.time()
 
 
+@register("sink")
 @dataclass(frozen=True)
 class Jsonl:
     """One line of JSON for each logged step, appended to a file and there as soon as it is written.
@@ -145,6 +147,7 @@ class Lines(Opened):
         end(self._path)
 
 
+@register("sink", hidden=("print",))
 @dataclass(frozen=True)
 class Console:
     """One short line for each logged step.

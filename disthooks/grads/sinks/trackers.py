@@ -9,12 +9,15 @@ What a training framework logs with already: Accelerate's trackers, DeepSpeed's 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.grads.sinks.base import (
     Histogram,
@@ -29,6 +32,7 @@ from disthooks.grads.sinks.base import (
 )
 
 
+@register("sink")
 @dataclass(frozen=True)
 class TensorBoard(Unopened):
     """Numbers as scalars, histograms as histograms, lists and words as text; there as soon as they are written.
@@ -107,6 +111,7 @@ def _raw(histogram: Histogram) -> dict[str, Any]:
 _BUCKETS = 512  # as many as wandb.Histogram takes
 
 
+@register("sink", hidden=("run",))
 @dataclass(frozen=True)
 class WandB(Unopened):
     """Numbers, histograms (``wandb.Histogram``), and lists and words as short strings, in a run of Weights & Biases.
@@ -184,6 +189,7 @@ class _Rows(Opened):
             return None
 
 
+@register("sink")
 @dataclass(frozen=True)
 class MLflow(Unopened):
     """Numbers as metrics of the MLflow run that is active when this is attached; lists and words are left out.
@@ -232,6 +238,35 @@ class _Metrics(Opened):
         return portable(self._prefix + name.replace("/", "."))
 
 
+def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> AccelerateTracker:
+    """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
+
+    Args:
+        accelerator: the model that is attached to, or the ``Accelerator``.
+        prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
+    """
+    return AccelerateTracker(_accelerator_of(accelerator), prefix)
+
+
+def _accelerator_of(model: Any) -> Any:
+    """The ``Accelerator`` that prepared ``model``; an ``Accelerator`` itself.
+
+    A model has no reference to its accelerator, so this looks at all objects of the process, once for each time that
+    the sink is attached.
+    """
+    kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if kind is None or isinstance(model, kind):
+        return model
+    accelerators = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = next((each for each in accelerators if any(one is model for one in each._models)), None)
+    if found is None:
+        raise UsageError(
+            "AccelerateTracker: no Accelerator of this process has prepared the model: nothing can be logged"
+        )
+    return found
+
+
+@register("sink", build=_accelerate_tracker, given="accelerator")
 @dataclass(frozen=True)
 class AccelerateTracker:
     """Numbers to every tracker of an ``Accelerator``, by ``accelerator.log(values, step=...)``; nothing else.
@@ -274,6 +309,7 @@ class AccelerateTracker:
         self.accelerator.log(values, step=record["step"])
 
 
+@register("sink", given="engine")
 @dataclass(frozen=True)
 class DeepSpeedMonitor:
     """Numbers to DeepSpeed's monitor (TensorBoard, wandb, csv, Comet: what its configuration says); nothing else.

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from disthooks._match import match
+from disthooks._registry import register
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
@@ -207,6 +208,7 @@ def _cosines(measure: _Cosine, local: Local) -> tuple[torch.Tensor, torch.Tensor
 _LEAST_ALIKE = "grad_cosine/argmin_rank"
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Agreement(Stat):
     """The cosine between each rank's own gradient, summed over its micro-batches, and the final one.
@@ -282,6 +284,7 @@ _WHICH = ("grad_norm/argmin_rank", "grad_norm/argmax_rank", "grad_norm/outlier_r
 _LEAST = 0.1  # of the mean of the others: what their deviation is taken for at least
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Spread(Stat):
     """The norms of the ranks' own gradients, before any reduction: the smallest, the largest, and whose they are.

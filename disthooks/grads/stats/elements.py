@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import UsageError
@@ -185,6 +186,7 @@ class ZeroCount(Measure):
         return torch.stack([found["zeros"], found["count"]], dim=1).flatten()
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Moments(Stat):
     """Mean and standard deviation over all elements: ``grad_mean``, ``grad_std``.
@@ -218,6 +220,7 @@ class Moments(Stat):
         return {"grad_mean": mean, "grad_std": std}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Extremes(Stat):
     """The smallest and the largest element: ``grad_min``, ``grad_max``; not numbers if any element is not.
@@ -248,6 +251,7 @@ class Extremes(Stat):
         return {"grad_min": low, "grad_max": high}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Zeros(Stat):
     """The share of elements that are exactly zero, from 0 to 1: ``grad_zeros``; of gradients that there are.
@@ -271,6 +275,7 @@ class Zeros(Stat):
         return {"grad_zeros": values[0][:, 0] / values[0][:, 1]}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Histogram(Stat):
     """How magnitudes are distributed: ``grad_histogram`` and quantiles, ``grad_abs_q50`` being the median.

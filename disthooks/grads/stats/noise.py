@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
@@ -17,6 +18,7 @@ from disthooks.grads.stats.base import Found, Measure, Stat, State, check_own_da
 from disthooks.grads.stats.norms import Power
 
 
+@register("stat")
 @dataclass(frozen=True)
 class NoiseScale(Stat):
     """The simple noise scale of McCandlish et al. (2018, arXiv:1812.06162, appendix A.1): ``noise_scale``, in examples.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from disthooks._registry import register
 from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.sortable import from_sortable, to_sortable
@@ -271,6 +272,7 @@ def norm_label(p: float) -> str:
     return "grad_norm" if p == 2 else f"grad_norm_l{p:g}"
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Norm(Stat):
     """The norm of all gradients as if they were one vector: ``grad_norm`` in the log.
@@ -301,6 +303,7 @@ class Norm(Stat):
         return {norm_label(self.norm_type): Power(float(self.norm_type)).norm(values[0], dim=1)}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class MaxAbs(Stat):
     """The largest magnitude among all elements: ``grad_max_abs``; not a number if any element is.
@@ -319,6 +322,7 @@ class MaxAbs(Stat):
         return {"grad_max_abs": Power(math.inf).norm(values[0], dim=1)}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class NonFinite(Stat):
     """How many elements are infinite or not a number, in which parameters, and on which ranks it began.

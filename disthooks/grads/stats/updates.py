@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from disthooks._registry import register
 from disthooks.grads.stats.base import Local, Measure, Merge, Stat, stack, wide
 from disthooks.grads.stats.norms import norms, squares
 
@@ -73,6 +74,7 @@ def _like(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return _wide(before.to(now.device))
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Weights(Stat):
     """The 2-norm of the parameters before the update: ``param_norm``.
@@ -93,6 +95,7 @@ class Weights(Stat):
         return {"param_norm": values[0][:, 0].sqrt()}
 
 
+@register("stat")
 @dataclass(frozen=True)
 class Updates(Stat):
     """How far the optimizer moved the parameters: ``update_norm``, and its ratio to their norm, ``update_ratio``.

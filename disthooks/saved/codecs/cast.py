@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
@@ -22,6 +23,7 @@ _KINDS = {
 }
 
 
+@register("codec")
 @dataclass(frozen=True)
 class Cast(Codec):
     """Store floating-point tensors in a narrower dtype. Lossy: it changes gradients by its rounding.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
@@ -16,6 +17,7 @@ _WORTH = 0.75
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@register("codec")
 @dataclass(frozen=True)
 class Compact(Codec):
     """Pack what holds little: eight bools to a byte, and floating-point tensors with many zeros. Lossless.

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from disthooks._registry import register
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.codecs.base import Codec, flat
 
@@ -21,6 +22,7 @@ class _Spec(NamedTuple):
     device: torch.device
 
 
+@register("codec")
 @dataclass(frozen=True)
 class Compress(Codec):
     """Compress the bytes of a tensor, of any dtype, with Zstandard or LZ4. Lossless.

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from disthooks import _hashing
+from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, flat
@@ -22,6 +23,7 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
+@register("codec")
 @dataclass(frozen=True)
 class Quantize(Codec):
     """Store floating-point tensors in 8 or 4 bits an element, with a scale for each block of elements. Lossy.

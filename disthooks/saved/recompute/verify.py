@@ -17,10 +17,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._fork_safe import Order, shared
+from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
 from disthooks.errors import DisthooksError, StoreError, UsageError
 
 
+@register("recompute")
 @dataclass(frozen=True)
 class Recompute:
     """Stage: drop a saved tensor that is a cheap function of other saved ones, and compute it again in backward.

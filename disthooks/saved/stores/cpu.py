@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from disthooks._registry import register
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
@@ -46,6 +47,7 @@ class _Sent(NamedTuple):
         self.drop()
 
 
+@register("store")
 @dataclass(frozen=True)
 class OnCpu(Store):
     """Keep saved tensors of a GPU in CPU memory; a tensor that is there already stays, without a copy.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from disthooks._fork_safe import Order, shared
+from disthooks._registry import register
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
@@ -81,6 +82,7 @@ def _here(directory: str) -> str:
     return directory.replace("{local_rank}", os.environ.get("LOCAL_RANK", "0"))
 
 
+@register("store")
 @dataclass(frozen=True)
 class OnDisk(Store):
     """Keep saved tensors in one anonymous file of this process in ``directory``.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from disthooks._registry import register
 from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
@@ -20,6 +21,7 @@ from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreRepor
 from disthooks.saved.stores.order import Placed, Queue, Turns
 
 
+@register("store")
 @dataclass(frozen=True)
 class OnDevice(Store):
     """Keep saved tensors where they are, up to a limit: the first tier of a :class:`Tiered`, or behind codecs.
@@ -89,6 +91,11 @@ _LOOK = 8  # tensors: of what will be wanted next, so many are looked at
 _AHEAD = 32 << 20  # bytes of them that a tier is told of
 
 
+def _tiered(stores: Sequence[Store]) -> Tiered:
+    return Tiered(*stores)
+
+
+@register("store", build=_tiered)
 @dataclass(frozen=True)
 class Tiered(Store):
     """Several stores, the fastest first; when one is full, the tensors in it that will be wanted last go to the next.

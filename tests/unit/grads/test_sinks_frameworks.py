@@ -257,7 +257,7 @@ def test_a_run_that_was_finished_is_a_warning(offline: Any, tmp_path: pathlib.Pa
     run = offline.init(project="p", dir=tmp_path)
     opened = sinks.WandB().open()
     run.finish()
-    from disthooks.grads.sinks import write
+    from disthooks.grads.sinks.base import write
 
     with pytest.warns(RuntimeWarning, match=r"WandB\(run=None, prefix='gradients/'\) failed and is left out"):
         assert write([opened], RECORDS[0]) == []

@@ -1,0 +1,281 @@
+"""The registry: which class each ``kind:`` of a configuration stands for, of this library and of other packages.
+
+A new kind needs nothing but ``@register("codec")`` on its class. The class then has its ``kind:`` in a configuration
+and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``disthooks.stats.<Name>``, a sink
+``disthooks.sinks.<Name>``), and docs/reference.md has a row for it. See [Note: where kinds are looked for].
+"""
+
+# [Note: where kinds are looked for]
+#
+# A name is looked for in three places, and the first that has it wins:
+#
+# 1. The table of this library, ``disthooks/_kinds.py``. ``docs/generate.py`` writes it from the decorators, so that no
+#    module has to be imported to know which one to import, and ``import disthooks`` stays cheap.
+# 2. The classes that ``@register`` has decorated in this process: those of a script.
+# 3. The entry points of installed packages, in groups such as ``disthooks.codecs``. They are read only when a name is
+#    in neither of the first two, or when all names are listed, because reading them takes tens of milliseconds. A
+#    package is imported only when one of its kinds is used, so a broken package is an error for nobody else.
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from disthooks._kinds import KINDS
+from disthooks.errors import UsageError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Noun:
+    """What kinds there are of.
+
+    Attributes:
+        group: the group of entry points by which another package adds a kind; None where no package can.
+        base: ``module:Class`` of which every object is an instance; None where any function will do.
+    """
+
+    group: str | None
+    base: str | None
+
+
+NOUNS: dict[str, Noun] = {
+    "store": Noun("disthooks.stores", "disthooks.saved.stores.base:Store"),
+    "recompute": Noun(None, "disthooks.saved.recompute.verify:Recompute"),
+    "codec": Noun("disthooks.codecs", "disthooks.saved.codecs.base:Codec"),
+    "rule": Noun("disthooks.rules", "disthooks.grads.rules.base:Rule"),
+    "stat": Noun("disthooks.stats", "disthooks.grads.stats.base:Stat"),
+    "sink": Noun("disthooks.sinks", None),
+    "engine": Noun("disthooks.engines", "disthooks.engines.base:Engine"),
+}
+
+
+class UnknownKindError(UsageError):
+    """No kind has this name, or its package cannot be imported; the message says which."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What ``kind:`` stands for.
+
+    Attributes:
+        name: as it is written.
+        noun: a key of :data:`NOUNS`.
+        target: what is called with the other keys.
+        made: the class of what ``target`` returns.
+        given: an argument that no file can hold, and that is given when it is attached: the engine.
+        hidden: arguments that no file can hold, and that have a default.
+        package: the distribution whose entry point it is; None for this library and for classes of a script.
+    """
+
+    name: str
+    noun: str
+    target: Callable[..., Any]
+    made: type | None = None
+    given: str | None = None
+    hidden: tuple[str, ...] = ()
+    package: str | None = None
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The arguments that a file can hold, by name."""
+        every = inspect.signature(self.target).parameters
+        return {name: it for name, it in every.items() if name not in self.hidden and name != self.given}
+
+    @property
+    def takes_any_name(self) -> bool:
+        """Whether it takes arguments of any name."""
+        return any(it.kind is it.VAR_KEYWORD for it in self.parameters().values())
+
+
+_registered: dict[str, dict[str, Kind]] = {noun: {} for noun in NOUNS}
+
+
+def register(
+    noun: str,
+    name: str | None = None,
+    *,
+    build: Callable[..., Any] | None = None,
+    made: type | None = None,
+    given: str | None = None,
+    hidden: Iterable[str] = (),
+) -> Callable[[T], T]:
+    """Make a class a kind: ``kind: Name`` in a configuration is an object of it.
+
+    Args:
+        noun: "store", "codec", "rule", "stat", "sink", "engine" or "recompute".
+        name: what ``kind:`` says; by default the name of the class.
+        build: the function that makes the object of what a file says, where the class itself cannot: its parameters
+            are the keys.
+        made: the class of the objects, where a function is decorated.
+        given: the parameter that is given when the object is attached, not in the file: the model.
+        hidden: the parameters that no file can hold.
+
+    Raises:
+        UsageError: when there is no such noun, or another class has the name.
+
+    >>> @register("sink")
+    ... class Forget:
+    ...     def __call__(self, record): ...
+    >>> find_kind("sink", "Forget").target is Forget
+    True
+    """
+    if noun not in NOUNS:
+        raise UsageError(f"register({noun!r}): a kind is one of {', '.join(NOUNS)}")
+
+    def decorate(target: T) -> T:
+        cls = made or (target if inspect.isclass(target) else None)
+        kind = Kind(name or target.__name__, noun, build or target, cls, given, tuple(hidden))
+        first = _registered[noun].get(kind.name)
+        own = KINDS[noun].get(kind.name, f"{target.__module__}:{target.__qualname__}")
+        # A module that is imported anew, as notebooks do, registers the same class again.
+        if own != f"{target.__module__}:{target.__qualname__}" or (first and not _is_same(first, kind)):
+            raise UsageError(f"register: there is a {noun} {kind.name!r} already: {own if first is None else first}")
+        _registered[noun][kind.name] = kind
+        return target
+
+    return decorate
+
+
+def _is_same(one: Kind, other: Kind) -> bool:
+    def place(kind: Kind) -> tuple[str, str]:
+        named: Any = kind.made or kind.target
+        return named.__module__, named.__qualname__
+
+    return place(one) == place(other)
+
+
+def find_kind(noun: str, name: str) -> Kind | None:
+    """The kind of that name, its module imported; None when there is none.
+
+    Raises:
+        UnknownKindError: when the package that has it cannot be imported, or several packages have it.
+
+    >>> find_kind("codec", "Cast").target.__name__, find_kind("codec", "OnCpu")
+    ('Cast', None)
+    """
+    if name in KINDS[noun]:
+        importlib.import_module(KINDS[noun][name].partition(":")[0])
+    if name in _registered[noun]:
+        return _registered[noun][name]
+    points = [point for point in _entry_points(noun) if point.name == name]
+    packages = sorted({_package(point) for point in points})
+    if len(packages) > 1:
+        raise UnknownKindError(f"{name!r} is a {noun} of several packages, {' and '.join(packages)}: uninstall one")
+    return _load(noun, points[0]) if points else None
+
+
+def kind_names(noun: str) -> list[str]:
+    """The names of all kinds, those of installed packages too; no package is imported.
+
+    >>> kind_names("codec")
+    ['Cast', 'Compact', 'Compress', 'Quantize']
+    """
+    return sorted({*KINDS[noun], *_registered[noun], *(point.name for point in _entry_points(noun))})
+
+
+def own_kinds(noun: str) -> list[Kind]:
+    """The kinds of this library, in the order of their names.
+
+    >>> [kind.name for kind in own_kinds("recompute")]
+    ['Recompute']
+    """
+    return _found(noun, KINDS[noun])
+
+
+def other_kinds(noun: str) -> list[Kind]:
+    """The kinds of a script and of installed packages.
+
+    Raises:
+        UnknownKindError: when one of the packages cannot be imported.
+    """
+    return _found(noun, {*kind_names(noun)} - {*KINDS[noun]})
+
+
+def _found(noun: str, names: Iterable[str]) -> list[Kind]:
+    return [kind for name in sorted(names) if (kind := find_kind(noun, name)) is not None]
+
+
+def kind_of_object(value: object) -> Kind | None:
+    """The kind whose objects are of exactly the class of ``value``, if a file can name it in every process.
+
+    A class that only this process has registered is not found, as another process would not know it.
+    """
+    for noun, kinds in _registered.items():
+        for name, kind in kinds.items():
+            if type(value) is kind.made:
+                if name in KINDS[noun]:
+                    return kind
+                points = [point for point in _entry_points(noun) if point.name == name]
+                return kind if points and _load(noun, points[0]).made is kind.made else None
+    return _of_entry_points(value)
+
+
+def _of_entry_points(value: object) -> Kind | None:
+    made = type(value)
+    for noun in NOUNS:
+        for point in _entry_points(noun):
+            # The class is here already, so comparing names imports nothing.
+            if point.value.replace(" ", "") == f"{made.__module__}:{made.__qualname__}":
+                return _load(noun, point)
+    return None
+
+
+def base_of(noun: str) -> type | None:
+    """The class of which every object of ``noun`` is an instance; None for sinks, which are functions.
+
+    >>> base_of("codec").__name__
+    'Codec'
+    """
+    path = NOUNS[noun].base
+    if path is None:
+        return None
+    module, _, name = path.partition(":")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
+
+
+def noun_of(value: object) -> str | None:
+    """What ``value`` is: a store, a codec, a rule, ...; None for anything else."""
+    return next((noun for noun in NOUNS if (base := base_of(noun)) is not None and isinstance(value, base)), None)
+
+
+def _load(noun: str, point: importlib.metadata.EntryPoint) -> Kind:
+    """The kind of an entry point; a class that is decorated keeps what its decorator says."""
+    try:
+        target = point.load()
+    except Exception as error:  # a package of somebody else's may raise anything
+        said = " ".join(str(error).split())
+        raise UnknownKindError(
+            f"{point.name!r} is a {noun} of the installed package {_package(point)!r}, and {point.value!r} cannot be "
+            f"imported: {type(error).__name__}: {said}"
+        ) from error
+    if not callable(target):
+        raise UnknownKindError(
+            f"{point.name!r} is a {noun} of the installed package {_package(point)!r}, and {point.value!r} is no class"
+        )
+    known = (kind for kind in _registered[noun].values() if target in (kind.target, kind.made))
+    made = target if inspect.isclass(target) else None
+    kind = next(known, None) or Kind(point.name, noun, target, made)
+    return replace(kind, name=point.name, package=_package(point))
+
+
+def _package(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value.partition(":")[0]
+
+
+def _entry_points(noun: str) -> tuple[importlib.metadata.EntryPoint, ...]:
+    group = NOUNS[noun].group
+    return () if group is None else _entry_points_on(group, tuple(sys.path))
+
+
+@functools.cache
+def _entry_points_on(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """The entry points of the packages on ``path``, which is ``sys.path``: a key of the cache, since it can change."""
+    return tuple(importlib.metadata.entry_points(group=group))

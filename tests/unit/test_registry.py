@@ -1,0 +1,178 @@
+"""One registry: a decorator makes a kind, generated files are current, and installed packages add kinds."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks import _registry
+from disthooks._registry import NOUNS, base_of, find_kind, kind_names, kind_of_object, own_kinds, register
+from disthooks.errors import ConfigError, UsageError
+from tests.support import ROOT
+
+sys.path.append(str(ROOT / "docs"))
+
+import generate
+
+CODEC = """
+from dataclasses import dataclass
+from disthooks.saved.codecs import Codec
+
+@dataclass(frozen=True)
+class Same(Codec):
+    \"\"\"Nothing is changed.
+
+    Args:
+        level: a number.
+    \"\"\"
+    level: int = 1
+
+    def encode(self, tensor):
+        return (tensor.clone(),), None
+
+    def decode(self, tensors, spec):
+        return tensors[0]
+"""
+
+
+@pytest.fixture
+def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts a package with entry points on ``sys.path``, as pip does."""
+    modules = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def installed(name: str, code: str, entry_points: str) -> None:
+        (tmp_path / f"{name}.py").write_text(code)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        _registry._entry_points_on.cache_clear()
+
+    yield installed
+    _registry._entry_points_on.cache_clear()
+    for module in set(sys.modules) - modules:
+        if module.startswith("theirs"):
+            del sys.modules[module]
+
+
+@pytest.fixture
+def forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(_registry, "_registered", {noun: dict(kinds) for noun, kinds in _registry._registered.items()})
+
+
+def test_generated_files_are_current() -> None:
+    stale = [file.name for file, text in generate.generated() if file.read_text() != text]
+    assert not stale, "run: python docs/generate.py --write"
+
+
+def test_every_kind_is_of_its_noun() -> None:
+    for noun in NOUNS:
+        base = base_of(noun)
+        for kind in own_kinds(noun):
+            assert kind.made is not None
+            assert base is None or issubclass(kind.made, base)
+            if noun in generate.PUBLIC:
+                path = generate.PUBLIC[noun].replace("disthooks.grads.", "")
+                assert hasattr(dh if path == "disthooks" else getattr(dh, path), kind.name)
+
+
+def test_a_name_has_one_class(forgets: None) -> None:
+    with pytest.raises(UsageError, match="there is a codec 'Cast' already"):
+        register("codec", "Cast")(dict)
+    register("sink", "Mine")(list)
+    with pytest.raises(UsageError, match="there is a sink 'Mine' already"):
+        register("sink", "Mine")(dict)
+    with pytest.raises(UsageError, match="a kind is one of store, recompute"):
+        register("coder")
+
+
+def test_a_class_of_a_script(forgets: None) -> None:
+    class Mine:
+        """A sink."""
+
+        def __init__(self, where: str) -> None:
+            self.where = where
+
+        def __call__(self, record: dict[str, object]) -> None:
+            """Nothing."""
+
+    register("sink")(Mine)
+    plan = dh.from_config({"watch": {"stats": "standard", "sinks": [{"kind": "Mine", "where": "here"}]}})
+    (make,) = plan.watches["sinks"]
+    assert make().where == "here"
+    assert kind_of_object(make()) is None, "another process does not know it"
+
+
+def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
+    install("theirs_good", CODEC, "[disthooks.codecs]\nSame = theirs_good:Same\n")
+    assert "Same" in kind_names("codec")
+    assert "theirs_good" not in sys.modules, "to list names, nothing is imported"
+    document = {"save": [{"modules": "*", "codecs": [{"kind": "Same", "level": 2}], "store": {"kind": "OnCpu"}}]}
+    plan = dh.from_config(document)
+    (codec,) = plan.saves[0][1].codecs
+    assert (type(codec).__module__, codec.level) == ("theirs_good", 2)
+    assert dh.Plan(saves=[("*", dh.pipeline(codec, dh.OnCpu()))]).to_dict() == document
+    kind = find_kind("codec", "Same")
+    assert kind is not None
+    assert kind.package == "theirs_good"
+    with pytest.raises(ConfigError, match=r"'Sam' is no codec; did you mean 'Same'\?"):
+        dh.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})
+    with pytest.raises(ConfigError, match=r"levels is no argument of Same; did you mean 'level'\?"):
+        dh.from_config(
+            {"save": [{"modules": "*", "codecs": [{"kind": "Same", "levels": 2}], "store": {"kind": "OnCpu"}}]}
+        )
+
+
+def test_the_schema_has_the_kinds_of_packages(install: Callable[..., None]) -> None:
+    from disthooks.config.jsonschema import schema
+
+    install("theirs_schema", CODEC, "[disthooks.codecs]\nSame = theirs_schema:Same\n")
+    titles = [entry.get("title") for entry in schema(others=True)["definitions"]["codec"]["anyOf"]]
+    assert titles == ["Cast", "Compact", "Compress", "Quantize", "Same", None]
+    assert "Same" not in str(schema())
+
+
+def test_a_broken_package_is_an_error_when_it_is_used(install: Callable[..., None]) -> None:
+    install("theirs_broken", "raise RuntimeError('not today')\n", "[disthooks.codecs]\nBroken = theirs_broken:Broken\n")
+    entry = {"modules": "*", "store": {"kind": "OnCpu"}}
+    assert dh.from_config({"save": [{**entry, "codecs": [{"kind": "Compact"}]}]}).saves
+    with pytest.raises(ConfigError, match=r"'Broken' is a codec of the .*'theirs_broken', .*not today"):
+        dh.from_config({"save": [{**entry, "codecs": [{"kind": "Broken"}]}]})
+
+
+def test_two_packages_with_one_name(install: Callable[..., None]) -> None:
+    install("theirs_one", CODEC, "[disthooks.codecs]\nSame = theirs_one:Same\n")
+    install("theirs_two", CODEC, "[disthooks.codecs]\nSame = theirs_two:Same\n")
+    with pytest.raises(ConfigError, match="'Same' is a codec of several packages, theirs_one and theirs_two"):
+        dh.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Same"}], "store": {"kind": "OnCpu"}}]})
+
+
+def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
+    code = "from disthooks.engines.base import Plain\n\nclass Theirs(Plain):\n    label = 'Theirs'\n\n"
+    code += "    @classmethod\n    def recognises(cls, model):\n        return type(model).__name__ == 'Shell'\n"
+    install("theirs_engine", code, "[disthooks.engines]\nTheirs = theirs_engine:Theirs\n")
+    from disthooks.engines.detect import find
+
+    class Shell(torch.nn.Linear):
+        pass
+
+    assert find(Shell(2, 2)).label == "Theirs"
+    assert type(find(torch.nn.Linear(2, 2))).__name__ == "Plain"
+
+
+def test_only_reading_a_configuration_reads_entry_points() -> None:
+    code = (
+        "import sys, disthooks as dh; dh.OnCpu, dh.ClipNorm, dh.stats.Norm; print('importlib.metadata' in sys.modules)"
+    )
+    code = "import importlib.metadata, torch, disthooks as dh\n"
+    code += "importlib.metadata.entry_points = None  # a call of it would fail\n"
+    code += "dh.from_config({'save': [{'modules': '*', 'store': {'kind': 'OnCpu'}}], 'watch': {'stats': 'standard'}})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
