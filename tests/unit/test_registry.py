@@ -158,13 +158,13 @@ def test_a_package_adds_an_engine(install: Callable[..., None]) -> None:
     code = "from disthooks.engines.base import Plain\n\nclass Theirs(Plain):\n    label = 'Theirs'\n\n"
     code += "    @classmethod\n    def recognises(cls, model):\n        return type(model).__name__ == 'Shell'\n"
     install("theirs_engine", code, "[disthooks.engines]\nTheirs = theirs_engine:Theirs\n")
-    from disthooks.engines.detect import find
+    from disthooks.engines.detect import detect_engine
 
     class Shell(torch.nn.Linear):
         pass
 
-    assert find(Shell(2, 2)).label == "Theirs"
-    assert type(find(torch.nn.Linear(2, 2))).__name__ == "Plain"
+    assert detect_engine(Shell(2, 2)).label == "Theirs"
+    assert type(detect_engine(torch.nn.Linear(2, 2))).__name__ == "Plain"
 
 
 def test_entry_points_are_read_only_for_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
