@@ -42,7 +42,7 @@ def _really_happened(kind: str, report: object) -> None:
     else:
         assert report.stored > 1000
         assert report.loaded > 1000
-        assert report.moved == (0 if kind == "functions" else report.stored)  # ours cannot know what theirs do
+        assert report.moved == (0 if kind == "functions" else report.stored)  # what a user's functions do is not known
     assert report.held == 0
 
 
@@ -167,7 +167,7 @@ def test_every_kind_of_tensor_is_exact(function: Callable, pair: Pair) -> None:
 
 
 def test_dual_numbers_keep_their_tangents(pair: Pair) -> None:
-    """Forward mode over backward mode: the tangents of saved tensors are autograd's to keep."""
+    """Forward mode runs over backward mode, and autograd itself keeps the tangents of saved tensors."""
     x, v = ones(4, 4), torch.ones(4, 4, dtype=torch.float64)
 
     def product(call: Callable) -> tuple:
@@ -216,7 +216,7 @@ def _exact(run: Run, folder: pathlib.Path) -> bool:
 
 
 def test_running_statistics_that_change_without_a_version_are_saved_as_they_were(tmp_path: pathlib.Path) -> None:
-    """Batch norm writes its buffers and torch does not count it: law 1, law 3."""
+    """Batch norm writes its running statistics in place, and torch does not count that as a change."""
 
     def run(context: contextlib.AbstractContextManager[object]) -> list:
         torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_running_statistics_that_change_without_a_version_are_saved_as_they_were
 
 
 def test_chunks_with_versions_of_their_own_are_told_apart(tmp_path: pathlib.Path) -> None:
-    """``unsafe_chunk``: one storage, a version counter for each chunk: law 1, law 3."""
+    """``unsafe_chunk`` gives chunks of one storage, and each chunk has a version counter of its own."""
 
     def run(context: contextlib.AbstractContextManager[object]) -> list:
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ def _rounded(weight: nn.Parameter) -> torch.Tensor:
 def test_a_cast_that_is_not_autocasts_is_not_taken_for_one(
     cast: Callable, dtype: torch.dtype, tmp_path: pathlib.Path
 ) -> None:
-    """``Recast`` takes every narrow copy of a weight for autocast's plain one: law 1."""
+    """Only autocast's own copy of a weight may be dropped and cast again; other narrow copies hold other values."""
 
     def run(context: contextlib.AbstractContextManager[object]) -> list:
         torch.manual_seed(0)

@@ -89,7 +89,10 @@ def test_gradients_that_need_indices_alone_are_the_same_bits(codec: Codec, tmp_p
 
 
 def test_a_relu_takes_for_zero_what_was_rounded_to_zero(tmp_path: pathlib.Path) -> None:
-    """Its backward asks whether its output is positive: the limit that the page on saved tensors states."""
+    """The backward of ReLU asks whether its output is positive.
+
+    A lossy codec that rounds a small output to zero drops its gradient; docs/saved-tensors.md states this limit.
+    """
     x = torch.randn(128, 128, requires_grad=True)
     with dh.saving(dh.Quantize(8), dh.OnDisk(tmp_path)):
         y = torch.relu(x)
@@ -213,7 +216,7 @@ def test_what_a_lossy_codec_leaves_has_no_error(tmp_path: pathlib.Path) -> None:
 
 
 def test_codecs_work_between_compiled_graphs(tmp_path: pathlib.Path) -> None:
-    """As in test_compile.py, with codecs: the gradients are those of the same codecs without a compiler."""
+    """The gradients are those of the same codecs without a compiler."""
     gradients = []
     for compiled in (False, True):
         net, x = build("transformer")
@@ -269,7 +272,10 @@ class Lossy(Counted):
 
 @pytest.mark.parametrize(("kind", "measured"), [(Counted, 0), (Lossy, 7)])
 def test_a_sample_is_measured_of_codecs_that_say_so(kind: type, measured: int, tmp_path: pathlib.Path) -> None:
-    """Of 100 tensors the 1st, 2nd, 4th, ... 64th; and a codec that says nothing of losses works as before."""
+    """Of 100 tensors the 1st, 2nd, 4th and so on up to the 64th are measured.
+
+    A codec that does not say that it is lossy is not measured.
+    """
     codec = kind()
     x = torch.randn(8, requires_grad=True)
     with dh.saving(ALL, codec, dh.OnDisk(tmp_path)) as saved:
@@ -341,7 +347,7 @@ def test_views_of_one_content_are_stored_once(codec: Codec, tmp_path: pathlib.Pa
 
 
 def test_layouts_come_back_from_codecs(tmp_path: pathlib.Path) -> None:
-    """Channels last, a part of a storage and a transposed part: strides are the view's, and no codec changes them."""
+    """Channels last, a part of a storage, and a transposed part come back with the strides that they had."""
     for make in (
         lambda: torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last),
         lambda: torch.randn(100, 70)[:20, ::2],
@@ -357,7 +363,10 @@ def test_layouts_come_back_from_codecs(tmp_path: pathlib.Path) -> None:
 
 
 def test_codecs_work_in_many_threads(tmp_path: pathlib.Path) -> None:
-    """One attachment, a codec with random numbers, eight threads: every gradient is close and every error counted."""
+    """Eight threads share one attachment and a codec that rounds at random.
+
+    Every gradient is close, and every error is counted.
+    """
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     wrong: list[object] = []
     with dh.save_activations(net, "", dh.pipeline(ALL, dh.Quantize(8), dh.Compact(), dh.OnDisk(tmp_path))) as saved:

@@ -78,7 +78,7 @@ def blocks(model: Net, backend: str = "aot_eager") -> Net:
 
 @functools.cache
 def truth(compiled: str, backend: str = "aot_eager") -> list[torch.Tensor]:
-    """Without hooks: of a model whose blocks are compiled, or all of it."""
+    """The gradients without hooks of a model that is compiled block by block, or as a whole."""
     model = Net()
     return steps(
         blocks(model, backend) if compiled == "blocks" else model,
@@ -295,7 +295,7 @@ def test_compiled_autograd_unpacks_right_and_says_what_it_costs(to: Any) -> None
 @pytest.mark.second_tier
 @pytest.mark.usefixtures("one_thread")
 def test_bits_are_those_of_blocks_that_are_compiled_one_by_one(to: Any, monkeypatch: Any) -> None:
-    """A GPT's loop: inductor fuses over its blocks when it has all of it, and cannot where the graph breaks."""
+    """Inductor fuses across the blocks of a loop when it has the whole model, and not where the graph breaks."""
     monkeypatch.setattr("disthooks.saved.eligibility._said", set())
     alone = steps(blocks(Loop(), "inductor"))
     saving = dh.save_activations(model := Loop(), ["first", "second"], to)

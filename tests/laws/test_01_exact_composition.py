@@ -43,7 +43,7 @@ def test_the_inner_attachment_wins_and_the_outer_one_says_so(tmp_path: pathlib.P
 
 
 def test_a_module_that_calls_itself_is_one_attachment(tmp_path: pathlib.Path) -> None:
-    """Modules of one attachment inside one another share their contents and are not counted as strangers."""
+    """Nested modules of one attachment share their contents, and are not counted as modules of another attachment."""
 
     class Twice(nn.Linear):
         def forward(self, x: torch.Tensor, deep: bool = True) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _everything(folder: pathlib.Path) -> dh.saving:
 
 
 def _gradients(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Of the input and the parameters, from fixed seeds."""
+    """The gradients of the input and the parameters, from fixed seeds."""
     model.zero_grad()
     x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     torch.manual_seed(1)
@@ -249,7 +249,10 @@ def _lazy() -> nn.Module:
 def test_lazy_modules_are_attached_and_materialise_in_the_first_call(
     pattern: str | type, autocast: bool, tmp_path: pathlib.Path
 ) -> None:
-    """Batch norm's running statistics, made in that call, are buffers in it: batch norm writes them uncounted."""
+    """Batch norm makes its running statistics in that call.
+
+    It writes them uncounted, so they are kept as buffers in that call already.
+    """
 
     def run(model: nn.Module) -> list[list[torch.Tensor]]:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -325,7 +328,10 @@ KINDS: dict[str, dict] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_inside_has_its_inputs_stored(kind: str, tmp_path: pathlib.Path) -> None:
-    """The useful order: of all that the block saves, only the checkpoint's input goes to the store."""
+    """A checkpoint inside the hooks is the useful order.
+
+    Of all that the block saves, only the checkpoint's input goes to the store.
+    """
     block = Block()
     x_bytes = 4 * 32 * 64 * 4
     truth = _gradients(block, lambda x: checkpoint(block, x.sin(), **KINDS[kind]))
@@ -346,7 +352,10 @@ def test_a_checkpoint_inside_has_its_inputs_stored(kind: str, tmp_path: pathlib.
 @pytest.mark.parametrize("how", ["wrapper", "in place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_path: pathlib.Path) -> None:
-    """Nothing is stored that would be computed again; recompute is not lost; the remedy is said once."""
+    """Tensors that the checkpoint computes again are not stored.
+
+    The checkpoint still works, and one warning names the remedy.
+    """
     block, calls = Block(), []
     block.norm1.register_forward_hook(lambda *_: calls.append(1))
     truth = _gradients(block, lambda x: checkpoint(block, x, **KINDS[kind]))
@@ -361,7 +370,7 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
     with pytest.warns(UserWarning, match=r"stepped back in 'Block'.*SaveWith\(checkpointed"):
         assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said
+        warnings.simplefilter("error")  # the warning comes once
         assert identical(_gradients(block, lambda x: checkpoint(model, x, **KINDS[kind])), truth)
     assert len(calls) == 2 * recomputed
     report = attached.report()
@@ -370,7 +379,10 @@ def test_a_checkpoint_outside_makes_hooks_step_back(kind: str, how: str, tmp_pat
 
 
 def test_a_module_under_a_checkpoint_inside_our_block_steps_back(tmp_path: pathlib.Path) -> None:
-    """Ours, a checkpoint, ours again: the inner one steps back, the outer one stores the checkpoint's input."""
+    """Our block is around a checkpoint, and the checkpoint is around our module.
+
+    The inner hooks step back, and the outer hooks store the checkpoint's input.
+    """
     block = Block()
     truth = _gradients(block, lambda x: checkpoint(block, x, use_reentrant=False))
     block.mlp = dh.SaveToDisk(block.mlp, tmp_path)

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.any_device
 
 @dataclasses.dataclass
 class Case:
-    """A module of the database on one of its inputs; the reports of what was attached, by store."""
+    """A module of the database, one of its inputs, and the reports of what was attached for each store."""
 
     info: Any
     given: Any

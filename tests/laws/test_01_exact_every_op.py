@@ -52,7 +52,10 @@ Run = Callable[[Any, Any, Hooks, Outcome], None]  # of an operator, on a sample
 
 
 def twice(op: Any, sample: Any, hooks: Hooks, noted: Outcome) -> None:
-    """The first backward runs with the hooks on, so that what it saves for the second goes through them too."""
+    """The first backward runs with the hooks on.
+
+    The tensors that it saves for the second backward go through them, too.
+    """
     by = differentiable((sample.input, sample.args, sample.kwargs))
     with hooks:
         result = op(sample.input, *sample.args, **sample.kwargs)
@@ -73,7 +76,7 @@ def once(op: Any, sample: Any, hooks: Hooks, noted: Outcome) -> None:
 
 
 def changed(what: str, op: Any, sample: Any, hooks: Hooks, noted: Outcome) -> None:
-    """Change the inputs or the result in place between forward and backward: where they were saved it must raise."""
+    """Change the inputs or the result in place between forward and backward: backward must raise if they were saved."""
     given = (sample.input, sample.args, sample.kwargs)
     copies = tree_map_only(torch.Tensor, torch.clone, given)
     with hooks:
@@ -113,7 +116,7 @@ def attempt(op: Any, run: Run, sample: Any, hooks: Mapping[str, Hooks], store: s
 
 
 def as_if_seen(op: Any, run: Run, sample: Any, hooks: Mapping[str, Hooks], store: str) -> Outcome:
-    """What a copying store must give where torch does not see the change: what no change gives."""
+    """Where torch does not see the change, a store that copies must give the gradients of the inputs as they were."""
     got = attempt(op, run, sample, hooks, store)
     return got if store or got.error else attempt(op, functools.partial(changed, "nothing"), sample, hooks, store)
 
@@ -127,7 +130,10 @@ def dtypes_of(op: Any) -> Any:
 
 
 def samples_of(op: Any, dtype: torch.dtype) -> Any:
-    """All of them, conjugated ones too; not seeded one by one, which is slow."""
+    """All samples of an operator, the conjugated ones included.
+
+    They are not seeded one by one, because that is slow.
+    """
     conjugated = op.test_conjugated_samples and dtype.is_complex
     return op.sample_inputs(KIND, dtype, requires_grad=True, set_seed=False, include_conjugated_inputs=conjugated)
 

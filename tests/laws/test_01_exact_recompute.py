@@ -191,7 +191,7 @@ def test_an_upcast_copy_is_stored_narrow(tmp_path: pathlib.Path) -> None:
     w = torch.randn(64, 64).bfloat16().requires_grad_()
 
     def loss() -> torch.Tensor:
-        return ((w * 2).to(torch.float32).sin() * 3).sum()  # sin saves the wide copy
+        return ((w * 2).to(torch.float32).sin() * 3).sum()  # sin saves the float32 copy
 
     (truth,) = torch.autograd.grad(loss(), w)
     with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
@@ -280,13 +280,16 @@ def test_a_formula_that_is_wrong_drops_nothing(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("check", ["sampled", "always"])
 def test_a_change_that_the_graph_does_not_show_is_found(check: str, tmp_path: pathlib.Path) -> None:
-    """The first time it changes nothing, so the proof holds; a later one says so, or, compared each time, is stored."""
+    """The change does nothing the first time, so the proof holds.
+
+    Later the change is found: a sampled check raises, and a check of each step stores the tensor.
+    """
     factor = [1.0]
 
     def block(x: torch.Tensor) -> torch.Tensor:
         y = x.sigmoid().neg()
         with torch.no_grad():
-            y *= factor[0]  # nobody saved it, and its node is what it was
+            y *= factor[0]  # no node saved it, and its own node does not change
         return y.exp().sigmoid().sum()
 
     x = torch.randn(64, 64, requires_grad=True)
@@ -309,7 +312,7 @@ def test_a_change_that_the_graph_does_not_show_is_found(check: str, tmp_path: pa
 
 @pytest.mark.parametrize("when", ["before it is used", "after"])
 def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
-    """Even if the change changes nothing, this time: what is computed is right by chance."""
+    """Even a change that happens to change nothing counts, because the computed value is right only by chance."""
     x = torch.randn(64, 64, requires_grad=True)
     with dh.saving(dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path))) as saved:
         y = x * 1.0
@@ -319,7 +322,7 @@ def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathli
             y.mul_(1)
         z = y.relu() if z is None else z
         loss = (z * z).sum()
-    # What was used before the change is a function of what is stored.
+    # The tensor that was used before the change can be computed from what is stored.
     assert saved.report().recomputed == (x.nbytes if when == "after" else 0)
     (grad,) = torch.autograd.grad(loss, x)
     assert torch.equal(grad, 2 * x.clamp(min=0))
@@ -327,12 +330,12 @@ def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathli
 
 
 def test_a_source_changed_under_no_grad_is_no_source_for_a_place_that_is_trusted(tmp_path: pathlib.Path) -> None:
-    """The store has what it was, and the graph does not tell that it is not any more."""
+    """The store has the contents from before the change, and the graph does not show the change."""
     x = torch.randn(64, 64, requires_grad=True)
 
     def loss(factor: float) -> torch.Tensor:
         y = x * 1.0
-        other = y.detach().requires_grad_().sin()  # takes the contents of all before it
+        other = y.detach().requires_grad_().sin()  # saves something, so the contents of all tensors before it are taken
         z = y.sin()
         other = other + z.exp()
         with torch.no_grad():
@@ -407,7 +410,7 @@ def test_the_number_of_steps_is_bounded(tmp_path: pathlib.Path) -> None:
     for steps, dropped in ((1, 5), (2, 6), (10, 9)):
         with dh.saving(dh.pipeline(ALL, dh.Recompute(steps), dh.OnDisk(tmp_path))) as saved:
             y = (x * 2).sin()
-            z = (y + 0 * y).sin()  # saves what is one sum and one product away
+            z = (y + 0 * y).sin()  # saves a tensor that one sum and one product compute
             for _ in range(9):
                 z = z.sigmoid()
         assert saved.report().recomputed <= dropped * x.nbytes
@@ -494,7 +497,7 @@ def test_a_checkpoint_inside_is_exact(tmp_path: pathlib.Path) -> None:
 
 
 def test_nothing_is_held_once_a_graph_is_gone_nor_after_an_error(tmp_path: pathlib.Path) -> None:
-    """A node that a packed value held would be a cycle that no collector sees."""
+    """A packed value that held its node would make a cycle through C++, which the garbage collector cannot see."""
     model, x = _blocks(Gated)(), _rows()
     saving = dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path)))
     gc.disable()
@@ -517,7 +520,7 @@ class Token:
 
 
 class SavesItsOutput(torch.autograd.Function):
-    """Whose node holds the packed value of what it returned; its backward reads none of it."""
+    """Its node holds the packed value of its own output, and its backward does not read it."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
@@ -543,7 +546,7 @@ SELF_SAVING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("codecs", [[], [dh.Quantize(8)]], ids=["lossless", "lossy"])
 @pytest.mark.parametrize("name", SELF_SAVING)
 def test_a_graph_that_is_dropped_in_an_open_block_goes_at_once(name: str, codecs: list[object]) -> None:
-    """A node that saved its own output is held by nothing of ours, although the contents are not taken yet."""
+    """Nothing of ours holds a node that saved its own output, even while its contents are not taken yet."""
     x = torch.randn(64, 64, requires_grad=True)
     gc.disable()
     try:
@@ -587,7 +590,10 @@ def test_what_saves_its_own_output_is_computed_again_all_the_same(function: Call
 
 
 def test_a_source_changed_before_the_contents_are_taken_is_what_was_saved() -> None:
-    """The program of what saves its own output is planned at once, and its source is changed before it is proven."""
+    """The program for a tensor that saves its own output is planned at once.
+
+    Here the source changes before the program is proven.
+    """
     x = torch.randn(64, 64, requires_grad=True)
 
     def loss() -> torch.Tensor:
@@ -614,7 +620,7 @@ def _named(x: torch.Tensor) -> torch.Tensor:
 
 
 def _temporary(x: torch.Tensor) -> torch.Tensor:
-    """What ``sin`` saved is in the store alone when ``tanh`` is proven from it, in forward."""
+    """Only the store has what ``sin`` saved when ``tanh`` is proven from it, still in forward."""
     h = SavesItsOutput.apply(x)
     z = torch.tanh((-h).sin())
     h += x
@@ -648,7 +654,7 @@ OWN: dict[str, Callable[[object], list[object]]] = {
 
 
 def _gradients(function: Callable[[torch.Tensor], torch.Tensor], *stages: object) -> Iterator[torch.Tensor]:
-    """Of six steps, of which some are compared and some are not."""
+    """The gradients of six steps; Recompute compares its result with the original in some of them."""
     for seed in range(6):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         with dh.saving(ALL, *stages) if stages else contextlib.nullcontext():
@@ -672,7 +678,7 @@ def test_a_source_that_the_store_has_may_be_changed(
 def test_a_source_that_was_changed_where_it_is_raises(
     store: object, function: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Such a store may hold the tensor itself: then the bytes are gone, and the error says what to do."""
+    """A store in memory may hold the tensor itself. Its old bytes are gone then, and the error says what to do."""
     try:
         found: object = next(_gradients(function, dh.Recompute(), store))
     except dh.errors.MutationError as error:
@@ -683,7 +689,7 @@ def test_a_source_that_was_changed_where_it_is_raises(
 
 
 def test_a_saved_tensor_that_was_changed_raises_as_ever(tmp_path: pathlib.Path) -> None:
-    """Law 5: the tensor itself does not come back, although the store has it."""
+    """By law 5 the changed tensor raises, although the store has its old contents."""
     x = torch.randn(64, 64, requires_grad=True)
     with dh.saving(ALL, dh.Recompute(), dh.OnDisk(tmp_path)):
         h = x * 2

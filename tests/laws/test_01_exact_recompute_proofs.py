@@ -18,7 +18,7 @@ from disthooks.saved.recompute.verify import Place, Proofs
 
 
 class Behind(nn.Module):
-    """``function`` of something that is saved, and its result, which is saved too."""
+    """Saves the input of ``function``, and then its result."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ ALL = dh.AtLeast(0)
 
 
 def _same_in_all(model: nn.Module, inputs: list[torch.Tensor], train: Callable[[int], bool] = lambda _: True) -> int:
-    """Bytes computed again; each gradient is that without hooks."""
+    """The bytes that were computed again; each gradient is checked against the one without hooks."""
 
     def grad(number: int) -> torch.Tensor:
         torch.manual_seed(number)
@@ -86,7 +86,7 @@ def test_group_norm_behind_a_dry_run_is_computed_again(channels_last: bool) -> N
 
 
 class WrongEps(nn.LayerNorm):
-    """Whose forward takes another one than the attribute says."""
+    """Its forward uses another eps than its attribute says."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3)
@@ -109,7 +109,7 @@ class Scaled(nn.Module):
 
 
 def test_a_view_of_a_weight_is_copied_as_the_weight_is() -> None:
-    """Engines free it behind the forward of its module, and gather it again for its own backward alone."""
+    """Engines free a weight after its module's forward and gather it again only for that module's backward."""
     model = nn.Sequential(nn.Linear(16, 16), Scaled(), nn.SiLU())
     x = torch.randn(32, 16, requires_grad=True)
     with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saving:
@@ -122,13 +122,13 @@ def test_a_view_of_a_weight_is_copied_as_the_weight_is() -> None:
 
 
 def test_two_threads_that_prove_a_place_at_once_agree() -> None:
-    """The second answer is of several ways, of which the first differs, when the place is proven already."""
+    """The second thread finds that its first attempt differs, when the other thread has proven the place already."""
     original, both = torch.arange(1024.0), threading.Barrier(2)
     place, found = Place("here", always=False), []
 
     def attempt(way: int) -> torch.Tensor:
         if way == 0:
-            both.wait(120)  # both ask before any of them has an answer
+            both.wait(120)  # both threads ask before one of them has an answer
         return original + (1 - way)
 
     def ask() -> None:
@@ -148,7 +148,7 @@ def test_two_threads_that_prove_a_place_at_once_agree() -> None:
 
 
 class Named(torch.autograd.Function):
-    """A user's own, with attributes of names that torch's nodes have."""
+    """A user's Function with attributes that have the same names as those of torch's nodes."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_a_block_in_a_loop_goes_on_with_its_proofs(monkeypatch: pytest.MonkeyPat
         tried.clear()
     assert compared[0] > 0
     assert compared == [compared[0] * (each.bit_count() == 1) for each in range(1, 9)]
-    with dh.saving(ALL, dh.Recompute(), dh.OnCpu()):  # another line: nothing is known of it
+    with dh.saving(ALL, dh.Recompute(), dh.OnCpu()):  # another line of code, of which nothing is known
         _block(x)
     assert len(tried) == compared[0]
 

@@ -70,7 +70,10 @@ def test_replicas_keep_their_copies(tmp_path: pathlib.Path) -> None:
 
 
 class Narrow(nn.Module):
-    """Two layers under autocast; a last operation of its own, so that nothing is pending when it ends."""
+    """Two layers under autocast.
+
+    The last operation saves nothing large, so that nothing is pending when the forward ends.
+    """
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
@@ -120,7 +123,7 @@ def test_an_autocast_copy_is_dropped_and_cast_again(frozen: bool, tmp_path: path
 
 
 def test_a_copy_that_others_hold_is_not_cast_again(tmp_path: pathlib.Path) -> None:
-    """Autocast itself keeps its copies until it ends, backward inside it uses those."""
+    """Autocast keeps its copies until its block ends, and a backward inside that block uses them."""
     model, x, truth = _narrow()
     with torch.autocast("cpu", torch.bfloat16), dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
         y = model(x)
@@ -149,7 +152,7 @@ UNCOUNTED = {
 
 @pytest.mark.parametrize("change", UNCOUNTED)
 def test_a_weight_that_changed_uncounted_raises(change: str, tmp_path: pathlib.Path) -> None:
-    """No version tells; what is cast in backward has another checksum."""
+    """No version counter shows the change, but the copy that is cast in backward has another checksum."""
     model, x, _ = _narrow()
     with dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
         y = model(x)
@@ -160,7 +163,7 @@ def test_a_weight_that_changed_uncounted_raises(change: str, tmp_path: pathlib.P
 
 
 def test_a_weight_that_was_moved_is_cast_again(tmp_path: pathlib.Path) -> None:
-    """As ZeRO-3 gathers it anew for backward: the same values elsewhere."""
+    """ZeRO-3 gathers a weight again for backward: the same values lie in other memory."""
     model, x, truth = _narrow()
     with dh.save_activations(model, "", dh.OnDisk(tmp_path)):
         y = model(x)
@@ -170,7 +173,10 @@ def test_a_weight_that_was_moved_is_cast_again(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_stale_copy_stays(tmp_path: pathlib.Path) -> None:
-    """Autocast's cache does not see that a weight was changed: what it gives is not what casting gives: law 1."""
+    """Autocast's cache does not see that a weight was changed.
+
+    Its old copy is not what a new cast gives, and must be kept.
+    """
 
     def run(attached: bool) -> list[torch.Tensor]:
         model, x, _ = _narrow()
@@ -206,7 +212,7 @@ def test_a_replicas_copy_and_a_cast_view_stay(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_copy_stays_until_its_proof_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """On a GPU the comparison is not waited for: the copy stays until a later forward knows."""
+    """On a GPU nothing waits for the comparison: the copy stays until a later forward knows the result."""
     known: list[bool] = []
     compare = AutocastCopy._compare
     monkeypatch.setattr(AutocastCopy, "_compare", lambda *args: compare(*args) if known else None)
@@ -228,7 +234,7 @@ def test_a_copy_stays_until_its_proof_is_known(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_activation_at_the_address_of_a_weight_that_went_is_stored(tmp_path: pathlib.Path) -> None:
-    """FSDP1 exchanges the memory of parameters in mid forward: what is made next may lie where one was."""
+    """FSDP1 exchanges the memory of parameters in forward, so the next activation may lie where a parameter was."""
 
     class Exchanged(nn.Module):
         def __init__(self) -> None:
@@ -258,7 +264,10 @@ def test_a_weight_that_changed_since_is_caught(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_weight_whose_memory_is_taken_away_in_forward_is_right(tmp_path: pathlib.Path) -> None:
-    """FSDP2 frees a gathered weight before the forward ends; ``weight.detach()`` was not copied by then: laws 1, 2."""
+    """FSDP2 frees a gathered weight before the forward ends.
+
+    ``weight.detach()``, which was saved, shares its memory.
+    """
     weight, x = torch.randn(64, 64), torch.randn(8, 64, requires_grad=True)
     content = weight.clone()
     with dh.saving(dh.OnDisk(tmp_path)):

@@ -40,7 +40,9 @@ pytestmark = pytest.mark.any_device
 def _saved(folder: object, *tensors: torch.Tensor, line: object = None) -> tuple[dh.saving, tuple]:
     anchor = torch.zeros(1, requires_grad=True)
     with dh.saving(line or dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder))) as saved:
-        saved.output = Save.apply(anchor, *tensors)  # older torch lets go of what a node saved when its output goes
+        saved.output = Save.apply(
+            anchor, *tensors
+        )  # older torch releases what a node saved when the node's output goes
     return saved, saved.output.grad_fn
 
 
@@ -128,7 +130,10 @@ def _step(data: st.DataObject, x: torch.Tensor) -> torch.Tensor:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_view_of_views_comes_back(data: st.DataObject) -> None:
-    """Random chains of slicing, transposing, expanding: all saved together, all back exactly."""
+    """Random chains of slicing, transposing and expanding make views.
+
+    All are saved together, and each comes back exactly.
+    """
     base = torch.arange(float(data.draw(st.sampled_from([24, 60, 120])))).reshape(2, 3, -1)
     views = [base]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -168,7 +173,7 @@ class Reads(torch.autograd.Function):
 
 @pytest.mark.parametrize("shape", [(1, 32, 32), (32, 1, 32), (32, 32, 1)])
 def test_the_stride_of_a_dimension_of_one_comes_back(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
-    """A dimension of one may have any stride, and the tensor still is contiguous: a copy has another."""
+    """A dimension of size one may have any stride in a contiguous tensor, and a copy gets another stride."""
     dense = torch.randn(32, 32)
     dim = shape.index(1)
     odd = dense.as_strided(
@@ -184,7 +189,7 @@ def test_the_stride_of_a_dimension_of_one_comes_back(shape: tuple[int, ...], tmp
 
 
 def test_a_layout_does_not_lengthen_its_storage() -> None:
-    """``set_`` would, with bytes that nobody wrote."""
+    """``set_`` would lengthen it, with bytes that nobody wrote."""
     layout = Layout.of(torch.zeros(4, 4))
     with pytest.raises(dh.errors.StoreError, match="was taken away"):
         layout.over(torch.zeros(3).untyped_storage())
@@ -205,7 +210,7 @@ def test_views_share_one_content(tmp_path: pathlib.Path) -> None:
 
 
 def test_sharing_reaches_across_modules(tmp_path: pathlib.Path) -> None:
-    """A ReLU's output is the next layer's input: one content under one attachment."""
+    """The output of a ReLU is the input of the next layer: it is one content under one attachment."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     with dh.save_activations(model, (nn.Linear, nn.ReLU), dh.OnDisk(tmp_path)) as saving:
         model(torch.randn(64, 64)).sum().backward()
@@ -226,7 +231,7 @@ def test_a_small_slice_is_compacted_and_its_views_share_it(tmp_path: pathlib.Pat
 
 
 def test_parts_that_are_saved_together_are_stored_as_one(tmp_path: pathlib.Path) -> None:
-    """Queries, keys and values: no copies out of their storage, none over all of its strides, and one read."""
+    """Queries, keys and values are stored as the one storage that they are parts of, and read back once."""
     qkv = torch.randn(4, 16, 3 * 32, requires_grad=True).exp()
     thirds = [third.unflatten(-1, (4, 8)).transpose(1, 2) for third in qkv.chunk(3, dim=-1)]
     saved, node = _saved(tmp_path, *thirds)
@@ -295,7 +300,10 @@ def test_another_version_is_another_content(tmp_path: pathlib.Path) -> None:
 def test_a_part_that_may_be_written_uncounted_is_for_itself(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leaf that is a view of what is none is written by attacks, while the rest of its storage waits for the disk."""
+    """An adversarial attack writes a leaf that is a view of a larger tensor.
+
+    The rest of that storage waits for the disk meanwhile.
+    """
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
@@ -318,7 +326,7 @@ def test_a_part_that_changes_after_another_was_saved_is_another_content(tmp_path
     anchor = torch.zeros(1, requires_grad=True)
     with dh.saving(line):
         first = Save.apply(anchor, x[:, :32])
-        x.data[:, 32:64] = 0  # uncounted, and no concern of what was saved
+        x.data[:, 32:64] = 0  # an uncounted change of another part
         second = Save.apply(anchor, x[:, 64:])
     assert torch.equal(first.grad_fn.saved_tensors[0], before[:, :32])
     assert torch.equal(second.grad_fn.saved_tensors[0], before[:, 64:])
@@ -336,13 +344,13 @@ def test_an_address_used_again_is_not_mistaken(tmp_path: pathlib.Path) -> None:
             outputs.append(Save.apply(anchor, fresh))
             anchor.exp()
             del fresh
-    assert len(addresses) < 300  # it did happen
+    assert len(addresses) < 300  # an address was used again
     for i, output in enumerate(outputs):
         assert torch.equal(output.grad_fn.saved_tensors[0], torch.full((64,), float(i)))
 
 
 def test_memory_that_is_exchanged_uncounted_is_not_mistaken(tmp_path: pathlib.Path) -> None:
-    """``x.data = ...`` counts no change: the same tensor at the same version, and other contents."""
+    """``x.data = ...`` counts no change: the tensor and its version are the same, and its contents are others."""
     x = torch.zeros(64, 64)
     anchor = torch.zeros(1, requires_grad=True)
     nodes = []
@@ -359,7 +367,10 @@ def test_memory_that_is_exchanged_uncounted_is_not_mistaken(tmp_path: pathlib.Pa
 
 
 def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves, as attacks write them, and constant vectors, as batch norm does; also while they wait to be written."""
+    """Adversarial attacks write leaves, and batch norm writes constant vectors.
+
+    They are right also while they wait for the disk.
+    """
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
@@ -374,7 +385,10 @@ def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, m
 
 
 def test_a_tensor_whose_memory_is_exchanged_is_another_content(tmp_path: pathlib.Path) -> None:
-    """``t.data = other``: the same tensor at the same version, and often at the address just given back: law 3."""
+    """``t.data = other`` keeps tensor and version.
+
+    The new memory often lies at the address that was just given back.
+    """
     batch, anchor, outputs = torch.zeros(8, 8), torch.zeros(8, 8, requires_grad=True), []
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
         for i in range(300):
@@ -416,7 +430,7 @@ def test_an_entry_that_is_going_is_not_found(tmp_path: pathlib.Path) -> None:
 
 
 class Memory(Store):
-    """Clones what it is given, and gives that clone's conjugate of the conjugate: the same values, lazily."""
+    """Clones what it is given. Complex tensors come back as the lazy conjugate of their conjugate: the same values."""
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.conj().resolve_conj() if tensor.is_complex() else tensor.clone()
@@ -549,7 +563,7 @@ def test_a_function_that_reads_twice_loads_once(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
     with dh.saving(store) as saved:
         y = Reads.apply(x, factor)
-    store.wait()  # while it is in memory, it is found there
+    store.wait()  # until it is written it would be found in memory
     for count in (1, 2):
         x.grad = None
         y.sum().backward(retain_graph=True)
@@ -587,7 +601,7 @@ def test_what_one_reader_writes_no_other_sees(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_tensor_that_codec_and_store_leave_in_place_stays_the_users() -> None:
-    """Then it is in memory as it is, and what is made of it later must not reach the user's tensor."""
+    """The user's tensor itself stays in memory then, so nothing that happens to the gradient may reach it."""
 
     gradient = torch.rand(64, 64).bfloat16()
     content = gradient.clone()
@@ -634,7 +648,7 @@ def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() ->
 
 @pytest.mark.parametrize("width", [64, 640])
 def test_readers_of_one_content_load_it_once(width: int, tmp_path: pathlib.Path) -> None:
-    """All of a storage, or a tenth of it that lies apart."""
+    """The content is all of a storage, or a tenth of it that is not contiguous."""
     part = torch.randn(64, width, requires_grad=True).exp()[:, :64]
     with dh.saving(dh.OnDisk(tmp_path)) as saved:
         y = part.sin().sum() + part.cos().sum() + part.atan().sum()
@@ -643,7 +657,7 @@ def test_readers_of_one_content_load_it_once(width: int, tmp_path: pathlib.Path)
 
 
 class Round(Codec):
-    """Leaves dtype and shape, and so decodes to the very tensor that the store holds."""
+    """Changes neither dtype nor shape, so it decodes to the tensor that the store holds."""
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
         return (tensor.round(decimals=2),), None
@@ -666,7 +680,10 @@ def test_what_a_codec_leaves_is_not_written_to_by_a_reader() -> None:
 
 
 def test_what_a_codec_made_never_becomes_a_gradient() -> None:
-    """Of what has a history, too: a backward that returns it would have the next one add to what is stored."""
+    """This holds for tensors with a history, too.
+
+    If a backward returned the stored tensor, the next backward would add to it.
+    """
     a, w = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
     with dh.saving(dh.AtLeast(0), Round(), dh.OnDevice()):
         loss = Prepared.apply(a, w * 1.234)
@@ -676,10 +693,10 @@ def test_what_a_codec_made_never_becomes_a_gradient() -> None:
 
 
 def test_what_was_brought_back_is_let_go(tmp_path: pathlib.Path) -> None:
-    """The memory of a content lives until the last view that waits for it had it, not longer."""
+    """A restored content stays in memory until the last view that waits for it was read, and not longer."""
     x = torch.randn(64, 64, requires_grad=True)
     saves, node = _saved(tmp_path, x, x.t())
-    saves._site.pipeline.store.wait()  # until then it is the memory that was put
+    saves._site.pipeline.store.wait()  # until it is written, the memory that was put is given back
     first, second = node.saved_tensors
     assert first.data_ptr() == second.data_ptr()
     storage = first.untyped_storage()._weak_ref()

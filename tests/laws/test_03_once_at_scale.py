@@ -20,7 +20,7 @@ from disthooks.saved.stores.pools import AlignedPool
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often what was looked at."""
+    """Counts how often regions, handles, restored contents and blocks were looked at."""
     counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
     nbytes = StorageRegion.nbytes.fget
     part, bring, total = packed.Packed.drop_far_readers, contents.StoredContent._restore, AlignedPool._total
@@ -53,7 +53,7 @@ ALL = dh.AtLeast(0)
 
 
 def _run(folder: pathlib.Path, forward: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """The gradient of the leaf, of the second of two steps: in the second one reads come ahead."""
+    """The gradient of the leaf in the second of two steps, in which the store reads ahead."""
     store, found = dh.OnDisk(folder, in_flight="256 KiB"), None
     for _ in range(2):
         with dh.saving(ALL, store) as saved:
@@ -82,7 +82,7 @@ class Takes(torch.autograd.Function):
         del seen
         for _ in range(ctx.times - 1):
             for tensor in ctx.saved_tensors:
-                tensor.mul_(0)  # what it was given is its own
+                tensor.mul_(0)  # nobody else sees what it writes into the tensor
         return (
             None,
             *(

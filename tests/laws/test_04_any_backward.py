@@ -33,7 +33,7 @@ pytestmark = pytest.mark.any_device
 
 @pytest.fixture
 def graph(tmp_path: pathlib.Path) -> tuple[torch.Tensor, torch.Tensor, dh.saving]:
-    """x, y = sum of exp(x)² and the block it was made in, which is closed; float64."""
+    """``x``, the sum of exp(x)², and the closed block that it was made in; in float64."""
     x = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
         y = x.exp().square().sum()
@@ -126,7 +126,7 @@ FREED = "after they have already been freed"
 
 
 def test_a_saved_output_has_its_own_node_as_history(pair: Pair) -> None:
-    """Its history is the node that saved it, and no cycle keeps it."""
+    """The saved output has the node that saved it as its history, and no cycle keeps it alive."""
     x = ones(5)
     y = pair(torch.exp, x)
     for _ in range(3):
@@ -211,7 +211,10 @@ def test_hooks_cannot_be_put_on_a_packed_tensor(pair: Pair) -> None:
 
 
 def test_a_store_can_be_put_on_one_saved_tensor_alone(tmp_path: pathlib.Path) -> None:
-    """A store is a pair of functions, so it can also be put on what torch saved by itself."""
+    """The methods ``put`` and ``get`` of a store are a pair of hooks.
+
+    They can be put on a tensor that torch saved without hooks.
+    """
     x, store = ones(5), dh.OnDisk(tmp_path)
     y = x.square()
     y.grad_fn._raw_saved_self.register_hooks(store.put, store.get)
@@ -418,7 +421,10 @@ class Scribble(torch.autograd.Function):
 def test_a_backward_may_write_into_what_it_saved_inside_the_block(
     before: bool, closed: bool, tmp_path: pathlib.Path
 ) -> None:
-    """Whoever else saved it gets what was saved, or the error that torch raises without hooks; never other values."""
+    """Another node that saved the same tensor gets the contents that were saved.
+
+    Otherwise it gets the error that torch raises without hooks, and never other values.
+    """
     x = ones(5)
     h = x * 3
 
@@ -552,7 +558,7 @@ def test_pack_must_not_write(way: str) -> None:
 
 
 class OwnError(Exception):
-    """Of a kind that nobody else raises."""
+    """An error that nothing else raises."""
 
 
 def _fail(*_: object) -> Any:

@@ -93,7 +93,10 @@ def test_a_change_after_the_block_was_left_raises(tmp_path: pathlib.Path) -> Non
 
 
 def test_harmless_changes_pass(tmp_path: pathlib.Path) -> None:
-    """What torch allows stays allowed: the changed tensor is not needed, or is saved after the change."""
+    """What torch allows stays allowed.
+
+    A tensor may change that backward does not need, or that is saved after the change.
+    """
     x = torch.randn(64, 64, requires_grad=True)
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))):
         y = (x + 1).mul_(2).relu_()
@@ -181,7 +184,7 @@ def test_what_is_saved_after_a_change_is_right(pair: Pair) -> None:
 
 
 def test_a_tensor_detached_in_place_is_right(pair: Pair) -> None:
-    """torch refuses it without hooks only because it kept the tensor itself; under hooks the contents are right."""
+    """Without hooks torch refuses it, only because it kept the tensor itself. Under hooks the contents are right."""
     x = ones(5)
     y = pair(torch.exp, x)
     y.sum()

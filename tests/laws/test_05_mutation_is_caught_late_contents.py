@@ -49,7 +49,7 @@ class Copying(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _noise(hooks: Callable[[], Any], write: Callable[[torch.Tensor, Any], None]) -> list[torch.Tensor]:
-    """A GAN's loop: the noise is filled anew while the graph of the last step lives."""
+    """A GAN's loop fills the noise again while the graph of the last step is alive."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     array = torch.empty(64, 64).numpy()
@@ -116,7 +116,7 @@ def _summed(tensor: torch.Tensor) -> None:
 
 
 def a_sum_of_ranks(hooks: Callable[[], Any]) -> list[torch.Tensor]:
-    """Tensor parallelism by hand: ``all_reduce`` counts no change of what ReLU and the next layer save."""
+    """Tensor parallelism by hand: ``all_reduce`` writes what ReLU and the next layer save, and counts no change."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     with hooks():
@@ -179,7 +179,7 @@ def test_contents_are_those_of_torchs_own_copies(
 def test_a_write_before_the_file_is_written_changes_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a thread of the store does when."""
+    """The contents are right even if the thread that writes them comes late."""
     go_on, write, store = threading.Event(), os.pwrite, dh.OnDisk(tmp_path)
     store.drop(store.put(torch.ones(4096)))  # the first one tries the file, in this thread
     monkeypatch.setattr(os, "pwrite", lambda *args: (go_on.wait(120), write(*args))[1])
@@ -242,7 +242,7 @@ class Halves(torch.autograd.Function):
 
 
 def _laid_out(like: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """An activation with a history, that lies as ``like`` does."""
+    """An activation with a history and the layout of ``like``."""
     base = torch.ones(like.untyped_storage().nbytes() // 4) * 3 * leaf
     return base.as_strided(like.shape, like.stride(), like.storage_offset())
 
@@ -254,7 +254,10 @@ def _laid_out(like: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 def test_a_backward_may_write_into_what_it_saved(
     shape: str, place: str, first: bool, late: bool, tmp_path: pathlib.Path
 ) -> None:
-    """Who else saved it gets what was saved, as from torch's own hooks that copy, and the user's memory is intact."""
+    """Another node that saved the same tensor gets the contents that were saved.
+
+    So it is with torch's own hooks that copy, and the user's memory is intact.
+    """
     like, leaf, store = SHAPES[shape](), torch.ones((), requires_grad=True), PLACES[place](tmp_path)
     with dh.saving(store):
         h = _laid_out(like, leaf)
@@ -300,7 +303,7 @@ def test_what_a_backward_returns_belongs_to_nobody_else(
 
 
 def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
-    """Also when the copy in memory is gone, and for leaves and constants."""
+    """This holds for leaves and constants, and also when the copy in memory is gone."""
     for in_flight in ("64 MiB", 0):
         x, mask = torch.randn(64, 64, requires_grad=True), torch.ones(64, 64)
         with dh.saving(ALL, dh.OnDisk(tmp_path, in_flight=in_flight)) as saved:
@@ -310,7 +313,7 @@ def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
 
 
 def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> None:
-    """When it is written no copy stays in memory, but for those of the last operator."""
+    """When all is written, only the copies of the last operator stay in memory."""
     store = dh.OnDisk(tmp_path)
     with dh.saving(ALL, store):
         y = torch.randn(64, 64, requires_grad=True)

@@ -83,7 +83,7 @@ def test_bytes_go_with_the_graph(end: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) -> None:
-    """A class token is too small to store, but as a view it would keep all that it is cut from in memory."""
+    """A class token is too small to store, but a view of it would keep the whole sequence in memory."""
     x = torch.randn(8, 128, 64, requires_grad=True)
     truth = torch.autograd.grad(F.silu(x.sin()[:, 0, :16]).square().sum(), x)
     with dh.saving(dh.OnDisk(tmp_path)) as saved:
@@ -101,7 +101,7 @@ def test_a_view_of_one_token_does_not_keep_the_sequence(tmp_path: pathlib.Path) 
 
 
 class Step:
-    """A small model whose saved tensors go through a pair, in one of three ways, and the memory of its steps."""
+    """A small model whose saved tensors go through hooks in one of three ways; watches the memory of its steps."""
 
     def __init__(self, way: str, kind: str, folder: object, **faults: Any) -> None:
         self.to, self.budget = line(kind, folder, **faults)
@@ -197,7 +197,7 @@ def _break(model: nn.Module, when: str, what: Callable) -> Any:
 @pytest.mark.parametrize("what", [fail, interrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "put", "get"])
 def test_all_is_back_after_something_went_wrong(when: str, what: Callable, make: Callable[..., Step]) -> None:
-    """In a hook of a module or a tensor, or in the store itself; an interrupt is a real one."""
+    """It goes wrong in a hook of a module or a tensor, or in the store itself; an interrupt is a real SIGINT."""
     step = make(**{f"{when}_at": 3, "then": what} if when in ("put", "get") else {})
     handle = _break(step.model, when, what)
     with suppressed(AsAsked, KeyboardInterrupt):
@@ -235,7 +235,7 @@ def test_a_forward_that_does_not_fit_leaves_nothing(tmp_path: pathlib.Path) -> N
 
 
 def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step that waits for its disk spends its time: the place in the file is free again, too."""
+    """A step that waits for its disk spends its time in this call. The place in the file is free again, too."""
     store, x = dh.OnDisk(tmp_path), torch.ones(64, 64, requires_grad=True)
     write = os.pwrite
 
@@ -277,7 +277,10 @@ def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]
 
 @pytest.mark.parametrize("hooks", [True, False])
 def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, tmp_path: pathlib.Path) -> None:
-    """Nodes that were next stay in torch's queue, with or without hooks, until an older graph or the thread's end."""
+    """After a failed backward torch keeps the nodes that were next in a queue.
+
+    With or without hooks they stay until an older graph runs or the thread ends.
+    """
     oldest, x, watch = torch.ones(1, requires_grad=True).exp(), torch.ones(64, requires_grad=True), Watch()
     saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
     with watch, saved if hooks else contextlib.nullcontext():
@@ -361,11 +364,13 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("way", ["in place", "wrapper"])
 def test_a_graph_does_not_keep_its_module(way: str, tmp_path: pathlib.Path) -> None:
-    """Nor is there a cycle through the graph, which the collector could not see."""
+    """A graph makes no cycle with the module, which the garbage collector could not see."""
     to = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
     model = keeps = Keeps()
     if way == "in place":
-        counters = dh.save_activations(model, "", to)._counters  # the handle itself keeps what it can be removed from
+        counters = dh.save_activations(
+            model, "", to
+        )._counters  # the handle itself keeps the modules that it can be removed from
     else:
         model = dh.SaveWith(keeps, to)
         counters = model._site.counters
@@ -387,14 +392,14 @@ def test_a_cycle_goes_with_the_collector(pair: Pair) -> None:
 
 
 def test_frames_are_no_cycles(tmp_path: pathlib.Path) -> None:
-    """Training loops switch the collector off; a frame for each call must go by itself."""
+    """Training loops switch the garbage collector off, so the object that each call makes must go without it."""
     model = dh.SaveToDisk(nn.Linear(8, 8), tmp_path)
 
     def alive() -> int:
         return sum(type(thing) is SavedTensorHooks for thing in gc.get_objects())
 
     gc.collect()
-    before = alive()  # the compiler's caches, of tests before, hold some
+    before = alive()  # the compiler's caches hold some from earlier tests
     gc.disable()
     try:
         for _ in range(20):
@@ -469,7 +474,7 @@ def _halves(saved: dh.saving, x: torch.Tensor) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("how", ["dropped", "closed", "thrown into"])
 @pytest.mark.parametrize("kind", STORES)
 def test_an_abandoned_generator_leaves_nothing(kind: str, how: str, tmp_path: pathlib.Path) -> None:
-    """The block in it is left when the generator is, and its graph goes with it."""
+    """When the generator goes, the block in it is left, and its graph goes, too."""
     to, account = line(kind, tmp_path)
     saved, x = dh.saving(to), torch.ones(64, requires_grad=True)
     generator = _halves(saved, x)
@@ -495,7 +500,7 @@ class Stages(nn.Module):
 
 @pytest.mark.parametrize("kind", STORES)
 def test_an_abandoned_generator_module_leaves_nothing(kind: str, tmp_path: pathlib.Path) -> None:
-    """Its hooks are off whenever its consumer's code runs."""
+    """The hooks of the module are off while the code of its consumer runs."""
     to, account = line(kind, tmp_path)
     model = dh.SaveWith(Stages(), to)
     stages = model(torch.ones(64, requires_grad=True))

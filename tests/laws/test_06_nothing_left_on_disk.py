@@ -132,7 +132,7 @@ def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.second_tier
 def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of random sizes: file, memory, descriptors and threads stay as they were."""
+    """In steps of random sizes, the file, the memory, the descriptors and the threads stay as they were."""
     monkeypatch.setattr(moved, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
     generator = torch.Generator().manual_seed(0)
     store = dh.OnDisk(tmp_path, in_flight="4 MiB")
@@ -187,7 +187,7 @@ for _ in range(2):
 
 @pytest.mark.second_tier
 def test_a_model_that_memory_has_no_room_for_trains(tmp_path: pathlib.Path) -> None:
-    """Under a limit that it fails at without disthooks it trains, with the same numbers."""
+    """The model trains under a memory limit at which it fails without disthooks, and gives the same numbers."""
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("without glibc, memory that was freed may stay")
     plain = script(MEMORY, "", "unlimited")

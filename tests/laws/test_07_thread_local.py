@@ -34,7 +34,10 @@ pytestmark = pytest.mark.any_device
 
 
 def _in_threads(functions: list[Callable[[], object]]) -> list[object]:
-    """What each returned, or the exception; each checks that it leaves no hooks in its thread."""
+    """What each function returned in a thread of its own, or the exception.
+
+    Each thread is checked for hooks that were left.
+    """
     results: list[object] = [None] * len(functions)
 
     def run(i: int) -> None:
@@ -103,7 +106,7 @@ def test_replicas_use_their_own_weights(tmp_path: pathlib.Path) -> None:
 
 
 def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) -> None:
-    """Why the wrapper is needed: a block around the call does not reach into other threads."""
+    """This is why the wrapper is needed: a block around the call does not reach into other threads."""
     copies = replicate(Shards(), 2)
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
         _in_threads([lambda c=c: c(torch.randn(8, 64)) for c in copies])
@@ -141,7 +144,7 @@ def test_many_threads_train_their_own_models(tmp_path: pathlib.Path) -> None:
 
     def train(seed: int) -> list:
         model = Shards()
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))  # the global one is all threads'
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))  # all threads share the global generator
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.linspace(-0.1, 0.1 + seed / 100, parameter.numel()).view_as(parameter))
@@ -169,7 +172,7 @@ def test_data_parallel_on_two_gpus_is_right(tmp_path: pathlib.Path) -> None:
 
 
 class Slow(Store):
-    """A store whose reads wait until they are let go on."""
+    """A store whose reads wait until the test lets them go on."""
 
     def __init__(self) -> None:
         self.reading, self.go_on = threading.Event(), threading.Event()
@@ -187,7 +190,10 @@ class Slow(Store):
 
 
 def test_a_backward_reads_what_a_forward_saves_again() -> None:
-    """One thread has the packed value and wants to count, another one counts and wants the packed value."""
+    """One thread holds the lock of the packed value and wants that of the counters.
+
+    Another thread wants them in the other order.
+    """
     store = Slow()
     x = torch.randn(256, 64, requires_grad=True)
     with dh.saving(store) as saving:
@@ -293,7 +299,7 @@ def test_torchs_own_contexts_work_on_either_side(pair: Pair) -> None:
 
 
 def test_mutation_is_allowed_where_torch_allows_it(pair: Pair) -> None:
-    """torch's context that clones what is written to is the innermost pair there."""
+    """Inside, the innermost pair of hooks is torch's context that clones a saved tensor before it is written."""
     x = ones(5)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         truth = x.exp()
@@ -318,7 +324,10 @@ def test_an_outer_hook_needs_no_module(tmp_path: pathlib.Path) -> None:
 
 
 class Steps(nn.Module):
-    """Gives what each of its layers made, as a decoder gives tokens; told to skip by what is sent to it."""
+    """Yields the output of each of its layers, as a decoder yields tokens.
+
+    A true value that is sent to it detaches the output.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +462,7 @@ def test_a_context_manager_made_of_a_generator_is_hooked_in_both_halves(tmp_path
 
 
 def test_a_generator_that_a_collection_ends(tmp_path: pathlib.Path) -> None:
-    """It may be ended in the middle of anything of ours, whatever lock is held: it must not wait."""
+    """The collector may end it in the middle of our code, whatever lock is held, so ending it must not wait."""
     saved = dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
 
     class Owner:
@@ -488,7 +497,7 @@ def test_a_decorated_function_stores_what_it_saves_alone(saved: dh.saving) -> No
     assert svd.__name__ == "linalg_svd"
 
     def loss(decompose: object) -> torch.Tensor:
-        y = x.sin()  # beside it: not stored
+        y = x.sin()  # not inside the decorated function, so not stored
         u, s, v = decompose(y)
         return (u.abs().sum() + (s * v.diagonal()).sum()).cos()
 
@@ -540,7 +549,7 @@ def test_methods_of_all_kinds_can_be_decorated(saved: dh.saving) -> None:
 
 
 class Cube(torch.autograd.Function):
-    """The cube, by an intermediate; can be differentiated twice."""
+    """Computes the cube and saves an intermediate; can be differentiated twice."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -554,7 +563,7 @@ class Cube(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """Forward and context apart, as torch.func wants it."""
+    """Has forward and setup_context apart, as torch.func wants it."""
 
     generate_vmap_rule = True
 
@@ -589,7 +598,7 @@ def test_an_autograd_function_can_be_decorated(function: type, saved: dh.saving)
     assert torch.autograd.gradcheck(on_disk.apply, (few,))  # these write through .data, which is not counted
     assert torch.autograd.gradgradcheck(on_disk.apply, (few,))
     count = saved.report().calls
-    function.apply(x)  # the one that was given is as it was
+    function.apply(x)  # the Function that was given is unchanged
     assert saved.report().calls == count
 
 

@@ -86,7 +86,10 @@ def together(functions: list[Callable[[], object]], limit: float = 60) -> list:
 
 
 def _filled(model: nn.Module, seed: int) -> nn.Module:
-    """Weights from a generator: the global one is shared by all threads, so is dropout's, which is off."""
+    """Fills the weights from a generator of its own.
+
+    All threads share the global one, so dropout is switched off, too.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -183,7 +186,7 @@ def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -
 
 
 def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
-    """Some raise or are interrupted, in forward and in backward, again and again; the others do not notice."""
+    """Some threads raise or are interrupted again and again, in forward and in backward. The others do not notice."""
     store, stop = dh.OnDisk(tmp_path), threading.Event()
     alone = [train(seed, 25, None) for seed in range(8)]
 
@@ -221,7 +224,10 @@ def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_backward_runs_in_another_thread_while_its_forward_goes_on(tmp_path: pathlib.Path) -> None:
-    """Two make graphs of one attached model, with their blocks still open; two others differentiate or drop them."""
+    """Two threads make graphs of one attached model and keep their blocks open.
+
+    Two others differentiate the graphs or drop them.
+    """
     store = dh.OnDisk(tmp_path)
     model = _filled(_linear(), 0)
     saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), store))

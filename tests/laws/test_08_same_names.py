@@ -67,11 +67,11 @@ def test_a_policy_by_class_finds_every_block(tmp_path: pathlib.Path) -> None:
 
 class Recursive(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super(self.__class__, self).forward(x)  # as many write it: endless in a subclass
+        return super(self.__class__, self).forward(x)  # a common way to write it, which never ends in a subclass
 
 
 def test_code_that_asks_for_the_type_finds_it(tmp_path: pathlib.Path) -> None:
-    """Initialisers, registries and quantization, as torch's documentation writes them."""
+    """Initialisers, registries and quantization ask for ``type(module)``, as in torch's documentation."""
     model, line = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Recursive(64, 64)), dh.OnDisk(tmp_path)
     registry = {nn.Linear: "linear", nn.Tanh: "tanh", Recursive: "recursive"}
 
@@ -123,7 +123,7 @@ def _functions(model: nn.Module) -> list[dict[str, object]]:
 
 
 def test_attachments_to_overlapping_parts_leave_every_class_as_it_was(tmp_path: pathlib.Path) -> None:
-    """The last attachment that needs a class gives it its own functions back, in whichever order they go."""
+    """When the last attachment that needs a class goes, in whichever order, the class has its own functions again."""
     for order in ((0, 1), (1, 0)):
         model = Tiny(blocks=3)
         for block in model.blocks:
@@ -148,7 +148,7 @@ class Quiet(nn.Linear):
 
 
 class Loud(Quiet):
-    """Has a ``__call__`` of its own, which saves something, and a base that is attached, too."""
+    """Has a ``__call__`` of its own, which saves something, and a base class that is attached, too."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x.sin())
@@ -195,7 +195,7 @@ def test_somebody_else_may_change_the_call_of_the_class(tmp_path: pathlib.Path) 
 
 
 def test_a_model_that_is_gone_leaves_its_class_as_it_was(tmp_path: pathlib.Path) -> None:
-    """The handle does not keep the model; the class is put right when hooks are next taken off anything."""
+    """The handle does not keep the model alive. The class is restored when hooks are next removed from any model."""
     kind = type("Gone", (nn.Linear,), {})
     saving = dh.save_activations(kind(4, 4), "", dh.OnDisk(tmp_path))
     with dh.save_activations(nn.Linear(4, 4), "", dh.OnDisk(tmp_path)):
@@ -224,7 +224,7 @@ def test_what_cannot_be_attached_in_place_says_so(tmp_path: pathlib.Path) -> Non
 def test_nothing_is_attached_when_a_class_cannot_be_changed(
     tmp_path: pathlib.Path, sealed: str | None, own: dict[str, Any]
 ) -> None:
-    """A class that takes some of the functions and not the others is given its own again."""
+    """A class that accepts some of our functions and refuses others has its own functions again."""
 
     class Sealed(type):
         def __setattr__(cls, name: str, value: object) -> None:
@@ -320,7 +320,7 @@ def test_what_is_set_on_a_wrapper_is_set_inside(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_wrapped_model_can_be_called_with_other_parameters(tmp_path: pathlib.Path) -> None:
-    """``torch.func.functional_call``, as in meta-learning and ensembles."""
+    """``torch.func.functional_call`` does so in meta-learning and ensembles."""
     plain, wrapped = Tiny(), _wrapped(tmp_path)
     others = {name: (torch.randn_like(p) / 8).requires_grad_() for name, p in plain.named_parameters()}
     before = [id(p) for p in wrapped.parameters()]
@@ -364,7 +364,7 @@ def test_a_wrapper_with_an_engines_hooks_is_not_unwrapped(tmp_path: pathlib.Path
 
 @pytest.mark.any_device
 def test_versions_of_the_module_inside_reach_its_loading(tmp_path: pathlib.Path) -> None:
-    """``_metadata`` of a checkpoint: without it a module takes a new checkpoint for an old one: law 8."""
+    """Without the ``_metadata`` of a checkpoint a module takes a new checkpoint for an old one."""
 
     class Versioned(nn.Linear):
         _version = 2
@@ -411,7 +411,7 @@ def test_a_pickle_of_an_attached_model_is_that_of_the_plain_one(protocol: int, t
 
 
 def test_an_attached_model_is_loaded_with_weights_only(tmp_path: pathlib.Path) -> None:
-    """By the classes that the plain model needs, and by no function beside them."""
+    """Loading needs the classes that the plain model needs, and no other name."""
     model, buffer = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), io.BytesIO()
     with dh.save_activations(model, "?", dh.OnDisk(tmp_path)):
         torch.save(model, buffer)
@@ -422,7 +422,7 @@ def test_an_attached_model_is_loaded_with_weights_only(tmp_path: pathlib.Path) -
 
 
 class Copies(nn.Linear):
-    """Makes its copies in its own way, by its own class."""
+    """Makes its copies in its own way, from its own class."""
 
     def __deepcopy__(self, memo: dict) -> Copies:
         twin = self.__class__.__new__(self.__class__)
@@ -458,7 +458,7 @@ COPIES = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
 @pytest.mark.any_device
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_a_wrapper_count_on_their_own(way: Callable, tmp_path: pathlib.Path) -> None:
-    """A copy counts from zero, and what the original saved stays its own."""
+    """A copy counts from zero, and the original keeps what it saved."""
     x, original = torch.ones(2, 4), dh.SaveToDisk(torch.nn.Linear(4, 4), tmp_path, at_least=0)
     first = original(x)
     twin = way(original)
@@ -487,7 +487,10 @@ def test_copies_of_a_block_count_on_their_own(way: Callable, tmp_path: pathlib.P
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_parametrized_modules_can_be_attached_in_any_order(order: str, tmp_path: pathlib.Path) -> None:
-    """``parametrize`` gives a module a class of its own and edits it; both can come and go in any order."""
+    """``parametrize`` gives a module a class of its own and edits that class.
+
+    Hooks and parametrization can come and go in any order.
+    """
     from torch.nn.utils import parametrizations, parametrize
 
     def build() -> nn.Sequential:
@@ -526,7 +529,7 @@ def test_parametrized_modules_can_be_attached_in_any_order(order: str, tmp_path:
 
 
 def test_copies_of_a_parametrized_module_are_attached_on_their_own(tmp_path: pathlib.Path) -> None:
-    """They share the class that parametrize made; removing one attachment leaves the other's hooks on."""
+    """The copies share the class that parametrize made. Removing one attachment leaves the hooks of the other on."""
     model = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
     teacher = copy.deepcopy(model)
     one, two = (dh.save_activations(m, "", dh.OnDisk(tmp_path)) for m in (model, teacher))

@@ -52,7 +52,7 @@ REFUSED: dict[str, Callable[[nn.Module], object]] = {
 
 
 class Scaled(nn.Linear):
-    """Has a buffer, and saves something large."""
+    """A Linear with a buffer, which saves something large."""
 
     def __init__(self) -> None:
         super().__init__(64, 64)
@@ -116,7 +116,7 @@ def test_a_module_inside_a_wrapper_is_reparametrized(name: str, where: str, tmp_
 @pytest.mark.parametrize("wrappers", [1, 2])
 @pytest.mark.parametrize("name", THROUGH)
 def test_a_wrapper_is_reparametrized_as_the_plain_module(name: str, wrappers: int, tmp_path: pathlib.Path) -> None:
-    """Parameters, hooks, checkpoints and the way back are those of the plain module."""
+    """Parameters, hooks and checkpoints are those of the plain module. So is what is left when the change is undone."""
     plain, model = _build(), _build()
     inner, line = model, _line(tmp_path)
     for _ in range(wrappers):
@@ -164,7 +164,7 @@ def test_what_a_wrapper_refuses_changes_nothing(name: str, wrappers: int, tmp_pa
 
 
 def test_parametrizations_are_taken_from_the_module_inside(tmp_path: pathlib.Path) -> None:
-    """torch would change the weight first and fail then, at the class of the wrapper."""
+    """Without a check of ours torch would change the weight first, and then fail at the class of the wrapper."""
     plain, model = _build(), dh.SaveWith(_build(), _line(tmp_path))
     for module in (plain, model.unwrapped):
         _change(parametrizations.spectral_norm, module)
@@ -175,8 +175,8 @@ def test_parametrizations_are_taken_from_the_module_inside(tmp_path: pathlib.Pat
         parametrize.register_parametrization(model, "bias", nn.Tanh())
     assert _same([model.state_dict()], [before])
     assert parametrize.type_before_parametrizations(model) is dh.SaveWith
-    assert parametrize.is_parametrized(model, "weight")  # as every attribute that is read
-    for module in (plain, model):  # a list that is there is added to wherever it is read from
+    assert parametrize.is_parametrized(model, "weight")  # like every attribute that is read from a wrapper
+    for module in (plain, model):  # torch appends to a list of parametrizations that is there
         parametrize.register_parametrization(module, "weight", nn.Tanh())
     assert _same(_trained(model), _trained(plain))
     for module in (plain, model.unwrapped):
@@ -198,7 +198,7 @@ def test_errors_of_torch_stay(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("wrappers", [1, 2])
 def test_the_dictionaries_of_a_wrapper(wrappers: int, tmp_path: pathlib.Path) -> None:
-    """A key that is named is that of the module inside; what lists them finds nothing on the wrapper."""
+    """A key finds the tensor of the module inside, and listing the dictionaries of a wrapper finds nothing."""
     model = inner = _build()
     for _ in range(wrappers):
         model = dh.SaveWith(model, _line(tmp_path))
@@ -238,7 +238,7 @@ def test_copies_reach_what_they_have_themselves(tmp_path: pathlib.Path) -> None:
 
 
 def test_replicas_of_a_pruned_wrapper_compute_their_own_weights(tmp_path: pathlib.Path) -> None:
-    """DataParallel's replicas compute the pruned weight each for itself, of their own copies."""
+    """Each replica of DataParallel computes the pruned weight from its own copies."""
     plain, model, x = _build(), dh.SaveWith(_build(), _line(tmp_path)), torch.randn(8, 64)
     found = []
     for module in (plain, model):
@@ -251,7 +251,10 @@ def test_replicas_of_a_pruned_wrapper_compute_their_own_weights(tmp_path: pathli
 
 
 def test_a_pruned_wrapper_in_compiled_code_is_right(tmp_path: pathlib.Path) -> None:
-    """A pruned wrapper in a compiled model; and one whose weight compiled code reads, without a break in the graph."""
+    """A pruned wrapper is part of a compiled model.
+
+    Compiled code reads the weight of a wrapper without a graph break.
+    """
 
     class Tied(nn.Module):
         def __init__(self, layer: nn.Module) -> None:

@@ -87,7 +87,7 @@ def test_bad_limits_are_refused(make: object) -> None:
 
 
 def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> None:
-    """Random puts and drops: what is held always reads back, and the file stops growing."""
+    """After random puts and drops, what is held always reads back, and the file stops growing."""
     store = dh.OnDisk(tmp_path)
     generator = torch.Generator().manual_seed(0)
     held: list[tuple[torch.Tensor, object]] = []
@@ -230,7 +230,7 @@ def test_functional_transforms_pass_through(transform: str, tmp_path: pathlib.Pa
 
 
 def test_a_default_device_does_not_reach_into_the_store(tmp_path: pathlib.Path) -> None:
-    """``torch.device`` as a context reaches into every call that names no device, ours too."""
+    """``torch.device`` as a context changes every call that names no device, and must not change those of the store."""
     x = torch.randn(64, 64, requires_grad=True)
     with torch.device("meta"), dh.saving(dh.OnDisk(tmp_path)) as saved:
         y = x.sin().cos()
@@ -240,7 +240,7 @@ def test_a_default_device_does_not_reach_into_the_store(tmp_path: pathlib.Path) 
 
 
 def test_a_trace_does_not_poison_the_arena(tmp_path: pathlib.Path) -> None:
-    """``torch.jit.trace`` makes ``numel()`` a tensor, and the file of the process keeps it."""
+    """Under ``torch.jit.trace`` ``numel()`` is a tensor. It must not stay in the bookkeeping of the process's file."""
     store = dh.OnDisk(tmp_path)
     model = dh.SaveWith(nn.Linear(64, 64), store)
     torch.jit.trace(model, torch.randn(64, 64))
@@ -300,7 +300,7 @@ def test_one_error_leaves_the_next_step_whole(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_smaller_step_after_a_full_store_passes(tmp_path: pathlib.Path) -> None:
-    """What a dead graph left pending is not tried again for ever."""
+    """The tensor that did not fit belongs to a dead graph, and is not tried again."""
     big, small = torch.randn(64, 64, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path, 10_000))):
         with pytest.raises(dh.errors.StoreError):

@@ -67,7 +67,7 @@ def test_a_fork_while_threads_write_disturbs_nobody(tmp_path: pathlib.Path, monk
         thread.start()
 
     def check() -> bool:
-        held.clear()  # which drops them
+        held.clear()  # this drops them in the child
         mine = store.put(x)
         store.wait()
         same = torch.equal(store.get(mine), x)
@@ -91,13 +91,16 @@ def test_a_fork_while_threads_write_disturbs_nobody(tmp_path: pathlib.Path, monk
 
 
 def _opened(folder: pathlib.Path, gate: Gate) -> dh.OnDisk:
-    """A store may write to see what the disk can when it is made: the gate is open for that."""
+    """A new store may write to measure the disk, so the gate is open for that."""
     gate.open.set()
     return dh.OnDisk(folder)
 
 
 def test_what_was_in_memory_is_readable_in_the_child(tmp_path: pathlib.Path, gate: Gate) -> None:
-    """Being written or waiting for it; what was written is an error that says so."""
+    """A tensor that is being written, or waits for it, is readable in the child.
+
+    One that was written is an error that says why.
+    """
     store, x = _opened(tmp_path, gate), torch.linspace(-2, 2, 5000)
     written = store.put(x)
     store.wait()
@@ -146,7 +149,7 @@ def test_a_backward_in_a_child_is_an_error_that_says_so(tmp_path: pathlib.Path) 
 
 
 class Numbers(Dataset):
-    """What a worker gives, it has computed through the store, forked with the training process."""
+    """Each item is computed through the store, in a worker that was forked from the training process."""
 
     def __init__(self, store: dh.OnDisk) -> None:
         self.store = store

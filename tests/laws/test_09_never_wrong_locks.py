@@ -159,7 +159,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("outer", "inner"), PAIRS, ids=lambda order: order.name)
 def test_a_fork_waits_for_the_holder_of_the_outer_lock(outer: Order, inner: Order) -> None:
-    """A thread has one lock, a fork begins, and the thread asks for the other lock: both go on."""
+    """A thread has one lock, a fork begins, and the thread asks for the other lock.
+
+    The thread and the fork both go on.
+    """
     second, first = (
         _fork_safe.shared(inner),
         _fork_safe.shared(outer),

@@ -49,7 +49,7 @@ def small(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def full_in_forward(store: dh.OnDisk) -> StoreError:
-    """A forward that the disk has no room for; its backward is right up to where it came."""
+    """Run a forward that the disk has no room for; the backward of the part that was done is right."""
     x = torch.linspace(-2, 2, 30_000, requires_grad=True)
     y, done, error = x, 0, None
     try:
@@ -65,7 +65,7 @@ def full_in_forward(store: dh.OnDisk) -> StoreError:
         expected = expected.sin()
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, torch.autograd.grad(expected.sum(), x)[0])
-    assert error.wanted >= x.nbytes  # several may be written together
+    assert error.wanted >= x.nbytes  # several tensors may be written together
     del y
     error.__traceback__ = None
     return error
@@ -79,7 +79,7 @@ def test_a_disk_that_is_full_in_forward_is_an_error(small: pathlib.Path) -> None
         assert 0 <= error.free < 1 << 20
         assert "No space left" in str(error)
         assert clean(store)
-        assert right(store, length=5)  # what fits, fits again
+        assert right(store, length=5)  # a step that fits is right again
     subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
     assert right(store, 30_000, 30)
 
@@ -128,7 +128,7 @@ def test_a_write_that_fails_is_an_error(
     assert why in str(error)
     assert (error.path, error.free > 0) == (str(tmp_path), True)
     assert 20_000 <= error.wanted < 20_000 + 4096
-    for y in graphs:  # the forward was through: its backward is right, without another word
+    for y in graphs:  # the forward was done: its backward is right and raises nothing
         assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
     y = graphs.clear()
     assert clean(store)
@@ -140,12 +140,15 @@ def test_a_write_that_fails_is_an_error(
 def test_a_read_that_fails_is_an_error(
     n: int, direct: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ahead of need it is tried again by who wants it; for good it is an error, and asking again is allowed."""
+    """A read ahead of need that fails is tried again when backward wants the tensor.
+
+    A read that fails every time is an error, and backward may be run again.
+    """
     store = dh.OnDisk(tmp_path, direct=direct)
     with monkeypatch.context() as patch:
         once = Nth(read, n, no_io)
         patch.setattr(os, "preadv", once)
-        with contextlib.suppress(StoreError):  # whoever was first, a thread or the backward
+        with contextlib.suppress(StoreError):  # a thread or the backward may have been first
             assert step(store)
         assert once.calls >= n
     x = torch.linspace(-2, 2, 5000, requires_grad=True)
@@ -163,11 +166,11 @@ def test_a_read_that_fails_is_an_error(
     assert clean(store)
 
 
-SIZES = [1, 511, 4096, 4097, 100_003, (8 << 20) + 77]  # bytes; one is more than a system call moves
+SIZES = [1, 511, 4096, 4097, 100_003, (8 << 20) + 77]  # bytes; the last is more than one system call moves
 
 
 def bytes_of(memory: memoryview, most: int, aligned: bool) -> memoryview:
-    """Part of it; a direct call itself moves whole sectors, and tells of less."""
+    """The first bytes of ``memory``. A direct call moves whole sectors, and may report fewer bytes."""
     return memory[: most // 512 * 512] if aligned else memory[:most]
 
 
@@ -176,7 +179,7 @@ def bytes_of(memory: memoryview, most: int, aligned: bool) -> memoryview:
 def test_short_writes_and_reads_are_completed(
     most: int, direct: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever part of it the system moves; in direct mode no progress is less than a page, and that is an error."""
+    """A call may move any part of the bytes. In direct mode less than a page is no progress, and that is an error."""
     store = dh.OnDisk(tmp_path, direct=direct)
     sizes = [size for size in SIZES if size / most < 2000]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
@@ -210,7 +213,7 @@ def test_a_file_that_was_cut_off_is_an_error(left: int, direct: Any, tmp_path: p
 
 
 def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate) -> None:
-    """What was in flight when it was said is in memory, and the backward goes through."""
+    """Tensors that were in flight when the error was raised are in memory, and the backward runs."""
     store, x = dh.OnDisk(tmp_path, direct=False), torch.linspace(-2, 2, 5000, requires_grad=True)
     gate.call = slow(no_io, 0.005)
     (y,) = forward(store, x)
@@ -221,7 +224,9 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     assert torch.equal(grad, truth(x))
     store.wait()
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-    assert "Input/output error" in str(error_of(lambda: (store.put(x), store.wait())))  # another one is
+    assert "Input/output error" in str(
+        error_of(lambda: (store.put(x), store.wait()))
+    )  # another failure is another error
     gate.call = write
     del y
     assert clean(store)
@@ -230,7 +235,7 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
 
 @pytest.mark.usefixtures("no_collector")
 def test_an_error_that_is_over_holds_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes from a thread to the forward, and its traceback through the frames of both."""
+    """The error goes from a thread to the forward, so its traceback holds the frames of both until it is gone."""
     store = dh.OnDisk(tmp_path)
     monkeypatch.setattr(os, "pwrite", no_io)
     for _ in range(3):
@@ -252,7 +257,7 @@ def test_a_flipped_bit_is_an_error(at: int, direct: Any, tmp_path: pathlib.Path)
     ticket = store.put(x)
     store.wait()
     assert torch.equal(store.get(ticket), x)
-    fd = os.open(f"/proc/self/fd/{store._mover.files[0]._fd}", os.O_RDWR)  # a second one, which is not direct
+    fd = os.open(f"/proc/self/fd/{store._mover.files[0]._fd}", os.O_RDWR)  # a second descriptor, which is not direct
     byte = os.pread(fd, 1, at)
     write(fd, bytes([byte[0] ^ 4]), at)
     with pytest.raises(StoreError, match="checksum differs"):
@@ -301,7 +306,7 @@ def test_checksums_cost_nothing_unless_asked_for(tmp_path: pathlib.Path, monkeyp
 def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no room for the probe: nobody asked for that, so nothing fails; and it is tried once."""
+    """The disk has no room for the measurement. Nobody asked for that, so nothing fails, and it is tried once."""
     probes: list = []
 
     def no_room(fd: int, memory: memoryview, at: int) -> int:

@@ -35,7 +35,7 @@ MAIN = threading.main_thread()
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Threads that die here are meant to."""
+    """Threads may die in these tests: pytest does not report them."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     others = movers()
     yield
@@ -59,7 +59,7 @@ def test_whatever_a_thread_raises_the_step_ends(
         patch.setattr(os, call, lambda *args: (move if threading.current_thread() is MAIN else fails)(*args))
         if call == "pwrite":
             assert type(error_of(lambda: step(store), kind)) is kind
-        else:  # ahead of need: who wants it reads it itself
+        else:  # it read ahead of need, so backward reads the tensor itself
             assert step(store)
     assert right(store)
     store.release_idle()
@@ -71,7 +71,10 @@ def test_whatever_a_thread_raises_the_step_ends(
 def test_a_thread_that_is_killed_is_not_waited_for(
     moment: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asynchronously, wherever it is: in the end nobody waits for it, and what it had is in memory."""
+    """The thread is killed at any point of its work.
+
+    Nobody waits for it in the end, and the tensors that it had are in memory.
+    """
     store = dh.OnDisk(tmp_path, in_flight="40 KiB")
     kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
     with monkeypatch.context() as patch:
@@ -89,12 +92,12 @@ def test_a_thread_that_is_killed_is_not_waited_for(
             with contextlib.suppress(StoreError, SystemExit):
                 assert step(store, wait=False)
             timer.join()
-    for _ in range(2):  # what a killed thread could not write may be said once more
+    for _ in range(2):  # a write that a killed thread did not make may raise once more
         with contextlib.suppress(StoreError, SystemExit):
             store.wait()
     assert right(store)
     assert store._mover._jobs
-    store.release_idle()  # what is killed while it is idle dies here
+    store.release_idle()  # a thread that was killed while it was idle ends here
 
 
 # --- No thread can be started
@@ -156,7 +159,7 @@ def test_what_is_in_memory_comes_back_and_a_wait_is_an_error(
 ) -> None:
     model = _model()
     expected = _step(model)
-    store = dh.OnDisk(tmp_path)  # it writes when there is a MiB
+    store = dh.OnDisk(tmp_path)  # it writes when it has a MiB
     with dh.save_activations(model, "*", dh.pipeline(ALL, store)):
         model.zero_grad()
         loss = model(X).sum()
@@ -172,7 +175,7 @@ def test_reads_need_no_thread(none_start: pytest.MonkeyPatch, tmp_path: pathlib.
     tensors = [torch.full((1000,), float(i)) for i in range(8)]
     tickets = [store.put(tensor) for tensor in tensors]
     store.wait()
-    store.release_idle()  # which ends the threads
+    store.release_idle()  # this ends the threads
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -207,7 +210,10 @@ def test_one_thread_is_enough(none_start: pytest.MonkeyPatch, tmp_path: pathlib.
 
 
 def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathlib.Path) -> None:
-    """Tensors of a byte take 64 in a slab: counted as one, a megabyte of them would be written past its end."""
+    """A tensor of one byte takes 64 bytes in a slab.
+
+    If it counted as one byte, a megabyte of such tensors would be written past the end.
+    """
     store = dh.OnDisk(tmp_path)
     values = torch.arange(200, dtype=torch.uint8)
     tickets = [store.put(values[i % 200 : i % 200 + 1]) for i in range(40_000)]
@@ -244,7 +250,7 @@ def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> 
 
 
 def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.Path) -> None:
-    """A step in a function that runs at exit, after the store's own: what is put stays in memory."""
+    """A step may run at exit, after the threads of the store ended. What it puts stays in memory."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
     store._mover.close()
     with dh.saving(ALL, store):
@@ -257,7 +263,7 @@ def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.
 def test_the_failure_of_another_tensor_is_not_that_of_this_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind ``Tiered`` nothing is lost and nothing is said: the first was written, the second is in memory."""
+    """In ``Tiered`` nothing is lost and nothing raises: the first tensor was written, and the second is in memory."""
     tiers, first, second = dh.Tiered(dh.OnDisk(tmp_path), Copies()), torch.rand(5000), torch.rand(5000)
 
     def full(*_: Any) -> int:

@@ -69,7 +69,7 @@ ALL = dh.AtLeast(0)
 
 
 def _forward(stages: list[Any], steps: int) -> tuple[Any, list[StorageRef], list[torch.Tensor], list[torch.Tensor]]:
-    """A part of each of some large tensors is saved, and nothing else of them is needed."""
+    """Save a part of each of some large tensors, of which nothing else is needed."""
     x = torch.ones(64, 64, requires_grad=True)
     refs, results = [], []
     saved = dh.saving(ALL, *stages)
@@ -129,7 +129,7 @@ def _blocks(store: OnDisk) -> int:
 def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path, "2 MiB")
     kept: list[tuple[Any, torch.Tensor]] = []
-    for i in range(60):  # of sixteen that are written together one stays
+    for i in range(60):  # of sixteen tensors that are written together one stays
         tensors = [torch.full((16_384,), float(100 * i + j)) for j in range(16)]  # 64 KiB each
         tickets = [store.put(tensor) for tensor in tensors]
         store.wait()
@@ -185,7 +185,7 @@ def test_a_limit_leaves_no_room_to_measure_the_disk(tmp_path: pathlib.Path) -> N
 
 @pytest.mark.any_device
 def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
-    """Freed extents of other sizes are neither joined nor given back: law 10."""
+    """Freed extents of many sizes are joined and given back, so the file does not grow with each new size."""
     import os
 
     store = dh.OnDisk(tmp_path, "1 MiB")
@@ -247,7 +247,7 @@ def test_the_newest_stay_in_the_first(x: torch.Tensor) -> None:
 
 @pytest.mark.any_device
 def test_a_large_one_goes_past_a_small_tier(x: torch.Tensor) -> None:
-    """Those that are there stay: making room would not help."""
+    """The tensors that are in the small tier stay there, because making room would not help."""
     tiers = dh.Tiered(dh.OnDevice(2 * x.nbytes), Copies())
     small = [tiers.put(torch.zeros(64, 64)) for _ in range(2)]
     large = tiers.put(torch.zeros(640, 64))
@@ -272,7 +272,10 @@ def test_a_last_tier_that_is_full_is_an_error(x: torch.Tensor) -> None:
 
 @pytest.mark.any_device
 def test_a_full_disk_spills_to_the_next(x: torch.Tensor, tmp_path: pathlib.Path) -> None:
-    """A real one: nothing is lost, nothing raises, and the disk is used again when it is empty."""
+    """A small file system is really full.
+
+    Nothing is lost, nothing raises, and the disk is used again when it is empty.
+    """
     disk = tmp_path / "small"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "t", str(disk)], check=False).returncode:
@@ -313,7 +316,7 @@ def test_a_model_trains_under_a_limit(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.any_device
 def test_a_constant_in_the_first_tier_may_be_returned_as_a_gradient(tmp_path: pathlib.Path) -> None:
-    """It is still where it was, in the first tier: what is made of the gradient must not reach it."""
+    """The constant itself lies in the first tier, so nothing that happens to the gradient may reach it."""
 
     gradient, x = torch.rand(64, 64), torch.ones(64, 64, requires_grad=True)
     content = gradient.clone()
@@ -392,7 +395,7 @@ def test_tiers_refuse_what_cannot_work_and_are_copied(tmp_path: pathlib.Path) ->
 
 
 def test_the_queues_of_tiers_do_not_grow() -> None:
-    """What fits into the first tier is never taken out of its line to make room."""
+    """A tensor that fits into the first tier stays in its queue, so dropped ones must not pile up behind it."""
     tiers = dh.Tiered(dh.OnDevice("1 GiB"), Copies())
     stays = tiers.put(torch.zeros(1))
     for _ in range(10_000):

@@ -26,7 +26,7 @@ X = torch.linspace(-2, 2, 5000)
 
 
 def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
-    """A store may write when it is made, to see what the disk can; from then on nothing is written."""
+    """A new store may write to measure the disk; after that the gate is shut."""
     gate.open.set()
     store = dh.OnDisk(folder, **options)
     gate.open.clear()
@@ -92,7 +92,7 @@ def test_a_backward_reads_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
         moved, ahead, in_vain = step(store, length)
         assert moved == length * X.nbytes
         assert in_vain == 0
-        assert moved - ahead <= X.nbytes  # the first one is wanted before anybody knows
+        assert moved - ahead <= X.nbytes  # the first read cannot come ahead
 
 
 def orders(tickets: list) -> dict[str, list]:
@@ -140,7 +140,7 @@ def test_a_branch_that_is_never_run_disturbs_nobody(tmp_path: pathlib.Path, monk
 def test_never_more_than_in_flight_is_on_its_way(
     budget: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each way; one that is larger goes alone."""
+    """The bound holds for writes and for reads; a tensor that is larger than the bound goes alone."""
     store = dh.OnDisk(tmp_path, in_flight=budget)
     mover, most = store._mover, collections.Counter()
 
@@ -166,7 +166,7 @@ def test_never_more_than_in_flight_is_on_its_way(
     assert most["written"] <= max(budget, 100_000)
     assert most["ahead"] <= max(budget, 100_000)
     if budget > 65_000:
-        assert min(most.values()) > 65_000  # so many at once there are
+        assert min(most.values()) > 65_000  # so many bytes are on their way at once
     tickets.clear()
     del ticket
     assert clean(store)
@@ -226,13 +226,13 @@ def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
         assert size() <= 12 * 20_480
     assert right(store, numel=500_000)
     assert size() >= 2_000_000
-    for _ in range(20):  # the last few steps do not need so much
+    for _ in range(20):  # the last steps needed less
         assert right(store)
     assert size() <= 2 * 12 * 20_480
     tickets = [store.put(X) for _ in range(10)]
     store.wait()
     for ticket in tickets[5:]:
-        store.drop(ticket)  # at the end: no part of the file any more
+        store.drop(ticket)  # they lie at the end, so the file is cut there
     store.release_idle()
     assert size() <= 5 * 20_480
     for ticket in tickets[:5]:
@@ -243,7 +243,7 @@ def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
 
 
 def test_threads_that_train_at_once_share_what_is_in_flight(tmp_path: pathlib.Path) -> None:
-    """Each has its own order; the bytes in flight are those of all of them."""
+    """Each thread has its own order, and the bound is for the bytes of all threads together."""
     store, wrong = dh.OnDisk(tmp_path, in_flight=100_000), []
 
     def train(length: int) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.any_device
 
 
 class Slow(torch.autograd.Function):
-    """Saves its input, and takes its time in backward, in which it notes how much is read ahead."""
+    """Saves its input, takes its time in backward, and notes there how much is read ahead."""
 
     noted: ClassVar[list[int]] = []
 
@@ -72,7 +72,7 @@ def test_a_long_backward_has_little_read_ahead(tmp_path: pathlib.Path) -> None:
     _step(store, 0.3)
     assert max(Slow.noted) <= most // 2
     (tier,) = store.report()
-    assert tier.ahead >= 10 << 20  # of 16, of which the first of each backward cannot be
+    assert tier.ahead >= 10 << 20  # of 16 MiB; the first read of each backward cannot come ahead
 
 
 def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
@@ -85,20 +85,20 @@ def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
 
 
 def _read_ahead(stored: Any) -> bool:
-    """Whether it is in memory before it is wanted, within seconds."""
+    """Whether the tensor is in memory within seconds, before anybody asks for it."""
     return soon(lambda: stored.ticket.ahead is not None)
 
 
 @pytest.mark.second_tier
 def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> None:
-    """Longer than the second after which threads that have nothing to do end; also when it is put off meanwhile."""
+    """The read is due later than threads without work end, and it may be put off meanwhile."""
     store, x = dh.OnDisk(tmp_path), torch.randn(256, 1024)
     for late, pause in ((0.0, 1.2), (0.3, 0.0)):
         tickets = [store.put(x + i) for i in range(3)]
         store.wait()
         store.get(tickets[2])
         time.sleep(late)
-        store.get(tickets[1])  # later than the last time: so will be the one that follows
+        store.get(tickets[1])  # later than the last time, so the next one is expected later, too
         assert _read_ahead(tickets[0])
         time.sleep(pause)
         store.get(tickets[0])
@@ -106,7 +106,7 @@ def test_a_read_that_is_due_in_a_while_has_a_thread(tmp_path: pathlib.Path) -> N
 
 
 def test_one_is_read_ahead_where_there_is_room_for_one(tmp_path: pathlib.Path) -> None:
-    """The one that is taken now makes room for the next."""
+    """The tensor that is taken makes room for the next one."""
     x = torch.randn(256, 1024)
     store = dh.OnDisk(tmp_path, in_flight=x.nbytes)
     tickets = [store.put(x + i) for i in range(4)]
@@ -139,7 +139,10 @@ def test_a_backward_that_is_faster_than_the_last_one_waits_for_no_clock(tmp_path
 
 @pytest.mark.parametrize("rows", [256, 16])
 def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: pathlib.Path) -> None:
-    """What was to be read in a while is not, and its place in the file is free; also where small ones are joined."""
+    """Reads that were planned are dropped, and their places in the file are free.
+
+    So it is where small tensors are written together, too.
+    """
     store = dh.OnDisk(tmp_path)
     _step(store, 0.3, count=4)
     x = torch.randn(rows, 1024, requires_grad=True)
@@ -147,10 +150,10 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
         first, y = Slow.apply(x * 2, store, 0.3), x
         for _ in range(2):
             y = Slow.apply(y, store, 0.3)
-        store.wait()  # small ones are joined up to here
+        store.wait()  # small tensors are written together up to here
         y = Slow.apply(y, store, 0.3)
     store.wait()
-    assert y.grad_fn.saved_tensors  # the last; the others are planned
+    assert y.grad_fn.saved_tensors  # this reads the last one and plans the reads of the others
     del first
     assert store.report()[0].held == 3 * x.nbytes  # it is let go of while others are to be read with it
     del y
@@ -214,7 +217,10 @@ class Reads(torch.autograd.Function):
 
 @pytest.mark.parametrize(("between", "loads"), [(1, 1), (4, 2)])
 def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tmp_path: pathlib.Path) -> None:
-    """It is held for one that comes before as many bytes have gone by, and brought again for others."""
+    """A content is held for a reader that comes soon.
+
+    For a reader that comes after many other bytes it is restored again.
+    """
     leaf = torch.randn(64, 64, requires_grad=True)
     shared = leaf * 1
     with dh.saving(ALL, dh.OnDisk(tmp_path)) as saved:
@@ -234,7 +240,7 @@ def test_what_a_far_reader_wants_is_not_held_for_it(between: int, loads: int, tm
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_far_readers_see_what_was_saved_whatever_nearer_ones_do(writes: bool, tmp_path: pathlib.Path) -> None:
-    """In several backwards of one graph, or when each reader writes into what it got."""
+    """This holds in several backwards of one graph, and when each reader writes into the tensor that it got."""
 
     class Notes(Reads):
         @staticmethod

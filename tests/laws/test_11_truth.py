@@ -137,7 +137,7 @@ def _truth(elements: torch.Tensor, p: float) -> float:
 
 
 def _norm(parts: list[list[torch.Tensor]], p: float) -> float:
-    """Of the gradients of several ranks, which have some for each of the parameters."""
+    """The norm of the gradients of several ranks, each of which has a part of every parameter."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in parts[0]])
     layout = Layout({Power(p): tuple(range(len(parts[0])))}, Engine(model).shards)
     rows = []
@@ -204,7 +204,7 @@ def test_clip_norm_of_any_order_is_right(p: float, by: Any, size: float) -> None
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("size", [1e-25, 5e18, 1e30])
 def test_statistics_say_the_same_whatever_is_measured_beside_them(size: float, every: int) -> None:
-    """In a step that is logged all is read in one go, in others the norm alone."""
+    """A step that is logged measures everything in one pass; other steps measure the norm alone."""
     model = nn.Linear(700, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rules = [dh.SkipNonFinite(), dh.ClipAdaptive(1e-3), dh.ClipNorm(size)]
@@ -268,7 +268,7 @@ def _all(rank: int, engine: str, dtype: torch.dtype) -> dict[str, Any]:
     return {
         name: train(rank, engine, rules, dtype=dtype, steps=STEPS.get(name, 2))
         for name, rules in RULES.items()
-        if (name, engine) != ("freeze", "fsdp1flat")  # which updates all of a unit in one piece
+        if (name, engine) != ("freeze", "fsdp1flat")  # it updates all of a unit in one piece
     }
 
 

@@ -55,7 +55,10 @@ def test_statistics_equal_float64_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_statistics_of_elements_equal_float64_by_hand(dtype: torch.dtype) -> None:
-    """Of many sizes: less than a row, rows and a rest, more than a block; one empty, one without a gradient."""
+    """The parameters have many sizes: less than a row, rows and a rest, more than a block.
+
+    One is empty, and one has no gradient.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = [(3,), (3,), (1,), (40, 50), (0, 4), (5,), (300, 1000), (7000,), (7000,), (4096,), (7000,)]
     weights = nn.ParameterList([nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in sizes])
@@ -180,7 +183,7 @@ def _loss(model: nn.Module, step: int, micro: int, engine: str, rank: int) -> to
 
 
 def _watched(rank: int, engine: str, scale: float = 1.0, steps: int = 3, every: int = 1) -> list[dict[str, Any]]:
-    """Three steps of two micro-batches with everything watched; under a loss scale if asked for."""
+    """The records of three steps of two micro-batches with everything watched, under a loss scale if asked for."""
     model, records = make(engine, torch.float64), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1.0)
@@ -272,7 +275,7 @@ def test_statistics_of_ranks_equal_float64_by_hand(ranks: Ranks, engine: str, sc
 
 
 def _plain() -> list[float]:
-    """Where the "ranks" are one: both micro-batches are of all eight examples."""
+    """The trace of the noise with one rank, whose two micro-batches have all eight examples each."""
     model = make("plain", torch.float64)
     optimizer, average, found = torch.optim.SGD(model.parameters(), lr=0.01), [0.0] * 3, []
     for step in range(3):

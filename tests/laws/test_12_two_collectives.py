@@ -31,7 +31,7 @@ EVERYTHING = [
 
 
 def _count(rank: int, engine: str, rules: list, watched: list, every: int = 2) -> tuple[list, list, object]:
-    """What was all-reduced in backward, in each of three steps, and what the report had promised."""
+    """What was all-reduced in backward and in each of three steps, and the report that said so before."""
     model = make(engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watch = dh.gradients(model, optimizer, rules=rules, stats=watched, every=every)

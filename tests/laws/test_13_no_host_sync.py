@@ -56,11 +56,11 @@ class _Copies(TorchDispatchMode):
 
 
 def _not_read(self: Gradients) -> None:
-    """A record is made of values."""
+    """Does nothing: a record is made of values, and tensors on "meta" have none."""
 
 
 class Still(torch.optim.Optimizer):
-    """Does nothing in its steps, as a fused one does nothing that waits."""
+    """Does nothing in its steps, as a fused optimizer does nothing that waits."""
 
     _step_supports_amp_scaling = True
 
@@ -85,7 +85,7 @@ def valueless() -> Iterator[None]:
 
 
 def _train(rules: list[Any], watched: list[Any]) -> None:
-    """Without autograd, whose threads ask the driver for the device."""
+    """Train without autograd, because its threads ask the driver for the device."""
     model = nn.Module()
     for name, shape in (("embed", (7, 6)), ("mid", (9000,)), ("head", (3, 5)), ("bias", (7,))):
         part = nn.Module()

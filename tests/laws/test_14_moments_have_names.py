@@ -59,7 +59,7 @@ def test_final_is_what_the_optimizer_uses_and_the_default(at: str | None) -> Non
 
 
 def test_what_a_function_returns_at_its_moment_is_used_from_there_on() -> None:
-    """Local: each micro-batch's gradient is clipped. Final: their sum is. Neither is the other."""
+    """A local function clips each micro-batch's gradient, and a final one clips their sum."""
     results = {}
     for at in ("local", "final"):
         _, own, model = _two_micro_batches(at, lambda grad: grad.clamp(-1.0, 1.0))
@@ -151,7 +151,7 @@ def test_statistics_are_of_the_gradient_before_any_rule() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_on_gradient_comes_before_the_rules(begun: bool) -> None:
-    """In a step that is begun early too: what it makes of a gradient is clipped."""
+    """What the function makes of a gradient is clipped, also in a step that is begun early."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -216,7 +216,7 @@ def _second_order(rank: int, engine: str, local: bool) -> torch.Tensor:
 
 
 def test_a_local_rule_does_not_lose_second_derivatives() -> None:
-    # a UsageError that says so would do as well
+    # a UsageError that says so would be right, too
     try:
         found = _second_order(0, "plain", True)
     except dh.errors.UsageError:

@@ -110,7 +110,7 @@ def test_a_step_that_makes_its_own_gradients_is_refused() -> None:
 
 
 def _scaled() -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
-    """A fused optimizer, which a GradScaler leaves to divide by the scale inside its kernel."""
+    """A fused optimizer: a GradScaler lets its kernel divide by the scale."""
     model = make("plain")
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(model, 0, "plain")).backward()
@@ -175,7 +175,7 @@ def test_a_rule_that_returns_something_else_is_an_error() -> None:
 
 
 def _refusals(rank: int) -> dict[str, str]:
-    """What is said in each case where another library would do nothing."""
+    """The message in each case in which a hook would silently do nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -268,7 +268,7 @@ def test_only_deepspeed_has_an_optimizer_of_its_own() -> None:
 @pytest.mark.any_device
 @pytest.mark.parametrize("pattern", ["blocks*", "blocks", nn.ModuleList])
 def test_a_container_that_is_never_called_takes_no_place(pattern: object, tmp_path: pathlib.Path) -> None:
-    """Attaching to a ModuleList does nothing, and takes the place of the blocks inside: law 15."""
+    """A ModuleList is never called. Hooks on it would do nothing, and the modules inside would have none."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -317,7 +317,7 @@ def test_the_user_is_told_of_a_forward_in_threads_of_its_own(tmp_path: pathlib.P
         with pytest.warns(UserWarning, match="'0' saved nothing in the thread that called it.*attach to the layers"):
             assert identical(step(model, x), truth)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it is said once
+            warnings.simplefilter("error")  # the warning comes once
             step(model, x)
     assert any("saved nothing in the thread" in advice for advice in saving.report().advice())
     with warnings.catch_warnings(), dh.save_activations(model, nn.Linear, line) as saving:  # the remedy
@@ -400,7 +400,7 @@ def test_a_store_where_the_tensors_are_says_so(to: dh.OnCpu | dh.Tiered, tmp_pat
         with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
             step(model, x)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # it is said once
+            warnings.simplefilter("error")  # the warning comes once
             step(model, x)
     assert saving.report().stored == 0
     assert any("stores nothing" in advice for advice in saving.report().advice())

@@ -52,7 +52,7 @@ CLIPS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("way", CLIPS)
 def test_what_is_logged_is_what_backward_made(way: str) -> None:
-    """A rule acts before too, and the loop's clipping is as it would be without."""
+    """A rule acts before the loop's clipping, too, and that clipping is as it would be without disthooks."""
     model, other = net(), net()
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     records: list[Any] = []
@@ -81,7 +81,7 @@ def test_what_is_logged_is_what_backward_made(way: str) -> None:
 
 
 def test_a_threshold_that_adapts_acts_on_true_norms() -> None:
-    """All norms are alike after the loop's clipping, and no step would stand out."""
+    """After the loop's clipping all norms are alike, so the rule must see the norms from before it."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rules = [dh.ClipZScore(warmup_steps=4, z_thresh=2.0, to="threshold")]
@@ -140,7 +140,10 @@ def test_a_norm_that_is_only_asked_for_begins_nothing() -> None:
 
 @pytest.mark.parametrize("early", [False, True], ids=["unscaled first", "clipped while scaled"])
 def test_a_grad_scaler_and_clipping_keep_the_users_units(early: bool) -> None:
-    """Who clips before the scaler has unscaled clips something else; rules keep their own units all the same."""
+    """A loop that clips before the scaler has unscaled clips scaled gradients.
+
+    Statistics are in the user's units all the same.
+    """
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -164,7 +167,7 @@ def test_a_grad_scaler_and_clipping_keep_the_users_units(early: bool) -> None:
 
 
 def test_a_model_beside_one_that_a_scaler_scales_is_ruled() -> None:
-    """The scaler's update() ends what it scaled: the gradients of the other model are final when its loop clips."""
+    """The scaler's update() ends its scaled step, so the gradients of the other model are final when its loop clips."""
     models = net(), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -210,7 +213,10 @@ def test_a_step_that_the_scaler_keeps_back_is_not_begun() -> None:
 
 @pytest.mark.parametrize("which", [["0.weight"], ["2.bias"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
 def test_a_parameter_that_is_frozen_after_its_backward_is_in_the_step(which: list[str]) -> None:
-    """It still has its gradient; torch takes no hook on it, and the step is begun once all the same."""
+    """The frozen parameter still has its gradient.
+
+    torch takes no hook on it, and the step is begun once all the same.
+    """
     model, other = net(), net()
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
     with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.5)], stats=[dh.stats.Norm()], every=1) as watch:

@@ -34,7 +34,10 @@ from tests.support.ranks.harness import Ranks
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
-    """The first one too, before any state is there; the steps around it are those of a run without it."""
+    """This holds for the first step, before the optimizer has state, too.
+
+    The other steps are those of a run without the one that was left out.
+    """
     model, other = net(), net()
     optimizer, plain = MAKE[kind](model.parameters()), MAKE[kind](other.parameters())
     found = []
@@ -77,7 +80,10 @@ def test_parameters_that_rest_keep_value_and_state(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind.endswith("fused")])
 def test_a_step_that_the_scaler_and_a_rule_leave_out(kind: str) -> None:
-    """Two reasons are one: a fused kernel makes no update where it is told 1, and one of NaN where it is told 2."""
+    """The scaler and the rule both ask the fused kernel to skip, by adding 1 to a tensor.
+
+    Told 1 it makes no update, and told 2 it would write NaN.
+    """
     model = net()
     optimizer = MAKE[kind](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -138,7 +144,7 @@ def _in_no_grad(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callabl
 
 
 def _replaced(optimizer: Any, attach: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Somebody has a step of their own on the object, around the class's."""
+    """Somebody has put a step of their own on the object, around that of the class."""
     true = optimizer.step
     optimizer.step = types.MethodType(lambda self: true(), optimizer)
     return attach(), lambda: optimizer.step()
@@ -294,7 +300,7 @@ def test_averages_are_saved_and_a_broken_step_is_left_out() -> None:
 
 
 def _skips(rank: int, engine: str) -> tuple[float, float, list[float]]:
-    """1500 squares of 5e18 are more than a float32, and 750 of them, which a rank has, are too."""
+    """The sum of 1500 squares of 5e18 is too large for float32, and so is that of the 750 that one rank has."""
     torch.manual_seed(0)
     model: Any = nn.Linear(1500, 1, bias=False)
     if engine == "fsdp2":

@@ -40,7 +40,7 @@ def test_rules_act_when_the_closure_is_done(kind: str) -> None:
     rules = [dh.SkipNonFinite(), dh.only("0.*", dh.Freeze()), dh.ClipValue(0.01)]
     with dh.gradients(model, optimizer, rules=rules, every=1) as watch, dh.gradients(other, plain, rules=rules):
         for step in range(4):
-            assert float(_closed(model, optimizer, step, step in (0, 2))) == step  # the loss comes back
+            assert float(_closed(model, optimizer, step, step in (0, 2))) == step  # step() returns the loss
             backward(other, step, step in (0, 2))
             plain.step()
             assert same(everything(model, optimizer)[:4], everything(other, plain)[:4])
@@ -53,7 +53,7 @@ def test_an_optimizer_that_moves_before_its_closure_cannot_skip() -> None:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for _, p in self.each():
-                p.data.add_(0.1)  # counted nowhere
+                p.data.add_(0.1)  # no version counter shows it
             torch.enable_grad()(closure)()
             for group, p in self.each():
                 p.data.sub_(0.1).sub_(p.grad, alpha=group["lr"])
@@ -159,7 +159,7 @@ def test_a_fused_optimizer_is_free_again_after_removal() -> None:
     before = model.weight.clone()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    assert not torch.equal(model.weight, before)  # found_inf stayed on it: no step is ever made again
+    assert not torch.equal(model.weight, before)  # if found_inf had stayed on it, it would never step again
 
 
 def test_gradients_are_back_after_removal() -> None:
@@ -192,7 +192,7 @@ def test_a_gradient_of_a_step_that_raised_is_not_used_later() -> None:
 
 def test_a_model_with_a_final_function_can_die() -> None:
     model, _ = small()
-    dh.on_gradient(model, "weight", lambda grad: grad)  # handle not kept, as in the first lines of the docs
+    dh.on_gradient(model, "weight", lambda grad: grad)  # the handle is not kept, as in the first lines of the docs
     ref = weakref.ref(model)
     del model, _
     gc.collect()

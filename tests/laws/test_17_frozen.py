@@ -165,7 +165,7 @@ def _trained(rules: list[Any], watched: list[Any], scale: float = 1.0) -> tuple[
 
 @pytest.mark.parametrize("kind", [*RULES, *STATS])
 def test_a_rule_or_a_statistic_is_the_same_one_after_use(kind: str) -> None:
-    """Trained twice with one object, the second time as the first: it remembered nothing."""
+    """Training twice with one object gives the same results: the object remembered nothing."""
     spec = {**RULES, **STATS}[kind]()
     before = repr(spec), dict(vars(spec))
     found = []

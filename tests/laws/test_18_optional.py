@@ -87,7 +87,7 @@ NEEDS = {
     "dh.from_config({'save': []})": "disthooks[config]",
     "dh.integrations.accelerate": "accelerate",
     "dh.integrations.lightning": "lightning",
-    "dh.integrations.transformers": "accelerate",  # which it looks for first
+    "dh.integrations.transformers": "accelerate",  # it looks for accelerate first
     "dh.sinks.TensorBoard('.').open()": "tensorboard",
     "dh.sinks.WandB().open()": "wandb",
     "dh.sinks.MLflow().open()": "mlflow",

@@ -39,7 +39,7 @@ def _train(every: int, steps: int, factors: list[float]) -> list[dict[str, Any]]
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_record_has_the_number_and_the_values_of_its_own_step(every: int) -> None:
-    """It is read one step late, and the last one at the end."""
+    """A record is read one step late, and the last record at the end."""
     factors = [1.0, 10.0, 100.0, 2.0, 20.0, 200.0, 3.0]
     records = _train(every, 7, factors)
     assert [record["step"] for record in records] == list(range(0, 7, every))
@@ -147,7 +147,7 @@ def test_advice_is_about_what_went_to_a_disk(tmp_path: pathlib.Path) -> None:
 
 
 def _zeros(name: str, grad: torch.Tensor) -> torch.Tensor:
-    """So that the update leaves the parameters finite."""
+    """Makes the update leave the parameters finite."""
     return torch.zeros_like(grad)
 
 

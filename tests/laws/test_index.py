@@ -50,7 +50,7 @@ TRUTHS: dict[str, tuple[str, str, object]] = {
 
 
 def _marks(function: Any) -> list[pytest.Mark]:
-    """Of a test and of its file, the nearest first."""
+    """The marks of a test and of its file, the nearest first."""
     of_file = getattr(inspect.getmodule(function), "pytestmark", [])
     return [*getattr(function, "pytestmark", []), *(of_file if isinstance(of_file, list) else [of_file])]
 
