@@ -1,22 +1,37 @@
-"""Patterns that choose modules and parameters by name, by type or by a predicate."""
+"""Patterns that choose modules and parameters by name, by type or by a predicate; and what wrappers hide.
+
+An engine wraps the user's model in a module of its own, and so do torch.compile, Fabric and activation checkpointing.
+Names and modules here are those of the user's own model: wrappers are looked through.
+"""
+
+# [Note: classes are known by their names]
+# A wrapper is recognised by the name of its class, anywhere in its method resolution order. To compare with the class
+# itself its framework would have to be imported: DeepSpeed takes seconds, FSDP1 needs torch.distributed, and a user who
+# has none of them should pay for none. A class of the user's own with such a name would be taken for the engine's.
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from disthooks._hashing import describe
+from disthooks._ranks import describe
 from disthooks.errors import MatchError, UsageError
 
 Pattern = str | type | Callable[[str, Any], bool]
 T = TypeVar("T")
 
-# What engines and wrappers put into a name; none of it is the user's.
+#: What wrappers put into the names of parameters and modules; none of it is the user's.
 _FOREIGN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+#: Around a module that an engine returned: what torch.compile and Fabric.setup return, and where they hold it.
+_AROUND_ENGINES = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
+
+#: Around the user's model: what an engine returns, and where it holds the model.
+_ENGINES = dict.fromkeys(("DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "_FabricModule"), "module")
 
 
 def canonical_name(name: str) -> str:
@@ -28,13 +43,19 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _FOREIGN)
 
 
-_SHELLS = ("DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "_FabricModule")
+def is_of_class(value: object, *names: str) -> bool:
+    """Whether ``value`` is of a class with one of these names; see [Note: classes are known by their names].
+
+    >>> is_of_class(nn.Linear(1, 1), "Linear"), is_of_class(nn.Linear(1, 1), "FSDPModule")
+    (True, False)
+    """
+    return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
 def unwrap_engine(model: nn.Module) -> nn.Module:
-    """The user's own model inside the shell that an engine put around all of it.
+    """The user's own model inside the wrapper that an engine put around all of it.
 
-    Engines are told by the names of their classes, so that none has to be imported.
+    FSDP1's wrappers stay, since they may be around any of its parts; :func:`canonical_name` takes them out of names.
 
     Raises:
         UsageError: when ``model`` is no module.
@@ -43,10 +64,24 @@ def unwrap_engine(model: nn.Module) -> nn.Module:
     >>> unwrap_engine(nn.DataParallel(layer)) is layer
     True
     """
+    return _unwrap(model, _ENGINES)
+
+
+def unwrap_to_engine(model: nn.Module) -> nn.Module:
+    """The module that an engine returned, inside what torch.compile and Fabric put around it."""
+    return _unwrap(model, _AROUND_ENGINES)
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """The module that was given to ``torch.compile``."""
+    return _unwrap(model, {"OptimizedModule": "_orig_mod"})
+
+
+def _unwrap(model: nn.Module, holders: Mapping[str, str]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while any(kind.__name__ in _SHELLS for kind in type(model).__mro__):
-        model = cast(nn.Module, model.module)
+    while held := [holders[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in holders]:
+        model = cast(nn.Module, getattr(model, held[0]))
     return model
 
 

@@ -5,7 +5,6 @@ Modules that two entries ask for.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from disthooks._ranks import has_process_group, launched_world_size, world_size
 from disthooks.config.source import Path, Source
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, ConfigError, MatchError
@@ -30,12 +30,8 @@ def check_not_alone() -> None:
     Raises:
         AttachError: when ``WORLD_SIZE`` says there are several, and torch.distributed or accelerate knows of one.
     """
-    text = os.environ.get("WORLD_SIZE", "")
-    said = int(text) if text.isdecimal() else 1
-    world = torch.distributed
-    begun = world.is_available() and world.is_initialized()
-    known, what = world.get_world_size() if begun else 1, "has a group of one" if begun else "was not initialised"
-    what = f"torch.distributed {what}"
+    said, known = launched_world_size(), world_size()
+    what = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
     if known > 1 and _accelerates_count() == 1:
         known, what = 1, "accelerate knows of one"
     if said > 1 and known == 1:

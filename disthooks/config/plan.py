@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
-from disthooks._hashing import describe
 from disthooks._match import as_patterns, unwrap_engine
+from disthooks._ranks import describe, launched_rank
 from disthooks.config import dump
 from disthooks.config.agree import Team, check_conflicts, check_not_alone
 from disthooks.config.build import Recipe, stores_within
 from disthooks.config.source import Path, Source
-from disthooks.config.watchers import Watchers, attach_watchers, say, this_rank
+from disthooks.config.watchers import Watchers, attach_watchers, say
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.attachment import Gradients, GradientsReport
@@ -361,7 +361,7 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
 
 def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watching: Gradients | None) -> None:
     """Say on the first rank's stderr what is attached now, and which file says so."""
-    if this_rank() != 0:
+    if launched_rank() != 0:
         return
     parts = []
     entries = [entry for i, entry in enumerate(plan.saves) if saving is None or i not in saving.missed]

@@ -13,8 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
-
+from disthooks._ranks import (
+    LOCAL_RANK_VARIABLES,
+    RANK_VARIABLES,
+    first_set,
+    global_rank,
+    has_process_group,
+    has_several_ranks,
+)
 from disthooks.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -268,8 +274,6 @@ def _line(node: Any) -> int:
 
 RUN = "{run}"
 _PART = re.compile(r"\$\$|\$\{(?P<braced>[^}]*)\}|\$(?P<bare>[A-Za-z_]\w*)|\{\{|\}\}|\{(?P<place>[^{}]*)\}|\$|\{")
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 class Expansion:
@@ -325,14 +329,11 @@ class Expansion:
         self._source.fail(path, f": {{{name}}} is no placeholder; {hint} ('{{{{' is a brace)")
 
     def _rank(self, path: Path) -> str:
-        world = torch.distributed
-        if world.is_available() and world.is_initialized():
-            return str(world.get_rank())
-        return _first(_RANKS) or "0"
+        return str(global_rank()) if has_process_group() else first_set(RANK_VARIABLES) or "0"
 
     def _local_rank(self, path: Path) -> str:
-        found = _first(_LOCAL_RANKS)
-        if found is None and _world() > 1:
+        found = first_set(LOCAL_RANK_VARIABLES)
+        if found is None and has_several_ranks():
             self._source.fail(
                 path, ": {local_rank} is not known: LOCAL_RANK is not set, and this is one of several ranks"
             )
@@ -355,12 +356,3 @@ def names_run(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(names_run, value))
     return isinstance(value, str) and RUN in value.replace("{{", "")
-
-
-def _first(names: tuple[str, ...]) -> str | None:
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
-
-
-def _world() -> int:
-    world = torch.distributed
-    return world.get_world_size() if world.is_available() and world.is_initialized() else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from disthooks._handles import Attachment
+from disthooks._ranks import launched_rank
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attachment import Gradients
@@ -122,17 +122,8 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
 
 def say(text: str) -> None:
     """A line on stderr; of another rank than the first with its number."""
-    rank = this_rank()
+    rank = launched_rank()
     print(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
-
-
-def this_rank() -> int:
-    """The number of this process among those that train together."""
-    world = torch.distributed
-    if world.is_available() and world.is_initialized():
-        return world.get_rank()
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0
 
 
 def attach_watchers(

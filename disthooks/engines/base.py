@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn.parallel.distributed import _find_tensors
 
 from disthooks._handles import UncopiedHook
-from disthooks._match import canonical_name, unwrap_engine
+from disthooks._match import canonical_name, is_of_class, unwrap_engine
+from disthooks._ranks import global_rank, has_several_ranks
 from disthooks._registry import register
 from disthooks._torch import ddp_under_way
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, before_any_step
@@ -72,28 +73,9 @@ def refuse_mixed(engine: Engine) -> None:
                 )
 
 
-def this_rank() -> int:
-    """This process's global rank; 0 where there is no process group.
-
-    >>> this_rank()
-    0
-    """
-    return torch.distributed.get_rank() if several_ranks() else 0
-
-
-def several_ranks() -> bool:
-    """Whether there is a process group of several ranks.
-
-    >>> several_ranks()
-    False
-    """
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return ready and torch.distributed.get_world_size() > 1
-
-
 def refuse_replicate(engine: Engine) -> None:
     """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
-    if not engine.trains_alone or not several_ranks():
+    if not engine.trains_alone or not has_several_ranks():
         return
     for name, module in engine.model.named_modules():
         if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
@@ -143,15 +125,6 @@ class HandleGroup:
         """Take all of them off."""
         for handle in self._handles:
             handle.remove()
-
-
-def is_of_class(module: nn.Module, *names: str) -> bool:
-    """Whether ``module`` is of a class with one of ``names``; so no engine has to be imported to be known.
-
-    >>> is_of_class(nn.Linear(1, 1), "Linear"), is_of_class(nn.Linear(1, 1), "FSDPModule")
-    (True, False)
-    """
-    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 class Engine:
@@ -382,7 +355,7 @@ class Plain(Engine):
     trains_alone = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, (this_rank(),))
+        super().__init__(model, (global_rank(),))
 
 
 @register("engine")
@@ -393,7 +366,7 @@ class DataParallel(Engine):
     trains_alone = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(unwrap_engine(model), (this_rank(),))
+        super().__init__(unwrap_engine(model), (global_rank(),))
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disthooks._match import unwrap_engine
+from disthooks._match import is_of_class, unwrap_engine
 from disthooks._registry import register
-from disthooks.engines.base import Engine, Removable, is_of_class
+from disthooks.engines.base import Engine, Removable
 from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
 from disthooks.engines.shard import Part, Shard
 from disthooks.engines.skip import end_step, remove_excluded

@@ -8,18 +8,18 @@ from typing import cast
 import torch
 from torch import nn
 
+from disthooks._match import is_of_class, unwrap_to_engine
 from disthooks._registry import other_kinds, own_kinds
 from disthooks.engines.base import (
     DataParallel,
     Engine,
     Plain,
-    is_of_class,
     refuse_lazy,
     refuse_mixed,
     refuse_nested,
     refuse_unwrapped,
 )
-from disthooks.errors import AttachError, UsageError
+from disthooks.errors import AttachError
 
 
 def detect_engine(model: nn.Module) -> Engine:
@@ -34,11 +34,7 @@ def detect_engine(model: nn.Module) -> Engine:
     >>> [shard.name for shard in detect_engine(nn.Linear(2, 2)).shards]
     ['weight', 'bias']
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    while is_of_class(model, "OptimizedModule", "_FabricModule"):  # what torch.compile and Fabric.setup return
-        inner = "_orig_mod" if is_of_class(model, "OptimizedModule") else "_forward_module"
-        model = cast(nn.Module, getattr(model, inner))
+    model = unwrap_to_engine(model)
     refuse_lazy(model)
     found = next(kind for kind in _kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)

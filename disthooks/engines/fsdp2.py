@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from disthooks._match import is_of_class
 from disthooks._registry import register
-from disthooks.engines.base import Engine, LocalHook, Removable, is_of_class, needing_gradients
+from disthooks.engines.base import Engine, LocalHook, Removable, needing_gradients
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from disthooks._handles import Attachment, UncopiedHook
-from disthooks._hashing import describe
 from disthooks._match import Pattern
+from disthooks._ranks import describe, has_several_ranks
 from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
-from disthooks.engines.base import Engine, refuse_reduced, refuse_replicate, several_ranks
+from disthooks.engines.base import Engine, refuse_reduced, refuse_replicate
 from disthooks.engines.clipping import before_clipping
 from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.skip import exclude_from_step
@@ -362,7 +362,7 @@ class Gradients(Attachment):
         for handle in self._local_hooks.attach():
             self.on_remove(handle.remove)
         again: OnRepeat = "refuse" if self._plan.rules else "first"
-        if self._engine.trains_alone and several_ranks():
+        if self._engine.trains_alone and has_several_ranks():
             self.on_remove(self._engine.model.register_forward_pre_hook(UncopiedHook(self._must_be_alone)).remove)
         self.on_remove(self._engine.before_step(optimizer, self._before_step, again).remove)
         self.on_remove(before_clipping(self._about_to_clip).remove)

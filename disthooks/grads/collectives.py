@@ -31,25 +31,6 @@ _LOW = 0xFFFFFFFF
 _MOST = 1 << 21  # numbers that are received at once, 16 MiB
 
 
-def world() -> tuple[int, ...]:
-    """All ranks of the default process group; one alone where there is none.
-
-    >>> world()
-    (0,)
-    """
-    ready = dist.is_available() and dist.is_initialized()
-    return tuple(range(dist.get_world_size())) if ready else (0,)
-
-
-def rank() -> int:
-    """This process's global rank; 0 where there is no process group.
-
-    >>> rank()
-    0
-    """
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def total(group: Any, numbers: torch.Tensor) -> torch.Tensor:
     """The sum of int64 ``numbers`` over the ranks, modulo 2**64: one all-reduce of twice their size.
 

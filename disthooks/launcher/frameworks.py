@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._match import unwrap_compiled
 from disthooks.engines.base import inner_optimizer
 from disthooks.errors import AttachError
 from disthooks.grads.attachment import Gradients
-from disthooks.launcher import world
 
 Undo = Callable[[], None]
 
@@ -191,7 +191,7 @@ def when_imported(name: str, then: Callable[[types.ModuleType], Undo]) -> Undo:
 def _prepared(accelerator: Any, model: nn.Module, optimizer: Any) -> bool:
     """Whether ``accelerator`` prepared the optimizer or the model."""
     mine = any(_inner(one) is optimizer for one in accelerator._optimizers)
-    return mine or any(world.unwrapped(one) is model for one in accelerator._models)
+    return mine or any(unwrap_compiled(one) is model for one in accelerator._models)
 
 
 def _inner(optimizer: Any) -> Any:

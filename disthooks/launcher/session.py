@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks._match import match_modules, unwrap_engine
+from disthooks._match import is_of_class, match_modules, unwrap_compiled, unwrap_engine
 from disthooks._tensors import format_bytes
 from disthooks.config import Plan
 from disthooks.config.locate import Found, engine_config, find, read_found
 from disthooks.config.plan import at_line, tell_attached
 from disthooks.config.watchers import Watchers
-from disthooks.engines.base import is_of_class
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.attachment import Gradients, UnwrittenRecords
 from disthooks.launcher import world
@@ -294,7 +293,7 @@ class Session:
         if self._busy or tracing or self._looked.get(module, 0) >= _LOOKS:
             return
         self._looked[module] = self._looked.get(module, 0) + 1
-        model = world.unwrapped(module)
+        model = unwrap_compiled(module)
         optimizers = (
             self._of_engine(model) if is_of_class(model, "DeepSpeedEngine") else self._held_by(model, outermost)
         )

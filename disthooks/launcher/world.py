@@ -5,40 +5,22 @@ from __future__ import annotations
 import os
 import sys
 
-import torch
 from torch import nn
 
-from disthooks.engines.base import DataParallel, Plain, is_of_class
+from disthooks._match import is_of_class
+from disthooks._ranks import has_process_group, has_several_ranks, launched_world_size, trains_alone, world_size
+from disthooks.engines.base import DataParallel, Plain
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 
 
-def started() -> int:
-    """How many processes the launcher started, or the process group has.
-
-    >>> started()
-    1
-    """
-    try:
-        told = int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        told = 1
-    return max(told, joined())
-
-
-def joined() -> int:
-    """How many processes the process group has; 0 without one."""
-    group = torch.distributed
-    return group.get_world_size() if group.is_available() and group.is_initialized() else 0
-
-
 def alone() -> str | None:
     """What to do when several were started and this one believes to be the only one; None if all is well."""
-    if started() == 1 or joined() > 1:
+    if not trains_alone():
         return None
-    there = "a process group of one" if joined() else "no process group"
+    there = "a process group of one" if has_process_group() else "no process group"
     return (
-        f"{started()} processes were started and this one has {there}: each trains alone. Call "
+        f"{launched_world_size()} processes were started and this one has {there}: each trains alone. Call "
         "torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs set "
         "ACCELERATE_USE_CPU=true"
     )
@@ -63,14 +45,7 @@ def _started_by_lightning() -> bool:
     """Whether Lightning ran the script again for each other rank; it says so in variables of its own, without RANK."""
     of_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
     modules = ("lightning", "pytorch_lightning", "lightning_fabric")
-    return joined() > 1 and of_lightning and any(name in sys.modules for name in modules)
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What ``torch.compile`` was given."""
-    while is_of_class(module, "OptimizedModule"):
-        module = module._orig_mod  # type: ignore[assignment]
-    return module
+    return has_several_ranks() and of_lightning and any(name in sys.modules for name in modules)
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -85,9 +60,10 @@ def refusal(model: nn.Module) -> str | None:
             "this one asks of them. Start all with torchrun --nproc-per-node N -m disthooks.run, or give the Trainer "
             "disthooks.integrations.lightning's DisthooksCallback"
         )
-    if isinstance(engine, (Plain, DataParallel)) and started() > 1:
+    count = max(launched_world_size(), world_size())
+    if isinstance(engine, (Plain, DataParallel)) and count > 1:
         return alone() or (
-            f"{type(model).__name__} was called without a wrapper, and there are {started()} processes: wrap it with "
+            f"{type(model).__name__} was called without a wrapper, and there are {count} processes: wrap it with "
             "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
             "Accelerator.prepare, and call what that returns; on CPUs accelerate wraps only under "
             "ACCELERATE_USE_CPU=true"

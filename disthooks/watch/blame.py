@@ -17,9 +17,9 @@ from torch import nn
 
 from disthooks._fork_safe import Order, shared
 from disthooks._handles import Attachment, UncopiedHook
-from disthooks._match import unwrap_engine
+from disthooks._match import is_of_class, unwrap_engine
+from disthooks._ranks import global_rank, world_ranks
 from disthooks._torch import being_traced, in_backward, in_transform
-from disthooks.engines.base import is_of_class
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.grads import collectives
@@ -260,7 +260,7 @@ class Blame(Attachment):
         book.add(Call(outputs, frame.inputs, frame.weights, when, (index << 32) + frame.call))
         inputs = torch.zeros_like(outputs) if frame.inputs is None else frame.inputs.to(outputs.device)
         if self._raise and bool(made_or_passed_on(outputs, inputs)):
-            raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {collectives.rank()})")
+            raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {global_rank()})")
 
     def _pop(self, module: nn.Module) -> _Frame | None:
         """Take the frame of a call that ends; and those inside it that never ended."""
@@ -303,7 +303,7 @@ class Blame(Attachment):
         when, where, inputs, weights = row
         name, kind = self._names[where >> 32]
         return Blamed(
-            rank=collectives.rank(),
+            rank=global_rank(),
             forward=when >> 32,
             module=name,
             kind=kind,
@@ -329,8 +329,8 @@ class Blame(Attachment):
         try:
             ranks = detect_engine(self._model).ranks
         except AttachError:  # DeepSpeed: the hooks of modules work there, and no rank is left out
-            return collectives.world()
-        return ranks if len(ranks) > 1 else collectives.world()
+            return world_ranks()
+        return ranks if len(ranks) > 1 else world_ranks()
 
     def _device(self) -> torch.device:
         return next((tensor.device for tensor in self._model.parameters()), torch.device("cpu"))

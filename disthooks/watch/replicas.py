@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from disthooks._hashing import Checksums, signed, splitmix64
+from disthooks._hashing import Checksums, signed64, splitmix64
 from disthooks._match import canonical_name
+from disthooks._ranks import global_rank, world_ranks
 from disthooks._tensors import exotic, local_part
 from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
@@ -100,7 +101,7 @@ class Copies:
         """64 bits that are the same on ranks that hold tensors of the same names, shapes and dtypes, in one order."""
         lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.replica_ranks)}" for c in self._found)
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        return signed(int.from_bytes(digest, "little"))
+        return signed64(int.from_bytes(digest, "little"))
 
     def __len__(self) -> int:
         return len(self._found)
@@ -122,7 +123,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (bool, int)):
-        yield path, torch.tensor(signed(value))
+        yield path, torch.tensor(signed64(value))
     elif isinstance(value, (float, complex)):
         yield path, torch.tensor(value, dtype=torch.complex128)
     else:
@@ -300,11 +301,11 @@ def _engines_ranks(engine: Engine, ranks: Iterable[int] | None) -> Ranks:
 
 def _plain_ranks(ranks: Iterable[int] | None) -> Ranks:
     """The ranks that each have a plain module: those asked for, or all."""
-    world = collectives.world()
+    world = world_ranks()
     chosen = world if ranks is None else tuple(sorted(set(ranks)))
-    if not set(chosen) <= set(world) or collectives.rank() not in chosen:
+    if not set(chosen) <= set(world) or global_rank() not in chosen:
         raise UsageError(
-            f"ranks={list(chosen)}: this is rank {collectives.rank()} of {len(world)}; name ranks that "
+            f"ranks={list(chosen)}: this is rank {global_rank()} of {len(world)}; name ranks that "
             "are there, and call check_replicas on those alone"
         )
     return chosen
@@ -315,7 +316,7 @@ class _Comparison:
 
     def __init__(self, engine: Engine, ranks: Ranks, copies: Copies) -> None:
         self._engine, self._ranks, self._copies = engine, ranks, copies
-        self._rank = collectives.rank() if len(ranks) > 1 else ranks[0]
+        self._rank = global_rank() if len(ranks) > 1 else ranks[0]
         self._replicated = copies.replicated()
         self._group = collectives.group_of(ranks)
         self._device = collectives.device_for(self._group, engine.shards[0].values().device)
@@ -353,7 +354,7 @@ class _Comparison:
         return torch.cat((padded.view(-1, BUCKETS).sum(0), signature))
 
     def _numbers(self, values: Sequence[int]) -> torch.Tensor:
-        numbers = torch.tensor([signed(value) for value in values], dtype=torch.int64)
+        numbers = torch.tensor([signed64(value) for value in values], dtype=torch.int64)
         return numbers.to(self._device, non_blocking=True)
 
     def _differences(self, suspects: Sequence[int], sums: torch.Tensor) -> tuple[Difference, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks._hashing import describe
+from disthooks._ranks import describe
 from disthooks.grads.collectives import StepCounts
 from tests.support.ranks.harness import Ranks
 
@@ -149,7 +149,7 @@ def test_code_that_differs_between_ranks(ranks: Ranks, what: str) -> None:
 
 
 def test_a_set_has_one_description_in_every_process() -> None:
-    code = "from disthooks._hashing import describe; print(describe({'a': {'x1', 'y2', 'z3'}, 'b': [1, 2.5, None]}))"
+    code = "from disthooks._ranks import describe; print(describe({'a': {'x1', 'y2', 'z3'}, 'b': [1, 2.5, None]}))"
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],

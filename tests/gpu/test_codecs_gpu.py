@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_the_cpu(
     name: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = CODECS[name]
-    monkeypatch.setattr(_hashing, "key", lambda device: (12345, -678))
+    monkeypatch.setattr(_hashing, "draw_key", lambda device: (12345, -678))
     for n in SIZES:
         x = numbers(kind, n, dtype)
         there = x.cuda()
@@ -90,7 +90,7 @@ def test_the_bits_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("off", [1, 2, 3])
 def test_what_begins_at_an_odd_place(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hashing, "key", lambda device: (5, 6))
+    monkeypatch.setattr(_hashing, "draw_key", lambda device: (5, 6))
     for dtype in FLOATS[:3]:
         x = numbers("normal", 5000, dtype)
         for codec in CODECS.values():
@@ -192,7 +192,7 @@ def test_more_elements_than_32_bits_count() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_gradients_are_those_of_the_cpu(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_hashing, "key", lambda device: (1, 2))
+    monkeypatch.setattr(_hashing, "draw_key", lambda device: (1, 2))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
     x = torch.randn(128, 64)

@@ -377,7 +377,7 @@ def test_lbfgs_goes_on_and_its_tensors_are_saved(start: Starts, watch: str, caps
 def test_a_reference_beside_the_wrapped_model_is_left_alone(
     start: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("disthooks.launcher.world.started", lambda: 2)
+    monkeypatch.setattr("disthooks.launcher.world.launched_world_size", lambda: 2)
     monkeypatch.setattr("disthooks.launcher.world.alone", lambda: None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
     try:

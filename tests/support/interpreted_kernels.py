@@ -64,11 +64,11 @@ def numbers(kind: str, n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 def test_codes_scales_and_numbers(name: str, dtype: torch.dtype, kind: str, n: int, seed: int) -> None:
     codec, codes, block = CODECS[name]
     x, key = numbers(kind, n, dtype, seed), (seed * 40503, -seed)
-    drawn, _hashing.key = _hashing.key, lambda device: key
+    drawn, _hashing.draw_key = _hashing.draw_key, lambda device: key
     try:
         (*parts,), spec = codec.encode(x)
     finally:
-        _hashing.key = drawn
+        _hashing.draw_key = drawn
     if parts[0] is x:  # it would not get smaller
         return
     stochastic = getattr(codec, "stochastic", False)

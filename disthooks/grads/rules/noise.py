@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disthooks._hashing import GOLDEN, mix64_, signed64
 from disthooks._registry import register
 from disthooks.engines.shard import Part, Shard
 from disthooks.errors import UsageError
@@ -143,25 +144,12 @@ def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> to
     The second key goes in between two rounds of mixing: with the first alone, different keys would read the same
     sequence at different places.
     """
-    bits = _mixed(_mixed((where * _GOLDEN).add_(keys[0])).bitwise_xor_(keys[1]))
+    bits = mix64_(mix64_((where * signed64(GOLDEN)).add_(keys[0])).bitwise_xor_(keys[1]))
     radius = (bits >> 32).bitwise_and_(_LOW).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     return (bits & _LOW).to(dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
 _LOW = 2**32 - 1
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
-
-
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer, in place; int64 wraps around as uint64 does, and a mask makes its shifts logical."""
-    for shift, factor in _ROUNDS:
-        bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor)
-    return bits.bitwise_xor_((bits >> 31).bitwise_and_(2**33 - 1))
 
 
 def _chunks(grad: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -93,7 +93,7 @@ class Quantize(Codec):
         if tensor.dtype not in _FLOATS or self._encoded_bytes(tensor) >= tensor.nbytes:
             return (tensor,), spec
         elements = flat(tensor)
-        key = _hashing.key(elements.device) if self.stochastic else None
+        key = _hashing.draw_key(elements.device) if self.stochastic else None
         if blocks.usable(elements, self.block):
             codes, scales = blocks.encode(elements, self.block, _KINDS[self.bits], key)
             return (codes if self.bits == 4 else codes.view(torch.int8), scales), spec
@@ -113,7 +113,7 @@ class Quantize(Codec):
         codes, n = _KINDS[self.bits].codes, elements.numel()
         it = scaled(elements, self.block, codes)
         if key:
-            random = _hashing.noise(it.values.numel(), key, first, elements.device)
+            random = _hashing.rounding_noise(it.values.numel(), key, first, elements.device)
             it.values.add_(random.view_as(it.values), alpha=2.0**-16)  # round(x / s + u - 1/2) is floor(x / s + u)
         it.values.round_()
         found = limited(it, codes).to(torch.int8).view(-1)[:n]

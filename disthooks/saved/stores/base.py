@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from disthooks._fork_safe import Order, shared
+from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
 
@@ -389,4 +389,4 @@ def _share(limit: int | str, what: str) -> int:
     """Bytes of this process in ``limit``: of one ``"per node"``, its part among the processes of the node."""
     total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
     nbytes = parse_bytes(total, what)
-    return nbytes // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if per_node else nbytes
+    return nbytes // local_world_size() if per_node else nbytes

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from disthooks._fork_safe import Order, shared
+from disthooks._ranks import local_rank
 from disthooks._registry import register
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes
@@ -79,7 +80,7 @@ class _Way:
 
 def _here(directory: str) -> str:
     """``directory`` of this process: "{local_rank}" is its number on its node."""
-    return directory.replace("{local_rank}", os.environ.get("LOCAL_RANK", "0"))
+    return directory.replace("{local_rank}", local_rank())
 
 
 @register("store")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import disthooks as dh
+from disthooks._hashing import GOLDEN, mix64_, signed64
 from disthooks.engines.shard import Part, Shard
 from disthooks.grads.rules import Work
 from disthooks.grads.rules import noise as module
@@ -60,7 +61,7 @@ def test_nothing_is_correlated_with_anything() -> None:
 
 def test_streams_of_different_keys_do_not_overlap() -> None:
     """With one key, mixing counters that are apart by a multiple of the increment gives one sequence, shifted."""
-    golden = module._GOLDEN
+    golden = signed64(GOLDEN)
     assert not set(normal(torch.arange(100), (golden * 0, 5), torch.float64).tolist()) & set(
         normal(torch.arange(100), (golden, 6), torch.float64).tolist()
     )
@@ -68,8 +69,8 @@ def test_streams_of_different_keys_do_not_overlap() -> None:
 
 def test_the_mixing_function_is_splitmix() -> None:
     """The first outputs for seed 1234567 (Rosetta Code, and Java's SplittableRandom)."""
-    counters = torch.arange(1, 4) * module._GOLDEN + 1234567
-    found = [value % 2**64 for value in module._mixed(counters).tolist()]
+    counters = torch.arange(1, 4) * signed64(GOLDEN) + 1234567
+    found = [value % 2**64 for value in mix64_(counters).tolist()]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

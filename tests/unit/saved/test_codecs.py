@@ -493,8 +493,8 @@ def test_the_noise_is_even_and_independent() -> None:
     from disthooks import _hashing
 
     cpu, n = torch.device("cpu"), 2**20
-    one, two = (_hashing.noise(n, _hashing.key(cpu), 0, cpu) for _ in range(2))
-    across = torch.stack([_hashing.noise(64, _hashing.key(cpu), 0, cpu) for _ in range(n // 64)]).view(-1)
+    one, two = (_hashing.rounding_noise(n, _hashing.draw_key(cpu), 0, cpu) for _ in range(2))
+    across = torch.stack([_hashing.rounding_noise(64, _hashing.draw_key(cpu), 0, cpu) for _ in range(n // 64)]).view(-1)
     for drawn in (one[::2], one[1::2], across[::2], across[1::2]):
         for bit in range(1, 16):
             assert abs(float((drawn >> bit & 1).double().mean()) - 0.5) * 2 * (n / 2) ** 0.5 < 5, bit
@@ -502,4 +502,4 @@ def test_the_noise_is_even_and_independent() -> None:
     halves = torch.stack([one[::2], one[1::2], two[::2], two[1::2], one[::2].roll(1), two[1::2].roll(-1)]).double()
     off = torch.corrcoef(halves) - torch.eye(6, dtype=torch.float64)
     assert off.abs().max() * (n / 2) ** 0.5 < 5
-    assert torch.equal(_hashing.noise(100, (1, 2), 40, cpu), _hashing.noise(140, (1, 2), 0, cpu)[40:])
+    assert torch.equal(_hashing.rounding_noise(100, (1, 2), 40, cpu), _hashing.rounding_noise(140, (1, 2), 0, cpu)[40:])
