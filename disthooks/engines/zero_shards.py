@@ -1,7 +1,7 @@
 """Where each stage of DeepSpeed's ZeRO keeps final gradients and the weights that its optimizer updates.
 
 DeepSpeed's optimizers are told by the names of their classes, so that it need not be imported. What is read of them
-has no public name: measured with deepspeed 0.19.8, and ``tests/engines/test_gradients_deepspeed.py`` goes over it.
+has no public name: measured with deepspeed 0.19.8, and ``tests/engines/test_deepspeed.py`` goes over it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
+from disthooks import stats as S
 from tests.support.engines import ENGINES, loss_of, make
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of
@@ -128,3 +129,72 @@ def test_the_first_parameters_in_model_order_and_how_many() -> None:
     assert [at["param"] for at in watch.last_nonfinite["nonfinite_at"]] == names[:10]
     assert watch.last_nonfinite["nonfinite_params"] == 16
     assert [record["step"] for record in log] == [0, 1]
+
+
+# --- Steps that were never made
+
+
+STATS = (S.Norm(), S.Spread(), S.NoiseScale(decay=0.0), S.NonFinite())
+
+
+def _once(rank: int, engine: str) -> dict[str, Any]:
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    return dict(watch.latest)
+
+
+def _after_skip(rank: int, engine: str) -> dict[str, Any]:
+    """A GradScaler leaves the first step out; the second one is what ``_once`` does."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
+        for spoil in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, 0, engine, rank) * spoil).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    return dict(watch.latest)
+
+
+def _after_drop(rank: int, engine: str) -> dict[str, Any]:
+    """A batch is thrown away (an outlier): zero_grad, no step."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=STATS, every=1) as watch:
+        (loss_of(model, 0, engine, rank) * 100).backward()
+        optimizer.zero_grad()
+        loss_of(model, 0, engine, rank).backward()
+        optimizer.step()
+    return dict(watch.latest)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", [_after_skip, _after_drop])
+def test_a_step_never_made_leaves_nothing_behind(ranks: Ranks, way: Any, engine: str) -> None:
+    truth = ranks(_once, engine)[0]
+    found = ranks(way, engine)[0]
+    for name in ("grad_norm", "grad_norm/max_rank", "grad_norm/min_rank", "noise_scale"):
+        assert found[name] == pytest.approx(truth[name], rel=1e-4), (name, found[name], truth[name])
+    assert found["grad_norm/outlier_rank"] is None
+
+
+def _blames(rank: int, engine: str) -> list[dict[str, Any]]:
+    """Rank 0's NaN was dropped with its batch; then rank 1 has one of its own."""
+    model = make(engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[S.NonFinite()], every=1) as watch:
+        for bad in (0, 1):
+            optimizer.zero_grad()
+            (loss_of(model, 0, engine, rank) * (float("nan") if rank == bad else 1.0)).backward()
+        optimizer.step()
+    return list(watch.latest["nonfinite_at"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nonfinite_names_the_rank_of_this_step(ranks: Ranks, engine: str) -> None:
+    assert {at["rank"] for at in ranks(_blames, engine)[0]} == {1}

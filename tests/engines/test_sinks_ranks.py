@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import disthooks as dh
+from disthooks import stats
+from disthooks.errors import DisthooksError
 from tests.support.engines import loss_of, make
 from tests.support.ranks.harness import Ranks
 
@@ -109,3 +111,26 @@ def test_deepspeed_writes_them_where_it_writes_its_own(ranks: Ranks, tmp_path: p
     (_, (samples, largest)) = read("Train_Samples_disthooks_grad_max_abs")
     assert int(samples) == 32
     assert float(largest) > 0
+
+
+def _sink(rank: int) -> str:
+    def full(record: dict[str, Any]) -> None:
+        raise OSError("disk full")
+
+    model = make("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = dh.gradients(model, optimizer, stats=[stats.Norm()], sinks=[full], every=1)
+    said = "fine"
+    try:
+        for step in range(3):
+            loss_of(model, step, "ddp", rank).backward()
+            optimizer.step()
+    except (OSError, DisthooksError) as error:  # a rank that handles its error
+        said = str(error)
+    watch._pending = None
+    watch.remove()
+    return said
+
+
+def test_a_sink_that_fails_on_the_first_rank_stops_no_other(ranks: Ranks) -> None:
+    ranks(_sink, timeout=300)

@@ -45,7 +45,7 @@ TRUTHS: dict[str, tuple[str, str, object]] = {
     "Ddp": ("tests.engines.test_truth.test_two_ranks", "engine", "ddp"),
     "Fsdp1": ("tests.engines.test_truth.test_two_ranks", "engine", "fsdp1"),
     "Fsdp2": ("tests.engines.test_truth.test_two_ranks", "engine", "fsdp2"),
-    "DeepSpeed": ("tests.engines.test_gradients_deepspeed.test_every_stage_equals_one_process", "stage", 3),
+    "DeepSpeed": ("tests.engines.test_deepspeed.test_every_stage_equals_one_process", "stage", 3),
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
+from disthooks import stats as S
 from disthooks.engines.base import Engine
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import Layout
@@ -248,3 +251,59 @@ def test_patterns_and_deviations_are_checked() -> None:
     with pytest.raises(UsageError, match="two Spread would write the same names"):
         dh.gradients(model, optimizer, stats=[stats.Spread(), stats.Spread(3.0)])
     assert not optimizer._optimizer_step_pre_hooks
+
+
+# --- Parts of a model that a step did not use, and names
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.b(self.a(x)) if both else self.a(x)
+
+
+def test_a_dropped_batch_that_used_another_branch_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    model, x = Branch(), torch.randn(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[S.Norm(), S.Spread()], every=1) as watch:
+        model(x, True).square().sum().mul(100).backward()
+        optimizer.zero_grad()  # thrown away; now a batch that does not use b
+        model(x, False).square().sum().backward()
+        optimizer.step()
+    assert watch.latest["grad_norm/max_rank"] == pytest.approx(watch.latest["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["console", "tensorboard"])
+def test_an_empty_histogram_does_not_end_a_sink(tmp_path: pathlib.Path, kind: str) -> None:
+    """A group that this step did not use has no elements: the sink must go on."""
+    lines: list[str] = []
+    sink = dh.sinks.Console(lines.append) if kind == "console" else dh.sinks.TensorBoard(tmp_path)
+    model, x = Branch(), torch.randn(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # "failed and is left out from now on: IndexError(...)"
+        with dh.gradients(model, optimizer, stats=S.standard(), groups={"b": "b.*"}, sinks=[sink], every=1):
+            for both in (False, True):
+                optimizer.zero_grad()
+                model(x, both).sum().backward()
+                optimizer.step()
+    assert kind != "console" or len(lines) == 2
+
+
+def _logged(grad: torch.Tensor, *stats: Any) -> dict[str, Any]:
+    model = nn.ParameterList([nn.Parameter(torch.zeros_like(grad))])
+    model[0].grad = grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=stats, every=1) as watch:
+        optimizer.step()
+    return watch.latest
+
+
+def test_two_quantiles_do_not_share_a_name() -> None:
+    grad = torch.cat([torch.ones(999_990), torch.full((10,), 1e6)])
+    found = _logged(grad, S.Histogram((0.9999999, 1.0, 0.5)))
+    assert len([name for name in found if name.startswith("grad_abs_q")]) == 3

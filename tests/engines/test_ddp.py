@@ -1,7 +1,8 @@
-"""A plain module among several ranks: an error where DDP reduces its gradients, right where each rank trains alone."""
+"""DDP: plain modules beside it, branches that one rank does not use, torch's own optimizers and loops."""
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 import warnings
@@ -14,8 +15,16 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from disthooks.errors import AttachError
+from disthooks.errors import AttachError, DisthooksError
+from tests.support.engines import loss_of, make
+from tests.support.models import Tiny, identical, stores, tokens
 from tests.support.ranks.harness import Ranks
+from tests.support.ranks.proof import (
+    HOWS,
+    KINDS,
+    numbers,
+    run,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -118,3 +127,77 @@ def test_a_script_that_reduces_by_itself(ranks: Ranks, tmp_path: pathlib.Path) -
         [(0,), (0, 0), [(0, []), (1, [])]],
         [(1,), (0, 0), [(0, []), (1, [1])]],
     ]
+
+
+# --- Saved tensors
+
+
+class Branching(Tiny):
+    """The second block is used by some ranks only."""
+
+    def forward(self, tokens: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.blocks[0](self.embed(tokens))
+        return self.norm(self.blocks[1](x) if both else x)
+
+
+def _unused(rank: int, how: str, folder: str) -> dict[str, tuple[bool, bool, int]]:
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for i in range(3):
+            torch.manual_seed(i)
+            model(tokens(seed=10 * i + rank), both=i < 2 and rank != i).square().mean().backward()
+            optimizer.step()
+            found += numbers(model)
+            optimizer.zero_grad()
+        return found
+
+    engine = functools.partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
+    truth = run(Branching, engine, train, how, None)
+    found = {}
+    for kind, line in stores(folder).items():
+        results, report = run(Branching, engine, train, how, line)
+        moved = report.loaded + report.kept_by.get("in place", 0)
+        found[kind] = (identical(results, truth.numbers), moved > 100_000, report.held)
+    return found
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ddp_with_a_branch_not_used_on_one_rank(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
+    assert ranks(_unused, how, str(tmp_path)) == [{kind: (True, True, 0) for kind in KINDS}] * 2
+
+
+# --- Optimizers and loops of torch's own
+
+
+def _zero(rank: int) -> tuple[list[Any], dict[str, int]]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+    with dh.on_gradient(model, "weight", lambda grad: grad * 3) as hook:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return model.module.weight.grad.tolist(), hook.report()
+
+
+def test_zero_redundancy_optimizer_edits_once(ranks: Ranks) -> None:
+    assert ranks(_zero) == [([[3.0, 3.0]], {"weight": 1})] * 2
+
+
+def _joined(rank: int) -> str:
+    model = make("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    try:
+        with dh.gradients(model, optimizer, stats=[stats.Norm()], every=1), model.join():
+            for _ in range(2 + rank):
+                loss_of(model, 0, "ddp", rank).backward()
+                optimizer.step()
+    except DisthooksError:
+        return "told"
+    return "fine"
+
+
+def test_uneven_inputs_under_join_are_refused_or_work(ranks: Ranks) -> None:
+    assert len(set(ranks(_joined, timeout=300))) == 1

@@ -1,8 +1,9 @@
-"""Laws 1, 2 and 6 on the options of DDP and ``fully_shard`` that change when weights and gradients move."""
+"""Laws 1, 2, 6 and 11 on ``fully_shard`` and its options that change when weights and gradients move."""
 
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 from typing import Any
 
@@ -11,19 +12,19 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from tests.support.models import Tiny, identical, stores, tokens
+from disthooks import stats
+from disthooks import stats as S
+from disthooks.errors import DisthooksError
+from tests.support.models import Tiny
 from tests.support.ranks.harness import Ranks
 from tests.support.ranks.proof import (
     FEW,
     FEW_GOOD,
     FOUR,
     HOWS,
-    KINDS,
     Proof,
     alive_with_and_without,
-    numbers,
     prove,
-    run,
     trainer,
 )
 
@@ -31,41 +32,6 @@ pytestmark = pytest.mark.dist
 
 
 # --- DDP
-
-
-class Branching(Tiny):
-    """The second block is used by some ranks only."""
-
-    def forward(self, tokens: torch.Tensor, both: bool = True) -> torch.Tensor:
-        x = self.blocks[0](self.embed(tokens))
-        return self.norm(self.blocks[1](x) if both else x)
-
-
-def _unused(rank: int, how: str, folder: str) -> dict[str, tuple[bool, bool, int]]:
-    def train(model: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        found = []
-        for i in range(3):
-            torch.manual_seed(i)
-            model(tokens(seed=10 * i + rank), both=i < 2 and rank != i).square().mean().backward()
-            optimizer.step()
-            found += numbers(model)
-            optimizer.zero_grad()
-        return found
-
-    engine = functools.partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
-    truth = run(Branching, engine, train, how, None)
-    found = {}
-    for kind, line in stores(folder).items():
-        results, report = run(Branching, engine, train, how, line)
-        moved = report.loaded + report.kept_by.get("in place", 0)
-        found[kind] = (identical(results, truth.numbers), moved > 100_000, report.held)
-    return found
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_ddp_with_a_branch_not_used_on_one_rank(ranks: Ranks, how: str, tmp_path: pathlib.Path) -> None:
-    assert ranks(_unused, how, str(tmp_path)) == [{kind: (True, True, 0) for kind in KINDS}] * 2
 
 
 # --- FSDP2
@@ -135,3 +101,66 @@ def test_gathered_weights_are_freed_after_forward(ranks: Ranks, name: str, how: 
         assert gathered > 100_000
         assert left == (gathered if name == "keep" else 0)
         assert with_hooks == (gathered, left)
+
+
+# --- Gradients
+
+
+def _unreduced(rank: int) -> str:
+    """A parameter that no FSDP module has: its gradient stays different on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) * self.scale
+
+    model = Half()
+    fully_shard(model.body, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+    try:
+        with dh.gradients(model, optimizer, stats=[stats.NonFinite()]) as watch:
+            model(torch.ones(1, 4)).sum().backward()
+            if rank == 1:
+                model.scale.grad[0] = math.nan
+            optimizer.step()
+    except DisthooksError:
+        return "told"
+    return "told" if watch.latest["nonfinite"] else "silent"
+
+
+def test_plain_parameters_that_differ_between_ranks_are_not_passed_over(ranks: Ranks) -> None:
+    assert ranks(_unreduced) == ["told", "told"]
+
+
+# --- Four ranks: one dimension of a mesh, with nothing that says that the other one is tensor parallelism
+
+
+def _on_one_dimension(rank: int, names: str) -> float:
+    """Two independent copies (names "same"), or two stages of a pipeline ("stages"), each sharded over two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    key = "layer" if names == "same" else f"layer{rank // 2}"
+    model = nn.Sequential()
+    model.add_module(key, nn.Linear(4, 4, bias=False))
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) * (10 if rank > 1 else 1)
+    with dh.gradients(model, optimizer, stats=[S.Norm()], every=1) as watch:
+        model(x).square().sum().backward()
+        optimizer.step()
+    truth = next(model.parameters()).grad.full_tensor().norm()  # over this mesh["dp"]
+    return watch.latest["grad_norm"] / float(truth)
+
+
+@pytest.mark.parametrize("names", ["same", "stages"])
+def test_fsdp2_on_one_dimension_of_a_mesh(four: Ranks, names: str) -> None:
+    """Each pair's own norm, never a mix of the two."""
+    assert four(_on_one_dimension, names) == pytest.approx([1.0] * 4, rel=1e-4)
