@@ -1,0 +1,93 @@
+"""docs/architecture.md says what the code is: its picture, its ways, its links, and the Notes that the code cites."""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+sys.path.append(str(ROOT / "docs"))
+import architecture
+from house_source import Package
+
+PACKAGE = Package(ROOT / "disthooks")
+TEXT = architecture.PAGE.read_text()
+WAYS = [line for line in TEXT.splitlines() if re.match(r"\| \[\w+/", line) and line.count("|") == 4 and "`" in line]
+
+
+@pytest.mark.parametrize(
+    ("path", "make"), [(architecture.PICTURE, architecture.picture), (architecture.PAGE, architecture.page)]
+)
+def test_it_is_what_the_code_is(path, make) -> None:
+    before = path.read_text()
+    assert make(PACKAGE, before) == before, "run make architecture"
+
+
+def test_the_picture_has_every_package_and_every_import() -> None:
+    drawn = set(re.findall(r'data-package="(\w+)"', architecture.PICTURE.read_text()))
+    packages = {path.parent.name for path in PACKAGE.folder.glob("*/__init__.py")}
+    assert drawn == packages | {"base", "names"}
+    arrows = {
+        (source, target)
+        for source, targets in re.findall(r'data-from="(\w+)" data-to="([^"]+)"', architecture.PICTURE.read_text())
+        for target in targets.split()
+    }
+    imports = {
+        (name.split(".")[1], other.split(".")[1])
+        for name, others in PACKAGE.graph.items()
+        for other in others
+        if name.count(".") and other.count(".")
+    }
+    assert arrows == {(one, other) for one, other in imports if {one, other} <= packages and one != other}
+
+
+def test_a_link_leads_to_a_file() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert len(links) > 60
+    assert [link for link in links if not (architecture.PAGE.parent / link).exists()] == []
+
+
+def defined(path: str) -> set[str]:
+    """The names of all classes, functions and methods of a file."""
+    file = PACKAGE.by_name[path.removesuffix(".py").replace("/", ".")]
+    return {node.name for node in (*file.classes(), *file.functions())}
+
+
+def test_what_is_called_on_a_way_is_there() -> None:
+    assert len(WAYS) > 15
+    for row in WAYS:
+        _, files, called, _ = (cell.strip() for cell in row.split("|")[:4])
+        paths = re.findall(r"\]\(\.\./(disthooks/[^)]+\.py)\)", files)
+        there = set().union(*map(defined, paths))
+        names = set(re.findall(r"`(\w+)`", called))
+        assert names <= there, f"{names - there} in {paths}"
+    for path, name in re.findall(r"\]\(\.\./(disthooks/[^)]+\.py)\) \(`(\w+)`\)", TEXT):
+        assert name in defined(path), f"{name} in {path}"
+
+
+def test_a_note_that_is_cited_is_there_once_and_is_cited() -> None:
+    made, cited = architecture.notes(PACKAGE)
+    names = collections.Counter(note.name for note in made)
+    assert {name: times for name, times in names.items() if times > 1} == {}
+    assert [note for note in cited if note.name not in names] == []
+    assert sorted(names.keys() - {note.name for note in cited}) == [], "cite them where the code depends on them"
+    in_docs = {
+        " ".join(name.split())
+        for path in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"(?<!`)\[Note: ([^\]]+)\]", path.read_text())
+    }
+    assert in_docs <= names.keys()
+
+
+def test_notes_are_found_in_comments_and_docstrings(tmp_path) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "__init__.py").write_text(
+        '"""See [Note: a\nreason]."""\n\n# [Note: a reason]\n# Why.\nx = 1  # see [Note: another]\n# See\n# [Note: a reason] too.\n'
+    )
+    made, cited = architecture.notes(Package(tmp_path / "small"))
+    assert [(note.name, note.line) for note in made] == [("a reason", 4)]
+    assert [(note.name, note.line) for note in cited] == [("a reason", 1), ("another", 6), ("a reason", 8)]
