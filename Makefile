@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -76,6 +76,11 @@ bench-gpu: $(READY)
 # Lines, functions, circles of imports, calls on four trips, places to touch: one minute; beside the figures before.
 house: $(READY)
 	$(RUN) benchmarks/house.py --against benchmarks/results/house_before.json $(ARGS)
+
+# What is written from the code: docs/img/architecture.svg, the list of Notes, and all that follows from @register.
+architecture: $(READY)
+	$(RUN) docs/generate.py --write
+	$(RUN) docs/architecture.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

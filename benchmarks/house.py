@@ -9,7 +9,8 @@ module of the library is named here, so that commits whose files have other name
 
 A *place to touch* is a file other than the class's own that names the class, in code or in a string (comments and
 docstrings do not count, and other kinds of files count as they are). It is counted for a small class of each kind, in
-the library, its schema and golden files, docs, tests, and elsewhere (benchmarks, examples, demo, launch).
+the library, docs, tests, and elsewhere (benchmarks, examples, demo, launch). What a script writes is counted apart:
+the JSON schema, golden files, and the parts of other files that say so.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ KINDS = {
     "sink": r"MLflow",
     "engine": r"Fsdp2(?:Engine)?",
 }
-AREAS = ("library", "schema and golden files", "docs", "tests", "elsewhere")
+AREAS = ("library", "generated", "docs", "tests", "elsewhere")
+# What stands between these was written by a script; a file that says so in its first line has no end.
+GENERATED = re.compile(r"[Gg]enerated by .*(?:[^\n]*\n)+?(?:.*What is generated ends here|\Z)")
 IGNORED = {".git", ".venv", "build", "runs", "results", "__pycache__"}
 
 
@@ -73,10 +76,11 @@ def places(root: pathlib.Path, package: Package) -> dict[str, Any]:
     for kind, pattern in KINDS.items():
         name = re.compile(pattern, re.IGNORECASE if kind == "engine" else 0)
         own = next(file.path for file in package.files if any(name.fullmatch(node.name) for node in file.classes()))
-        naming = sorted(path for path, words in every.items() if path != own and any(map(name.fullmatch, words)))
         areas: dict[str, list[str]] = {area: [] for area in AREAS}
-        for path in naming:
-            areas[_area(path.relative_to(root))].append(str(path.relative_to(root)))
+        for path, (by_hand, generated) in every.items():
+            if path != own and any(map(name.fullmatch, by_hand | generated)):
+                area = _area(path.relative_to(root)) if any(map(name.fullmatch, by_hand)) else "generated"
+                areas[area].append(str(path.relative_to(root)))
         found[kind] = {"class": pattern.partition("(")[0], "own_file": str(own.relative_to(root)), "named_in": areas}
     return found
 
@@ -89,19 +93,28 @@ def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
                 yield pathlib.Path(folder, name)
 
 
-def _words(path: pathlib.Path, package: Package) -> set[str]:
+def _words(path: pathlib.Path, package: Package) -> tuple[set[str], set[str]]:
+    """The words of a file that were written by hand, and those that a script wrote."""
+    text = path.read_text()
+    generated: set[int] = set()  # lines
+    if "docs/generate.py" in text and path.name != "generate.py":
+        for part in GENERATED.finditer(text):
+            generated.update(range(text.count("\n", 0, part.start()) + 1, text.count("\n", 0, part.end()) + 2))
     if path.suffix != ".py":
-        return set(re.findall(r"\w+", path.read_text()))
-    file = next((each for each in package.files if each.path == path), None) or File(path, path.parent)
-    told = (token for token in file.tokens if token.type != tokenize.COMMENT)
-    return {
-        word for token in told if token.start[0] not in file.docstrings for word in re.findall(r"\w+", token.string)
-    }
+        lines = list(enumerate(text.splitlines(), 1))
+    else:
+        file = next((each for each in package.files if each.path == path), None) or File(path, path.parent)
+        told = (token for token in file.tokens if token.type != tokenize.COMMENT)
+        lines = [(token.start[0], token.string) for token in told if token.start[0] not in file.docstrings]
+    words: tuple[set[str], set[str]] = (set(), set())
+    for line, said in lines:
+        words[line in generated].update(re.findall(r"\w+", said))
+    return words
 
 
 def _area(path: pathlib.Path) -> str:
-    if path.suffix == ".json" or "golden" in path.parts:
-        return "schema and golden files"
+    if path.suffix == ".json":
+        return "generated"
     if path.suffix == ".md":
         return "docs"
     return {"disthooks": "library", "tests": "tests", "docs": "docs"}.get(path.parts[0], "elsewhere")

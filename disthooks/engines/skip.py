@@ -29,7 +29,8 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
     """Whether the step that begins now must not be made.
 
     One of torch's fused optimizers takes the decision as a tensor, as it does from a ``GradScaler``, and nothing waits
-    for the device: its step is made, and changes nothing. For any other one the host reads the decision.
+    for the device: its step is made, and changes nothing. For any other one the host reads the decision. See
+    [Note: what leaves an optimizer as it is].
 
     Args:
         decision: a bool tensor without dimensions.

@@ -245,7 +245,7 @@ _WARN_AFTER = 30.0  # seconds
 
 
 class StepCounts:
-    """What one attachment's ranks tell each other of their count of steps.
+    """What one attachment's ranks tell each other of their count of steps: [Note: the count of steps is agreed on].
 
     Args:
         ranks: the global ranks that are attached together, this one among them.

@@ -119,7 +119,8 @@ class SavedTensorHooks:
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
-        late = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()  # see [Note: contents ...]
+        # See [Note: contents are of one moment].
+        late = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()
         if tensor.is_cuda:
             refuse_capture(self._module_name)  # it began inside
         # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once

@@ -170,7 +170,7 @@ class _Opener:
 
 
 def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
-    own = kind.__dict__.get("__call__")
+    own = kind.__dict__.get("__call__")  # see [Note: the class's own call]
 
     @uncompiled(callees=False)
     def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:

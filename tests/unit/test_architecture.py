@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 import re
 import sys
-
-import pytest
 
 from tests.support import ROOT
 
@@ -83,11 +82,10 @@ def test_a_note_that_is_cited_is_there_once_and_is_cited() -> None:
     assert in_docs <= names.keys()
 
 
-def test_notes_are_found_in_comments_and_docstrings(tmp_path) -> None:
+def test_notes_are_found_in_comments_and_docstrings(tmp_path: pathlib.Path) -> None:
     (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "__init__.py").write_text(
-        '"""See [Note: a\nreason]."""\n\n# [Note: a reason]\n# Why.\nx = 1  # see [Note: another]\n# See\n# [Note: a reason] too.\n'
-    )
+    text = '"""See [Note: a\nreason]."""\n\n# [Note: a reason]\n# Why.\nx = 1  # see [Note: another]\n'
+    (tmp_path / "small" / "__init__.py").write_text(f"{text}# See\n# [Note: a reason] too.\n")
     made, cited = architecture.notes(Package(tmp_path / "small"))
     assert [(note.name, note.line) for note in made] == [("a reason", 4)]
     assert [(note.name, note.line) for note in cited] == [("a reason", 1), ("another", 6), ("a reason", 8)]
