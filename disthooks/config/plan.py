@@ -23,8 +23,7 @@ from disthooks.config.build import Recipe, stores_within
 from disthooks.config.source import Path, Source
 from disthooks.config.watchers import Watchers, attach_watchers, say
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
-from disthooks.grads.attach import gradients
-from disthooks.grads.attachment import Gradients, GradientsReport
+from disthooks.grads.attach import Gradients, GradientsReport, gradients
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
 from disthooks.saved.pipeline import pipeline

@@ -14,7 +14,7 @@ from disthooks._handles import Attachment
 from disthooks._ranks import launched_rank
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
-from disthooks.grads.attachment import Gradients
+from disthooks.grads.attach import Gradients
 from disthooks.watch.blame import Blame, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas
 

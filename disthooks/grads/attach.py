@@ -1,22 +1,54 @@
-"""Rules and statistics at the moment when gradients are final: just before the optimizer steps."""
+"""``gradients()``: rules and statistics at the moment when gradients are final, just before the optimizer steps."""
+
+# [Note: the life of a step]
+# At attach, `gradients` checks its arguments and `_attach` finds everything that does not change: the engine, the
+# parameters, which rule, statistic and group is for which of them, and how many collectives a step takes (plan.py).
+# In backward, hooks look at this rank's own gradients and rules at "local" rewrite them (local_hooks.py).
+# At the step, `Gradients._before_step` runs. The engine calls it when gradients are final, or `begin_step` does so
+# earlier, before a loop clips by itself. It checks that the step is one to measure (`StepChecks`), reads the record of
+# the step before, and measures and rewrites round after round (`StepRunner`). It returns the decision to leave the step
+# out.
+# After the update, `Gradients._after_step` measures how far it moved the parameters, if a statistic asks for it.
+# At logging, which is at the next step, in `flush()` and in `remove()`, the numbers are on the host. They become a
+# record (records.py), and the first rank gives it to the sinks (`RecordWriter` in sinks/base.py).
+
+# [Note: one step hook for all]
+# All attachments of one optimizer share one hook on its step, which is the engine's (`before_step`). With a hook of its
+# own, each attachment would undo what another one had done for the step: a frozen parameter moved. All of them run
+# first, then the step is left out if any of them decided so. The hook is on the step and not on each gradient: what
+# rewrites an accumulated gradient after each micro-batch compounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern
-from disthooks.engines.base import refuse_replicate
+from disthooks._ranks import describe, has_several_ranks
+from disthooks.engines.base import Engine, refuse_replicate
+from disthooks.engines.clipping import before_clipping
 from disthooks.engines.detect import detect_engine
-from disthooks.errors import UsageError
-from disthooks.grads.attachment import Gradients, GradientsConfig
-from disthooks.grads.plan import check_stat
+from disthooks.engines.optimizer_step import OnRepeat
+from disthooks.engines.skip import exclude_from_step
+from disthooks.errors import AttachError, UsageError
+from disthooks.grads import collectives
+from disthooks.grads.collectives import StepCounts
+from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
+from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
+from disthooks.grads.records import Reading, StepRecords, UnwrittenRecords
 from disthooks.grads.rules.base import Rule, as_rule
-from disthooks.grads.sinks.base import Sink, as_numbers
-from disthooks.grads.stats.base import Stat
+from disthooks.grads.rules.only import Only
+from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
+from disthooks.grads.stats.base import Stat, State
+from disthooks.grads.step import StepChecks, StepRunner
 
 
 def gradients(
@@ -77,7 +109,12 @@ def gradients(
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise UsageError(f"every={every!r}: log every how many steps? An int of at least 1")
     chosen = [as_rule(rule) for rule in _listed("rules", rules)]
-    watched = [check_stat(stat) for stat in _listed("stats", stats)]
+    watched = list(_listed("stats", stats))
+    for stat in watched:
+        if not isinstance(stat, Stat):
+            raise UsageError(
+                f"{stat!r} is no statistic: give stats.Norm(), stats.NonFinite() or another one of disthooks.stats"
+            )
     targets, named = list(_listed("sinks", sinks)), _grouped(groups)
     for sink in targets:
         if not callable(sink):
@@ -89,9 +126,10 @@ def gradients(
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
     engine = detect_engine(model)
     refuse_replicate(engine)
-    numbers = [as_numbers(it) for it in _listed("also", also)]
-    config = GradientsConfig(chosen, watched, targets, every, named, numbers, scaler)
-    return Gradients(engine, engine.inner_optimizer(optimizer), config)
+    config = GradientsConfig(
+        chosen, watched, targets, every, named, [as_also_logged(it) for it in _listed("also", also)], scaler
+    )
+    return _attach(engine, engine.inner_optimizer(optimizer), config)
 
 
 def _listed(what: str, given: Any) -> Iterable[Any]:
@@ -110,3 +148,414 @@ def _grouped(groups: Any) -> dict[str, Any]:
         if not isinstance(name, str) or not name or (not pattern and not callable(pattern)):
             raise UsageError(f"groups: {name!r}: {pattern!r} is no name with a pattern or a list of them")
     return dict(groups)
+
+
+@dataclass(frozen=True)
+class GradientsConfig:
+    """The arguments of :func:`disthooks.gradients`, checked."""
+
+    rules: Sequence[Rule] = ()
+    stats: Sequence[Stat] = ()
+    sinks: Sequence[Sink] = ()
+    every: int = 50
+    groups: Mapping[str, Pattern | Iterable[Pattern]] = field(default_factory=dict)
+    also: Sequence[AlsoLogged] = ()
+    scaler: Any = None
+
+
+def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradients:
+    """Find what every step needs, once; agree with the other ranks; then put the hooks on."""
+    local = [rule for rule in config.rules if _is_local(rule)]
+    final = [rule for rule in config.rules if not _is_local(rule)]
+    parameters = engine.optimizer_parameters(optimizer)
+    indices = optimized_shards(engine, parameters)
+    shards = [engine.shards[i] for i in indices]
+    for rule in final:
+        if rule.excludes and not engine.can_exclude_parameters:
+            raise AttachError(
+                f"{rule!r} keeps single parameters from the optimizer, and on {engine.label} it updates them together "
+                "with others, in one piece: set requires_grad_(False), or use an optimizer that does not hold them, "
+                "before the engine takes the model"
+            )
+    plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards))
+    stats = _start_stats(config.stats, engine, plan)
+    local_rules = LocalRules(engine, local, indices, config.scaler)
+    needs = LocalNeeds.of(plan, config.stats, indices)
+    local_hooks = LocalGradientHooks(engine, indices, needs, local_rules)
+    group = collectives.group_of(engine.ranks)
+    device = collectives.device_for(group, shards[0].parameter.device)
+    runner = StepRunner(engine, plan, local_hooks, config.scaler, group, device)
+    counts = StepCounts(engine.ranks, engine.ranks[engine.position], collectives.seconds_to_wait(group))
+    checks = StepChecks(engine, optimizer, parameters, counts, has_rules=bool(plan.rules))
+    records = StepRecords(plan, stats, engine.ranks)
+    return Gradients(config, checks, runner, records, _open_sinks(config, engine, runner))
+
+
+def _is_local(rule: Rule) -> bool:
+    return isinstance(rule, Only) and rule.at == "local"
+
+
+def _start_stats(stats: Sequence[Stat], engine: Engine, plan: StepPlan) -> list[tuple[Stat, State]]:
+    """Each statistic with the state that it keeps from one logged step to the next.
+
+    Raises:
+        UsageError: when a statistic cannot be right here, or two of them would write the same names.
+    """
+    for i, stat in enumerate(stats):
+        if stat.alone and any(type(other) is type(stat) for other in stats[:i]):
+            raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
+        stat.check(engine, plan.shards)
+    return [(stat, stat.start(len(plan.scopes) + len(plan.shards) * stat.per_parameter)) for stat in stats]
+
+
+def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> RecordWriter:
+    """Open the sinks on the first rank, and agree that all ranks attach the same: one collective.
+
+    Ranks that attach different rules or statistics would add up different numbers, or wait for each other for ever. If
+    the first rank cannot open its sinks, every rank raises.
+    """
+    writer = RecordWriter(config.also)
+    failure: Exception | None = None
+    try:
+        writer.open(config.sinks if engine.position == 0 else ())
+    except Exception as error:
+        failure = error
+    names = [shard.name for shard in runner.plan.shards]
+    scopes = [bound.indices for bound in runner.plan.rules], [sorted(s) for s in runner.local_hooks.rules.scopes]
+    asked = f"every={config.every}, rules={describe(config.rules)}, stats={describe(config.stats)}"
+    mine = f"{asked}, groups={runner.plan.groups}, for the parameters {scopes} of {names}"
+    has_failed, is_alike = collectives.agree(runner.group, runner.device, failure is not None, mine)
+    if not has_failed and is_alike:
+        return writer
+    writer.close()
+    if failure is not None:
+        raise failure
+    if not is_alike:
+        raise AttachError(
+            f"the ranks {list(engine.ranks)} do not attach the same: they must give the same rules, stats, groups and "
+            f"every, for the same parameters; this one has {mine}"
+        )
+    raise AttachError(f"rank {engine.ranks[0]} could not open its sinks; its error says why")
+
+
+@dataclass(frozen=True)
+class GradientsReport:
+    """What an attachment does in every step.
+
+    Attributes:
+        engine: which engine was found.
+        ranks: the global ranks whose gradients belong together.
+        parameters: how many the optimizer holds.
+        rounds: how many measurements a logged step takes; each rule that measures what another one rewrote adds one,
+            and so do statistics of the update.
+        collectives: all-reduces in a step that is not logged, and in one that is; at most two a round.
+        bytes: what each rank gives to them, in a step that is not logged, and in one that is.
+        steps: how many steps there have been.
+    """
+
+    engine: str
+    ranks: tuple[int, ...]
+    parameters: int
+    rounds: int
+    collectives: tuple[int, int]
+    bytes: tuple[int, int]
+    steps: int
+
+
+class Gradients(Attachment):
+    """What :func:`gradients` attached. See [Note: the life of a step].
+
+    Attributes:
+        latest: the record that was logged last, on every rank; it is one step behind until :meth:`flush`.
+        last_nonfinite: the record of the last step whose gradients were not finite, on every rank. None before there
+            was one, and where neither ``stats.NonFinite`` nor ``SkipNonFinite`` looks for such steps.
+        steps: how many steps of the optimizer there have been.
+        nonfinite_steps: how many of them are known to have had gradients that were not finite. Each of them is known
+            where ``stats.NonFinite`` or ``SkipNonFinite`` looks, otherwise those that were logged with a norm.
+    """
+
+    def __init__(
+        self,
+        config: GradientsConfig,
+        checks: StepChecks,
+        runner: StepRunner,
+        records: StepRecords,
+        writer: RecordWriter,
+    ) -> None:
+        super().__init__()
+        self.latest: dict[str, Any] = {}
+        self.last_nonfinite: dict[str, Any] | None = None
+        self.steps = 0
+        self.nonfinite_steps = 0
+        self._config, self._checks, self._runner = config, checks, runner
+        self._records, self._writer = records, writer
+        self._log_when: list[Callable[[int], bool]] = []
+        self._tell: list[Callable[[dict[str, Any]], object]] = []
+        self._heir: Callable[[UnwrittenRecords], object] | None = None
+        self.on_remove(writer.close)  # given first, so called last: after the last flush
+        try:
+            self._put_on_hooks()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _put_on_hooks(self) -> None:
+        engine, optimizer, plan = self._checks.engine, self._checks.optimizer, self._runner.plan
+        for handle in self._runner.local_hooks.attach():
+            self.on_remove(handle.remove)
+        if engine.trains_alone and has_several_ranks():
+            self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
+        # See [Note: one step hook for all]. A rule has no place in a step that calls its closure several times.
+        on_repeat: OnRepeat = "refuse" if plan.rules else "first"
+        self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
+        self.on_remove(before_clipping(self._before_clipping).remove)
+        if plan.after.uses:
+            self.on_remove(engine.after_step(optimizer, self._after_step).remove)
+        self.on_remove(self.flush)
+        self.on_remove(functools.partial(setattr, self, "_heir", None))
+        self.at_exit(self.remove)  # which flushes, then closes the sinks
+
+    # What happens in a step.
+
+    def begin_step(self, scaler: Any = None) -> None:
+        """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
+
+        For loops that clip gradients by code of their own and are to be measured before: call it on every rank where
+        the loop is about to clip, when all of the step's backwards are done. torch's clip_grad_norm_,
+        clip_grad_value_ and clip_grads_with_norm_ call it by themselves. A second call before the step does nothing.
+        Whatever is attached to the optimizer runs. In a step with a closure, call it in the closure, after backward.
+        DeepSpeed clips inside its step, after disthooks: nothing happens there.
+
+        Args:
+            scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` comes first.
+        """
+        self._checks.engine.begin_step(self._checks.optimizer, scaler)
+
+    def _before_clipping(
+        self, parameters: Sequence[torch.Tensor], scaler_of: Callable[[Any], tuple[Any, bool]]
+    ) -> None:
+        """Begin the step, if torch's clipping is about to change this step's gradients and they are final."""
+        if self._checks.has_reduced(parameters):
+            scaler, is_final = scaler_of(self._checks.optimizer)
+            if is_final:
+                self.begin_step(scaler)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._checks.before_forward(module)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """Measure and rewrite; returns whether to leave the step out, as a bool on the device."""
+        self._checks.before_step(optimizer, self.steps)
+        if self._checks.is_left_to_ranks():
+            self._runner.local_hooks.take()
+            self._begin_next_step()
+            return None
+        if self._records.has_pending:
+            self.flush()
+        else:
+            self._publish(self._records.read(wait=False))
+        is_logged = self._is_logged()
+        result = self._runner.run(self.steps, is_logged, reuse_copies=self._config.every == 1)
+        if result.excluded:
+            exclude_from_step(optimizer, [shard.parameter for shard in result.excluded])
+        decision = result.skip()
+        self._records.watch(self.steps, result.merged, decision, is_logged)
+        if is_logged and not self._runner.plan.after.uses and (self._config.stats or result.log):
+            self._records.start(self.steps, result.merged, result.log)
+        self._begin_next_step()
+        return decision
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        result = self._runner.after_update()
+        if result is not None:
+            self._records.start(self.steps - 1, result.merged, result.log)
+
+    def _begin_next_step(self) -> None:
+        self.steps += 1
+        self._runner.local_hooks.begin(self.steps, self._is_logged())
+
+    def _is_logged(self) -> bool:
+        """Whether the step that is made next is to be logged."""
+        return self.steps % self._config.every == 0 or any(when(self.steps) for when in self._log_when)
+
+    # What happens at logging.
+
+    def log_also(self, when: Callable[[int], bool]) -> None:
+        """Log the steps too for which ``when(step)`` is true, beside each ``every``-th.
+
+        For trainers that log when they want to. Call it before the backward of the step that comes next.
+
+        Args:
+            when: asked once for each step, before its backward; it must say the same on every rank.
+        """
+        self._log_when.append(when)
+        self._runner.local_hooks.begin(self.steps, self._is_logged())
+
+    def log_to(self, sink: Sink) -> None:
+        """Give the records to ``sink`` too, on the first rank; its ``close()`` is not called."""
+        if self.is_first_rank:
+            self._writer.add(sink)
+
+    def on_nonfinite(self, tell: Callable[[dict[str, Any]], object]) -> None:
+        """Have ``tell`` called, on every rank, when gradients have become infinite or NaN: once for steps in a row.
+
+        Args:
+            tell: called with the record of the first of these steps: at the latest with the next :meth:`flush`.
+        """
+        self._tell.append(tell)
+
+    def leave_to(self, heir: Callable[[UnwrittenRecords], object]) -> None:
+        """Have ``heir`` called with the records that are not written yet, if this is collected without ``remove()``.
+
+        Args:
+            heir: called from a destructor, so it must not wait; it must not hold this object.
+        """
+        self._heir = heir
+
+    def flush(self, **known: float) -> None:
+        """Read the step that was logged last and give it to the sinks, waiting for the device if need be.
+
+        Args:
+            known: numbers of that step that the caller knows, ``loss=0.3``; they are in its record, too.
+        """
+        self._publish(self._records.read(wait=True), known)
+
+    def _publish(self, reading: Reading, known: Mapping[str, float] | None = None) -> None:
+        """Give what was read to the sinks; the record of the logged step with what ``also`` and ``known`` say."""
+        self._note_nonfinite(reading)
+        for fields, is_logged, _ in reading.records:
+            if is_logged:
+                self._writer.add_also(fields)
+                fields.update({name: value for name, value in (known or {}).items() if name not in fields})
+                self.latest = fields
+            self._writer.write(fields)
+            if is_logged:
+                is_bad, is_first = self._records.judge_norm(fields)
+                self.nonfinite_steps += is_bad
+                if is_first:
+                    self._tell_of(fields)
+
+    def _note_nonfinite(self, reading: Reading) -> None:
+        self.nonfinite_steps += reading.nonfinite_steps
+        for fields, _, is_first_nonfinite in reading.records:
+            if is_first_nonfinite:
+                self.last_nonfinite = fields
+                self._tell_of(fields)
+
+    def _tell_of(self, record: dict[str, Any]) -> None:
+        for tell in self._tell:
+            try:
+                tell(record)
+            except Exception as error:  # raising here, on one rank, would leave the others waiting
+                warnings.warn(f"{tell!r} failed: {error!r}", RuntimeWarning, stacklevel=3)
+
+    def __del__(self) -> None:
+        heir = getattr(self, "_heir", None)
+        if heir is None:
+            return
+        unwritten: list[dict[str, Any]] = []
+        with contextlib.suppress(Exception):  # while torch traces something there are no numbers
+            reading = self._records.read(wait=True)
+            self._note_nonfinite(reading)
+            unwritten = [record.fields for record in reading.records]
+        heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, self._writer))
+
+    # What the handle tells and keeps.
+
+    def __repr__(self) -> str:
+        rules, stats = (", ".join(map(str, part)) or "none" for part in (self._config.rules, self._config.stats))
+        where = f"{self._checks.engine.label}, {len(self._runner.plan.shards)} parameters"
+        return f"<Gradients on {where}, {self.steps} steps, rules: {rules}; stats: {stats}>"
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch optimizer whose steps count, inside whatever wraps it."""
+        return self._checks.optimizer
+
+    @property
+    def sinks(self) -> Sequence[Sink]:
+        """What the records are given to; none on other ranks than the first."""
+        return tuple(self._writer.sinks)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the one that writes to the sinks."""
+        return self._checks.engine.position == 0
+
+    def report(self) -> GradientsReport:
+        """The engine found, and what a step costs."""
+        plan, engine = self._runner.plan, self._checks.engine
+        always = [part.always for part in plan.rounds]
+        logged = [*(part.logged for part in plan.rounds), plan.after]
+        has_others = len(engine.ranks) > 1
+        return GradientsReport(
+            engine=engine.label,
+            ranks=engine.ranks,
+            parameters=len(plan.shards),
+            rounds=plan.measurements,
+            collectives=(
+                has_others * sum(layout.collectives() for layout in always),
+                has_others * sum(layout.collectives() for layout in logged),
+            ),
+            bytes=(
+                has_others * sum(layout.bytes() for layout in always),
+                has_others * sum(layout.bytes() for layout in logged),
+            ),
+            steps=self.steps,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
+
+        Returns:
+            A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's.
+        """
+        if any(state for _, state in self._records.stats):
+            self.flush()  # the step that was logged last belongs to the averages
+        copied = {
+            part: [[kind, {name: value.cpu().clone() for name, value in state.items()}] for kind, state in states]
+            for part, states in self._states().items()
+        }
+        return {"steps": self.steps, **copied}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; call it on every rank, between the same two steps.
+
+        The next step raises AttachError if the ranks count different numbers of steps.
+
+        Raises:
+            UsageError: when the rules or statistics are of other kinds, or for other numbers of parameters; nothing is
+                changed then.
+        """
+        mine = self.state_dict()
+        for part in ("rules", "stats"):
+            _check_states(part, mine[part], state.get(part, []))
+        self._checks.counts.loaded()
+        self.steps = int(state["steps"])
+        self._runner.local_hooks.begin(self.steps, self._is_logged())
+        for part, states in self._states().items():
+            for (_, target), (_, found) in zip(states, state.get(part, []), strict=True):
+                for name, value in found.items():
+                    target[name].copy_(value)
+
+    def _states(self) -> dict[str, list[tuple[str, State]]]:
+        """What rules and statistics keep from step to step, by kinds."""
+        kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
+        stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
+        return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}
+
+
+def _check_states(part: str, mine: Sequence[Any], theirs: Sequence[Any]) -> None:
+    kinds, given = [kind for kind, _ in mine], [kind for kind, _ in theirs]
+    if kinds != given:
+        raise UsageError(f"the state is of the {part} {given}, and these are attached: {kinds}")
+    for (kind, own), (_, found) in zip(mine, theirs, strict=True):
+        shapes, others = ({name: tuple(value.shape) for name, value in state.items()} for state in (own, found))
+        if shapes != others:
+            raise UsageError(f"the state of {kind} has the shapes {others}, and {shapes} are needed")
+
+
+def _kind(rule: Rule) -> str:
+    return f"only:{_kind(rule.rule)}" if isinstance(rule, Only) else type(rule).__name__

@@ -7,14 +7,12 @@ Agreement of all ranks about the count of steps, before collectives of different
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +20,7 @@ import torch
 import torch.distributed as dist
 
 from disthooks._torch import name_of_next_group
-from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError
-from disthooks.grads.stats.base import Local, Measure
-from disthooks.grads.stats.scan import known
 
 _LOW = 0xFFFFFFFF
 _MOST = 1 << 21  # numbers that are received at once, 16 MiB
@@ -146,82 +141,6 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     any_flag, most, least = found.tolist()
     return bool(any_flag), most == -least
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Which measures are taken in a round, of which parameters, and where their numbers lie in its two vectors.
-
-    The vectors are a float64 one for the SUM and an int64 one for the MAX; as long on every rank.
-
-    Attributes:
-        uses: for each measure the parameters it is taken of, as indices into ``shards``.
-        shards: all parameters.
-        scopes: for each scope its parameters, as indices into ``shards``.
-    """
-
-    uses: Mapping[Measure, tuple[int, ...]]
-    shards: Sequence[Shard]
-    scopes: Sequence[Sequence[int]] = ()
-
-    def sizes(self, measure: Measure) -> list[int]:
-        """How many numbers a measure has for each of its parameters, or for each scope."""
-        return self._sizes[measure]
-
-    @functools.cached_property
-    def _sizes(self) -> dict[Measure, list[int]]:
-        """Found once: with thousands of parameters asking for each takes longer than measuring it."""
-        found = {}
-        for measure, indices in self.uses.items():
-            scopes = [measure.width(None)] * len(self.scopes) if measure.per != "parameter" else []
-            each = [measure.width(self.shards[i]) for i in indices] if measure.per != "scope" else []
-            found[measure] = scopes + each
-        return found
-
-    def pack(self, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's numbers: what to SUM, and what to MAX."""
-        vectors: dict[str, list[torch.Tensor]] = {
-            "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
-            "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],
-        }
-        local = self._scanned(local)
-        for measure, indices in self.uses.items():
-            vectors[measure.merge].append(measure.local(local.of(indices)))
-        return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
-
-    def _scanned(self, local: Local) -> Local:
-        """With what several measures need of the gradients, found in one reading; a single norm reads as few times."""
-        facts = frozenset(fact for measure in self.uses for fact in measure.facts)
-        if facts <= {"squares"}:
-            return local
-        wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
-        grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
-        return local._replace(known=known(local._replace(grads=grads), facts))
-
-    def unpack(self, merged: tuple[torch.Tensor, torch.Tensor]) -> dict[Measure, torch.Tensor]:
-        """The numbers of each measure in one row."""
-        found, at = {}, {"sum": 0, "max": 0}
-        for measure in self.uses:
-            start, length = at[measure.merge], sum(self.sizes(measure))
-            found[measure] = merged[measure.merge == "max"][start : start + length]
-            at[measure.merge] = start + length
-        return found
-
-    def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
-        """The numbers for the parameters ``wants``, by slices alone, so that the host never waits."""
-        has = self.uses[measure]
-        if has == tuple(wants):
-            return values[measure]
-        parts = dict(zip(has, torch.split(values[measure], self.sizes(measure)), strict=True))
-        return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
-
-    def collectives(self) -> int:
-        """How many all-reduces it takes: none, one or two."""
-        return len({measure.merge for measure in self.uses})
-
-    def bytes(self) -> int:
-        """How much each rank gives to them."""
-        return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
 
 
 def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from disthooks.engines.detect import detect_engine
 from disthooks.engines.optimizer_step import optimizers_stepping
 from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
-from disthooks.grads.plan import check_step, parameter_ids
+from disthooks.grads.step import refuse_scaled
 
 Function = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -71,10 +71,11 @@ class OnGradient(Attachment):
         held = {id(parameter) for parameter in self._engine.optimizer_parameters(optimizer)}
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return
-        check_step(optimizer)
+        refuse_scaled(optimizer)
         for outer in optimizers_stepping():
             if outer is not optimizer:
-                held -= parameter_ids(outer)  # the outer step has had them already
+                # The outer step has called the function for its parameters already.
+                held -= {id(parameter) for group in outer.param_groups for parameter in group["params"]}
         for shard in self._shards.values():
             grad = shard.optimizer_gradient() if id(shard.parameter) in held else None
             if grad is not None:

@@ -1,10 +1,22 @@
-"""What an optimizer holds, and when a step of it is one that rules can be applied to.
+"""The plan of a step: which parameters, in how many rounds, and what each round measures; all of it made at attach."""
 
-In how many rounds rules can be applied, and what each round measures; all known when attached.
-"""
+# [Note: two collectives]
+# A round is one SUM of float64 numbers and one MAX of int64 numbers over the ranks, whatever the number of parameters,
+# rules and statistics: every measure writes its numbers into one of two vectors, at a place that `VectorLayout` knows.
+# The vectors are as long on every rank, also on one that has no gradient, because their lengths follow from names and
+# shapes alone; so each rank takes part in every all-reduce, and the bytes do not grow with the world size. A step costs
+# one round. One more round is needed where a rule measures a gradient that an earlier rule rewrites: `[ClipValue,
+# ClipNorm]` takes two, `[ClipNorm, ClipValue]` takes one. All of this is known at attach, so no rank ever has to ask
+# another one how many collectives come next.
+
+# [Note: pieces of a vector]
+# The host never waits for the device here, so the numbers of some parameters are taken out of a vector by slices and
+# `torch.split`, whose sizes the host knows. An index tensor made from a list would be copied to the device, and the
+# host would wait for that copy.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,61 +26,98 @@ from torch import nn
 from disthooks._match import Pattern, as_patterns, match
 from disthooks.engines.base import Engine
 from disthooks.engines.shard import Shard
-from disthooks.errors import AttachError, MatchError, UsageError
-from disthooks.grads.collectives import Layout
+from disthooks.errors import AttachError, MatchError
 from disthooks.grads.rules.base import Rule
-from disthooks.grads.stats.base import Measure, Stat
+from disthooks.grads.stats.base import Local, Measure, Stat
+from disthooks.grads.stats.scan import known
+
+#: The vector of the SUM and that of the MAX, of one rank or merged over all ranks.
+Vectors = tuple[torch.Tensor, torch.Tensor]
+#: A measure and the parameters that somebody wants it of.
+MeasureUse = tuple[Measure, tuple[int, ...]]
 
 
-def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of the parameters of all groups."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+@dataclass(frozen=True, eq=False)
+class VectorLayout:
+    """Which measures a round takes, of which parameters, and where their numbers lie in its two vectors.
 
+    See [Note: two collectives].
 
-def optimized_shards(engine: Engine, held: Sequence[nn.Parameter]) -> list[int]:
-    """Which of the engine's shards the optimizer holds.
-
-    Raises:
-        AttachError: when it holds a parameter that is not the model's.
+    Attributes:
+        uses: for each measure the parameters that it is taken of, as indices into ``shards``.
+        shards: all parameters.
+        scopes: for each scope its parameters, as indices into ``shards``.
     """
-    known, ids = {id(shard.parameter) for shard in engine.shards}, {id(parameter) for parameter in held}
-    strange = [parameter for parameter in held if id(parameter) not in known]
-    if strange or not held:
-        raise AttachError(_strangers(strange, [s for s in engine.shards if id(s.parameter) not in ids], engine))
-    return [i for i, shard in enumerate(engine.shards) if id(shard.parameter) in ids]
 
+    uses: Mapping[Measure, tuple[int, ...]]
+    shards: Sequence[Shard]
+    scopes: Sequence[Sequence[int]] = ()
 
-def _strangers(strange: Sequence[nn.Parameter], missed: Sequence[Shard], engine: Engine) -> str:
-    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
-    names = ", ".join(shard.name for shard in missed[:5])
-    return (
-        f"{len(strange)} parameters of the optimizer (shapes {shapes}) are not in the model ({engine.label}), and the "
-        f"model has {len(missed)} that the optimizer does not hold ({names}): make the optimizer from this model's "
-        "parameters, after fully_shard or whatever else replaces them"
-    )
+    def sizes(self, measure: Measure) -> list[int]:
+        """How many numbers a measure has for each of its scopes and parameters, the scopes first."""
+        return self._sizes[measure]
 
+    @functools.cached_property
+    def _sizes(self) -> dict[Measure, list[int]]:
+        # Computed once: with thousands of parameters, to ask for each in every step takes longer than to measure it.
+        found = {}
+        for measure, indices in self.uses.items():
+            scopes = [measure.width(None)] * len(self.scopes) if measure.per != "parameter" else []
+            each = [measure.width(self.shards[i]) for i in indices] if measure.per != "scope" else []
+            found[measure] = scopes + each
+        return found
 
-def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError when gradients are not final at the start of this step."""
-    if getattr(optimizer, "grad_scale", None) is not None:  # a fused optimizer divides by it inside its kernel
-        raise UsageError(
-            f"the gradients are still multiplied by the scale of a GradScaler, which {type(optimizer).__name__} takes "
-            "out inside its kernel: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
-        )
+    def pack(self, local: Local) -> Vectors:
+        """Measure this rank's gradients, and put the numbers into the two vectors."""
+        facts = frozenset(fact for measure in self.uses for fact in measure.facts)
+        # What several measures need is found in one reading of the gradients. A norm alone reads them once anyway.
+        if not facts <= {"squares"}:
+            wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
+            grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
+            local = local._replace(known=known(local._replace(grads=grads), facts))
+        vectors: dict[str, list[torch.Tensor]] = {
+            "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
+            "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],
+        }
+        for measure, indices in self.uses.items():
+            vectors[measure.merge].append(measure.local(local.of(indices)))
+        return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
 
+    def unpack(self, merged: Vectors) -> dict[Measure, torch.Tensor]:
+        """Take the numbers of each measure, in one row, out of merged vectors."""
+        found, at = {}, {"sum": 0, "max": 0}
+        for measure in self.uses:
+            start, length = at[measure.merge], sum(self.sizes(measure))
+            found[measure] = merged[measure.merge == "max"][start : start + length]
+            at[measure.merge] = start + length
+        return found
 
-Use = tuple[Measure, tuple[int, ...]]  # of which parameters
+    def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
+        """The numbers of ``measure`` for the parameters ``wants``. See [Note: pieces of a vector]."""
+        has = self.uses[measure]
+        if has == tuple(wants):
+            return values[measure]
+        parts = dict(zip(has, torch.split(values[measure], self.sizes(measure)), strict=True))
+        return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
+
+    def collectives(self) -> int:
+        """How many all-reduces the round takes: none, one or two."""
+        return len({measure.merge for measure in self.uses})
+
+    def bytes(self) -> int:
+        """How many bytes each rank gives to the all-reduces."""
+        return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
 
 
 @dataclass(frozen=True, eq=False)
 class BoundRule:
-    """A rule and the parameters it is for.
+    """A rule and the parameters that it is for.
 
     Attributes:
         rule: the rule.
-        indices: of the parameters.
-        fresh: whether no rule before it rewrites any of them, so that what it measures is the gradient as it came.
-        label: what is appended to its names in the log.
+        indices: of its parameters.
+        fresh: whether no rule before it rewrites any of them, so that it measures the gradient as the engine gave it.
+        label: the text appended to the names that the rule logs.
     """
 
     rule: Rule
@@ -79,32 +128,32 @@ class BoundRule:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One measurement and the rewriting that follows from it.
+    """One measurement, and the rules that rewrite gradients by its result.
 
     Attributes:
         rules: in the order in which they are applied.
-        always: what is measured in every step.
-        logged: what is measured in a step that is logged.
+        always: what a step measures that is not logged.
+        logged: what a step measures that is logged.
     """
 
     rules: tuple[BoundRule, ...]
-    always: Layout
-    logged: Layout
+    always: VectorLayout
+    logged: VectorLayout
 
-    def layout(self, logged: bool) -> Layout:
-        """What is measured in this step."""
-        return self.logged if logged else self.always
+    def layout(self, is_logged: bool) -> VectorLayout:
+        """What this step measures."""
+        return self.logged if is_logged else self.always
 
 
 class StepPlan:
-    """What every step does.
+    """What every step does. Rules, statistics and groups are matched with the parameters here, once, at attach.
 
     Attributes:
-        rounds: before the update.
-        after: what is measured once a logged step's update is made.
-        shards: the parameters.
-        groups: for each named group its parameters.
+        shards: the parameters that the optimizer updates.
+        groups: for each named group its parameters, as indices into ``shards``.
         scopes: all parameters, then those of each group.
+        rounds: what is done before the update.
+        after: what a logged step measures after the update.
     """
 
     def __init__(
@@ -117,16 +166,22 @@ class StepPlan:
         self.shards, self.groups = shards, groups or {}
         everything = tuple(range(len(shards)))
         self.scopes = [everything, *self.groups.values()]
-        wanted = [(measure, everything) for stat in stats for measure in stat.measures()]
-        before = [use for use in wanted if not use[0].after]
+        logged = [(measure, everything) for stat in stats for measure in stat.measures()]
         always = [(measure, everything) for stat in stats for measure in stat.always()]
-        parts = enumerate(_bound(rules, shards))
-        self.rounds = tuple(self._round(part, *((always, before) if i == 0 else ([], []))) for i, part in parts)
-        self.after = self._layout([use for use in wanted if use[0].after])
+        before_update = [use for use in logged if not use[0].after]
+        rounds: list[Round] = []
+        for bound in split_into_rounds(rules, shards):
+            needed = [(measure, each.indices) for each in bound for measure in each.rule.measures()]
+            needed += [] if rounds else always
+            # Statistics are of the gradients before any rule, so the first round measures them.
+            wanted = needed if rounds else [*needed, *before_update]
+            rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
+        self.rounds = tuple(rounds)
+        self.after = self._layout([use for use in logged if use[0].after])
 
     @property
     def rules(self) -> list[BoundRule]:
-        """All rules in their order."""
+        """All rules in the order in which they are applied."""
         return [bound for part in self.rounds for bound in part.rules]
 
     @property
@@ -134,53 +189,57 @@ class StepPlan:
         """The parameters whose gradients a rule may change."""
         return frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
-    def _round(self, rules: Sequence[BoundRule], always: Iterable[Use], logged: Iterable[Use]) -> Round:
-        """What the rules measure, with what statistics do in every step, and in a step that is logged."""
-        needed = [(measure, bound.indices) for bound in rules for measure in bound.rule.measures()] + list(always)
-        return Round(tuple(rules), self._layout(needed), self._layout([*needed, *logged]))
+    @property
+    def measurements(self) -> int:
+        """How many measurements a logged step takes, that after the update included."""
+        return sum(bool(part.logged.uses) for part in self.rounds) + bool(self.after.uses)
 
-    def _layout(self, uses: Iterable[Use]) -> Layout:
-        """Each measure once, of all the parameters that anyone wants it of."""
+    def _layout(self, uses: Iterable[MeasureUse]) -> VectorLayout:
+        """Take each measure once, of all the parameters that any rule or statistic wants it of."""
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:
             union.setdefault(measure, set()).update(indices)
-        return Layout({m: tuple(sorted(indices)) for m, indices in union.items()}, self.shards, self.scopes)
+        return VectorLayout({m: tuple(sorted(indices)) for m, indices in union.items()}, self.shards, self.scopes)
 
 
-def _bound(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:
-    """Split the rules into rounds: a rule that measures what an earlier one rewrites starts a new one.
+def split_into_rounds(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:
+    """Split the rules into rounds: a rule that measures what an earlier one rewrites starts a new round.
 
-    Rules for different parameters share a round.
+    Rules for different parameters share a round. See [Note: two collectives].
 
     >>> from torch import nn
     >>> from disthooks.engines.base import Engine
     >>> from disthooks import ClipNorm, ClipValue, only
     >>> shards = Engine(nn.Linear(2, 1)).shards
-    >>> len(_bound([ClipNorm(1.0), ClipValue(0.1)], shards))
+    >>> len(split_into_rounds([ClipNorm(1.0), ClipValue(0.1)], shards))
     1
-    >>> len(_bound([ClipValue(0.1), ClipNorm(1.0)], shards))
+    >>> len(split_into_rounds([ClipValue(0.1), ClipNorm(1.0)], shards))
     2
-    >>> len(_bound([only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0))], shards))
+    >>> len(split_into_rounds([only("weight", ClipNorm(1.0)), only("bias", ClipNorm(1.0))], shards))
     1
     """
-    split: list[list[BoundRule]] = [[]]
-    touched: set[int] = set()  # in this round
-    rewritten: set[int] = set()  # in any
-    labels = labels_of(rules)
-    for rule, label in zip(rules, labels, strict=True):
+    rounds: list[list[BoundRule]] = [[]]
+    rewritten_here: set[int] = set()  # in the round that is being filled
+    rewritten: set[int] = set()  # in any round
+    for rule, label in zip(rules, labels_of(rules), strict=True):
         indices = scope_of(rule, shards)
-        if rule.measures() and touched & set(indices):
-            split.append([])
-            touched = set()
-        split[-1].append(BoundRule(rule, indices, not rewritten & set(indices), label))
+        if rule.measures() and rewritten_here & set(indices):
+            rounds.append([])
+            rewritten_here = set()
+        rounds[-1].append(BoundRule(rule, indices, not rewritten & set(indices), label))
         if rule.rewrites:
-            touched |= set(indices)
+            rewritten_here |= set(indices)
             rewritten |= set(indices)
-    return split
+    return rounds
 
 
 def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
-    """The parameters that a rule is for, checked."""
+    """The parameters that a rule is for.
+
+    Raises:
+        MatchError: when there are none.
+        UsageError: when the rule cannot be right on one of them.
+    """
     indices = tuple(rule.scope(shards))
     if not indices:
         raise MatchError(f"{rule!r} is for none of the {len(shards)} parameters of the optimizer")
@@ -189,7 +248,7 @@ def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
 
 
 def labels_of(rules: Sequence[Rule]) -> list[str]:
-    """For each rule what is appended to its names in the log, so that no two rules write the same name.
+    """For each rule the text appended to the names that it logs, so that no two rules write the same name.
 
     >>> from disthooks import ClipNorm, ClipValue, only
     >>> labels_of([ClipValue(1.0), ClipNorm(1.0), only("*.bias", ClipNorm(1.0)), ClipNorm(2.0)])
@@ -199,8 +258,8 @@ def labels_of(rules: Sequence[Rule]) -> list[str]:
     taken: set[str] = set()
     for i, rule in enumerate(rules):
         label = f"/{rule.label()}" if rule.label() else ""
-        names = {name + label for name in rule.logs()}
-        label = f"{label}/{i}" if names & taken else label
+        if {name + label for name in rule.logs()} & taken:
+            label = f"{label}/{i}"
         labels.append(label)
         taken |= {name + label for name in rule.logs()}
     return labels
@@ -210,7 +269,7 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
     """For each named group the parameters that its patterns match.
 
     Raises:
-        MatchError: when a pattern matches none.
+        MatchError: when a pattern matches no parameter.
     """
     named = [(shard.name, shard.as_full_parameter()) for shard in shards]
     found: dict[str, list[int]] = {}
@@ -220,25 +279,20 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
     return found
 
 
-def check_stat(stat: object) -> Stat:
-    """``stat`` itself, if it is one."""
-    if not isinstance(stat, Stat):
-        raise UsageError(
-            f"{stat!r} is no statistic: give stats.Norm(), stats.NonFinite() or another one of disthooks.stats"
-        )
-    return stat
-
-
-def start_stats(
-    stats: Sequence[Stat], engine: Engine, shards: Sequence[Shard], groups: int
-) -> list[tuple[Stat, dict[str, torch.Tensor]]]:
-    """Each statistic, checked, with what it keeps from step to step.
+def optimized_shards(engine: Engine, parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Which of the engine's shards the optimizer updates, when these are its ``parameters``.
 
     Raises:
-        UsageError: when one cannot be right here, or two would write the same names.
+        AttachError: when the optimizer holds a parameter that is not the model's, or none at all.
     """
-    for i, stat in enumerate(stats):
-        if stat.alone and any(type(other) is type(stat) for other in stats[:i]):
-            raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
-        stat.check(engine, shards)
-    return [(stat, stat.start(1 + groups + len(shards) * stat.per_parameter)) for stat in stats]
+    known_ids, ids = {id(shard.parameter) for shard in engine.shards}, {id(parameter) for parameter in parameters}
+    strangers = [parameter for parameter in parameters if id(parameter) not in known_ids]
+    if strangers or not parameters:
+        missed = [shard.name for shard in engine.shards if id(shard.parameter) not in ids]
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strangers[:3])
+        raise AttachError(
+            f"{len(strangers)} parameters of the optimizer (shapes {shapes}) are not in the model ({engine.label}), "
+            f"and the model has {len(missed)} that the optimizer does not hold ({', '.join(missed[:5])}): make the "
+            "optimizer from this model's parameters, after fully_shard or whatever else replaces them"
+        )
+    return [i for i, shard in enumerate(engine.shards) if id(shard.parameter) in ids]

@@ -1,126 +1,128 @@
-"""The numbers of a logged step on their way to the host, and the record that is made of them.
+"""A step: check that gradients are final, then measure over all ranks and rewrite, round after round."""
 
-Errors that depend on a number on the device: raised at the next step, when reading it waits for nothing new.
+# [Note: one decision]
+# What depends on a value is decided alike by all ranks, and as one rank that had all elements would decide it: to skip
+# a step, to clip, to adapt a threshold. A rule sees merged numbers alone, which are the same bits on every rank, and
+# its state is made of them; so replicas of a parameter stay equal, and no rank steps alone. A rank that raised alone
+# would leave the others waiting in the next collective. So a check here depends on what the program did, and not on the
+# elements that a rank has, and an error that depends on a number is deferred until all ranks can read it.
 
-Running the rounds of a step: measure over all ranks, then rewrite, on this rank's part of the gradients.
-"""
+# [Note: whose units]
+# Where the loss was multiplied by a scale, a rule works in the user's units: `ClipNorm(1.0)` means a norm of 1.0 of the
+# user's loss. DeepSpeed's fp16 leaves the scale in the gradients until its optimizer takes it out, so rules get copies
+# of these gradients, in float32 at the least and divided by the scale, and what a rule may have rewritten is written
+# back multiplied again. The others are not written, so they keep their bits. A `GradScaler` takes the scale out before
+# the step; what hooks saw in backward still has it, and measures divide by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import nn
 
-from disthooks._streams import current_stream, event_on, on_accelerator
-from disthooks.engines.base import Engine
+from disthooks._streams import refuse_capture
+from disthooks._torch import scaler_under_way
+from disthooks.engines.base import Engine, refuse_reduced, refuse_replicate
 from disthooks.engines.shard import Shard
+from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
-from disthooks.grads.collectives import Layout
-from disthooks.grads.plan import BoundRule, Round, StepPlan
-from disthooks.grads.rules.base import State as RuleState
-from disthooks.grads.rules.base import Work
-from disthooks.grads.stats.base import Found, Local, LocalStats, Measure, Stat, State
-
-Merged = tuple[torch.Tensor, torch.Tensor]
-
-
-class HostCopy:
-    """Tensors that are being copied to the host; from an accelerator into pinned memory, so that nothing waits.
-
-    >>> HostCopy([torch.tensor([1.0])]).tensors()
-    [tensor([1.])]
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
-        self._arrived = [event_on(current_stream(device)) for device in devices]
-
-    def arrived(self) -> bool:
-        """Whether the copies are there, so that :meth:`tensors` waits for nothing."""
-        return all(event.query() for event in self._arrived)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The copies, once they have arrived."""
-        for event in self._arrived:
-            event.synchronize()
-        return self._copies
-
-
-class PendingRecord(NamedTuple):
-    """What was measured and decided in a logged step.
-
-    Attributes:
-        step: which.
-        merged: the merged vectors of each round, then those measured after the update.
-        names: of the numbers that rules wrote.
-        copy: all of it: two vectors for each round, and the rules' numbers in one.
-    """
-
-    step: int
-    names: Sequence[str]
-    copy: HostCopy
-
-    @staticmethod
-    def of(step: int, merged: Sequence[Merged], log: Mapping[str, torch.Tensor]) -> PendingRecord:
-        """Start the copies."""
-        numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
-        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
-
-    def record(self, steps: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
-        """What goes into the log; each statistic with what it keeps from step to step."""
-        *vectors, numbers = self.copy.tensors()
-        record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
-        merged = list(zip(vectors[::2], vectors[1::2], strict=True))
-        layouts = [steps.rounds[0].logged, *([steps.after] if steps.after.uses else [])]
-        pairs = [merged[0], *merged[len(steps.rounds) :]]
-        rows: dict[Measure, torch.Tensor] = {}
-        for layout, pair in zip(layouts, pairs, strict=True):
-            rows |= _rows(layout, pair, {m for stat, _ in stats for m in stat.measures()})
-        found = Found([shard.name for shard in steps.shards], steps.groups, rows, ranks)
-        for stat, state in stats:
-            record |= stat.record(found, state)
-        return record
-
-
-def _rows(layout: Layout, merged: Merged, wanted: set[Measure]) -> dict[Measure, torch.Tensor]:
-    values = layout.unpack(merged)
-    return {m: values[m].view(len(layout.sizes(m)), -1) for m in layout.uses if m in wanted}
-
-
-#: A number that all ranks have alike, and what to do with it on the host: raise, if it says so.
-DeferredError = tuple[torch.Tensor, Callable[[float], None]]
-
-
-class DeferredErrors:
-    """Numbers on their way to the host, and what may be raised because of them.
-
-    >>> def loud(value: float) -> None:
-    ...     print(f"it was {value}")
-    >>> deferred_errors = DeferredErrors()
-    >>> deferred_errors.set([(torch.tensor(2.0), loud)])
-    >>> deferred_errors.check()
-    it was 2.0
-    >>> deferred_errors.check()
-    """
-
-    def __init__(self) -> None:
-        self._set: list[tuple[HostCopy, Callable[[float], None]]] = []
-
-    def set(self, deferred_errors: Iterable[DeferredError]) -> None:
-        """Start copying the numbers of this step."""
-        self._set = [(HostCopy([value]), tell) for value, tell in deferred_errors]
-
-    def check(self) -> None:
-        """Read those of the step before; every rank reads the same, so all raise or none."""
-        found, self._set = self._set, []
-        for copy, tell in found:
-            tell(float(copy.tensors()[0]))
-
+from disthooks.grads.collectives import StepCounts
+from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
+from disthooks.grads.plan import StepPlan, Vectors
+from disthooks.grads.records import DeferredError, DeferredErrors
+from disthooks.grads.rules.base import State, Work
+from disthooks.grads.stats.base import Local, LocalStats
 
 Grads = list[torch.Tensor | None]
+
+
+def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError when gradients are not final at the start of this step, since its kernel divides them."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise UsageError(
+            f"the gradients are still multiplied by the scale of a GradScaler, which {type(optimizer).__name__} takes "
+            "out inside its kernel: call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+        )
+
+
+class StepChecks:
+    """What must hold before a step is measured. See [Note: one decision].
+
+    Attributes:
+        engine: the engine of the model.
+        optimizer: the optimizer whose steps count.
+        counts: the agreement of the ranks about the number of steps.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Any,
+        parameters: Sequence[nn.Parameter],
+        counts: StepCounts,
+        has_rules: bool,
+    ) -> None:
+        self.engine, self.optimizer, self.counts = engine, optimizer, counts
+        self._parameters, self._has_rules = parameters, has_rules
+        self._is_known_to_be_alone = False
+        self._has_warned = False
+
+    def before_forward(self, module: nn.Module) -> None:
+        """Among several ranks, a model that no engine holds must be one that this rank trains by itself.
+
+        Raises:
+            AttachError: when ``replicate`` or DDP reduces its gradients; either may have taken it since attach.
+        """
+        if getattr(module, "_is_replica", False):
+            return
+        if not self._is_known_to_be_alone:
+            refuse_replicate(self.engine)
+            self._is_known_to_be_alone = True
+        refuse_reduced(self.engine)
+
+    def before_step(self, optimizer: Any, steps: int) -> None:
+        """Check that this is a step of the parameters that were attached to, and of final gradients.
+
+        Raises:
+            AttachError: when optimizer or model have other parameters now, a CUDA graph is captured, or the ranks count
+                different numbers of steps.
+            UsageError: when the gradients are still multiplied by a scale.
+        """
+        refuse_capture("gradients(...) in this optimizer's step", UNCAPTURED)
+        refuse_scaled(optimizer)
+        now = self.engine.optimizer_parameters(self.optimizer)
+        if len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True)):
+            raise AttachError(
+                f"the optimizer holds other parameters ({len(now)}) than when gradients() was attached "
+                f"({len(self._parameters)}): remove() the attachment and attach again after changing parameter groups"
+            )
+        self.engine.check()
+        self.counts.check(steps)
+
+    def is_left_to_ranks(self) -> bool:
+        """Whether nothing is measured in this step, because each rank steps with gradients of its own (local SGD).
+
+        Raises:
+            UsageError: when rules would act on such gradients: all ranks could not decide alike.
+        """
+        why = self.engine.reason_unreduced()
+        if not why:
+            return False
+        if self._has_rules or not self.engine.may_step_unreduced:
+            raise UsageError(why)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"this step is not measured, and none of its kind: {why}", stacklevel=2)
+        return True
+
+    def has_reduced(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether any of ``parameters`` is this optimizer's, and its gradients are reduced over the ranks."""
+        ids = {id(parameter) for parameter in self._parameters}
+        return any(id(parameter) in ids for parameter in parameters) and not self.engine.reason_unreduced()
 
 
 @dataclass
@@ -128,150 +130,163 @@ class StepResult:
     """What came of a step's rounds.
 
     Attributes:
-        merged: the vectors of each round, merged over the ranks.
-        log: the numbers that rules wrote, by name.
-        skips: decisions that the optimizer is to leave everything as it is.
-        excluded: parameters that it is not to move.
+        merged: the vectors of each round, merged over the ranks; then those measured after the update.
+        log: the numbers that rules logged, by name.
+        skips: decisions to leave the step out.
+        excluded: parameters that the optimizer is not to move.
         deferred_errors: numbers that may make the next step raise.
     """
 
-    merged: list[Merged] = field(default_factory=list)
+    merged: list[Vectors] = field(default_factory=list)
     log: dict[str, torch.Tensor] = field(default_factory=dict)
     skips: list[torch.Tensor] = field(default_factory=list)
     excluded: list[Shard] = field(default_factory=list)
     deferred_errors: list[DeferredError] = field(default_factory=list)
 
     def skip(self) -> torch.Tensor | None:
-        """The decision; None when no rule ever decides."""
+        """Whether to leave the step out, as a bool on the device; None when no rule ever decides."""
         return torch.stack(self.skips).any() if self.skips else None
 
 
 class StepRunner:
-    """Runs what :class:`~disthooks.grads.plan.StepPlan` has planned.
+    """Does what a :class:`~disthooks.grads.plan.StepPlan` says.
 
     Attributes:
-        states: what each rule keeps from step to step, in their order.
+        plan: the plan.
+        local_hooks: the hooks on this rank's own gradients, whose numbers are merged in the first round.
+        group: the process group of the collectives; None for one rank alone.
+        device: where numbers are merged.
+        states: what each rule keeps from step to step, in the order of the rules.
     """
 
-    def __init__(self, engine: Engine, steps: StepPlan, group: Any, device: torch.device) -> None:
-        self._engine, self._steps, self._group, self._device = engine, steps, group, device
-        self._copies: Grads = []
-        self.states: list[RuleState] = [
-            bound.rule.start([steps.shards[i] for i in bound.indices], device) for bound in steps.rules
+    def __init__(
+        self,
+        engine: Engine,
+        plan: StepPlan,
+        local_hooks: LocalGradientHooks,
+        scaler: Any,
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.local_hooks, self.group, self.device = plan, local_hooks, group, device
+        self.states: list[State] = [
+            bound.rule.start([plan.shards[i] for i in bound.indices], device) for bound in plan.rules
         ]
+        self._engine, self._scaler = engine, scaler
+        self._deferred_errors = DeferredErrors()
+        self._copies: Grads = []
+        self._before_update: tuple[StepResult, Grads] | None = None
 
-    def run(
-        self, grads: Grads, seen: Sequence[LocalStats], scale: torch.Tensor | None, step: int, logged: bool
-    ) -> StepResult:
-        """Measure and rewrite, round after round.
+    def run(self, step: int, is_logged: bool, reuse_copies: bool) -> StepResult:
+        """Measure the gradients, and rewrite them in place.
 
         Args:
-            grads: for each parameter the local part of its gradient, rewritten in place.
-            seen: what was seen of the gradients before their reduction.
-            scale: what those are multiplied by; None for 1.
             step: how many steps there were before.
-            logged: whether this step will be logged.
+            is_logged: whether this step will be logged.
+            reuse_copies: whether the copies of the parameters stay in memory for the next logged step.
         """
-        result, states = StepResult(), iter(self.states)
-        for part in self._steps.rounds:
-            layout = part.layout(logged)
-            merged = self._merged(layout, self.local(grads)._replace(seen=seen, scale=scale))
+        self._before_update = None
+        self._deferred_errors.check()
+        final = [shard.gradient() for shard in self.plan.shards]
+        local_scale, scale = self._local_scale(), self._engine.gradient_scale()
+        grads = final
+        if scale is not None:  # See [Note: whose units].
+            wide = (g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in final)
+            grads = [None if grad is None else grad / scale for grad in wide]
+        result = self._run_rounds(grads, local_scale, step, is_logged)
+        if scale is not None:
+            for i in self.plan.rewritten:
+                copy, grad = grads[i], final[i]
+                if copy is not None and grad is not None:
+                    grad.copy_(copy * scale)
+        self._deferred_errors.set(result.deferred_errors)
+        if is_logged and self.plan.after.uses:
+            self._before_update = result, self._copy_parameters(reuse_copies)
+        return result
+
+    def after_update(self) -> StepResult | None:
+        """Measure how the update moved the parameters; None where this step does not ask for it."""
+        if self._before_update is None:
+            return None
+        (result, before), self._before_update = self._before_update, None
+        inputs = self._inputs([None] * len(self.plan.shards))._replace(before=before)
+        result.merged.append(collectives.reduce(self.group, self.plan.after.pack(inputs)))
+        return result
+
+    def _run_rounds(self, grads: Grads, local_scale: torch.Tensor | None, step: int, is_logged: bool) -> StepResult:
+        result, states, shards = StepResult(), iter(self.states), self.plan.shards
+        local_stats = self.local_hooks.take()
+        for part in self.plan.rounds:
+            layout = part.layout(is_logged)
+            inputs = self._inputs(grads)._replace(seen=local_stats, scale=local_scale)
+            merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
             result.merged.append(merged)
             for bound in part.rules:
-                self._rewrite(bound, layout, values, grads, next(states), step, result)
+                work = Work(
+                    shards=[shards[i] for i in bound.indices],
+                    grads=[grads[i] for i in bound.indices],
+                    values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
+                    state=next(states),
+                    step=step,
+                    fresh=bound.fresh,
+                )
+                bound.rule.rewrite(work)
+                result.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
+                result.skips += work.skips
+                result.excluded += work.excluded
+                result.deferred_errors += work.deferred_errors
+                if work.excluded:  # rules that follow find no gradient there
+                    gone = {id(shard) for shard in work.excluded}
+                    grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
         return result
 
-    def copies(self, keep: bool) -> Grads:
-        """The parameters as they are now, where this rank owns them.
-
-        Args:
-            keep: have the memory ready for the next time; to get it anew takes longer than to fill it.
-        """
-        shards = self._steps.shards
-        values = [shard.values().detach() if shard.is_owner else None for shard in shards]
-        if not keep or [_kind(value) for value in values] != [_kind(copy) for copy in self._copies]:
-            self._copies = [None if value is None else torch.empty_like(value) for value in values]
-        pairs = [(c, v) for c, v in zip(self._copies, values, strict=True) if c is not None and v is not None]
-        if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [value for _, value in pairs], non_blocking=True)
-        found = self._copies
-        self._copies = found if keep else []
-        return found
-
-    def after(self, before: Grads) -> Merged:
-        """Measure once the update is made; ``before`` are the parameters as they were, where this rank owns them."""
-        nothing: Grads = [None] * len(self._steps.shards)
-        return self._merged(self._steps.after, self.local(nothing)._replace(before=before))
-
-    def local(self, grads: Grads) -> Local:
-        """What this rank may look at."""
-        pairs = list(zip(grads, self._steps.shards, strict=True))
+    def _inputs(self, grads: Grads) -> Local:
+        """What measures may look at on this rank: elements that it owns, so that each is counted on one rank alone."""
+        shards = self.plan.shards
         return Local(
-            shards=self._steps.shards,
-            grads=[grad if shard.is_owner else None for grad, shard in pairs],
-            seen=[LocalStats()] * len(pairs),
-            scopes=self._steps.scopes,
+            shards=shards,
+            grads=[grad if shard.is_owner else None for grad, shard in zip(grads, shards, strict=True)],
+            seen=[LocalStats()] * len(shards),
+            scopes=self.plan.scopes,
             position=self._engine.position,
             world=len(self._engine.ranks),
-            device=self._device,
-            apart=[grad if shard.sharding == "unreduced" and not shard.is_owner else None for grad, shard in pairs],
+            device=self.device,
+            # Nobody reduces these gradients, so a NaN in one of them is on this rank alone.
+            apart=[
+                grad if shard.sharding == "unreduced" and not shard.is_owner else None
+                for grad, shard in zip(grads, shards, strict=True)
+            ],
         )
 
-    def _merged(self, layout: collectives.Layout, local: Local) -> Merged:
-        return collectives.reduce(self._group, layout.pack(local))
+    def _copy_parameters(self, reuse: bool) -> Grads:
+        """The parameters as they are now, where this rank owns them.
 
-    def _rewrite(
-        self,
-        bound: BoundRule,
-        layout: collectives.Layout,
-        values: dict[Measure, torch.Tensor],
-        grads: Grads,
-        state: RuleState,
-        step: int,
-        result: StepResult,
-    ) -> None:
-        shards = self._steps.shards
-        work = Work(
-            shards=[shards[i] for i in bound.indices],
-            grads=[grads[i] for i in bound.indices],
-            values=[layout.pick(values, measure, bound.indices) for measure in bound.rule.measures()],
-            state=state,
-            step=step,
-            fresh=bound.fresh,
-        )
-        bound.rule.rewrite(work)
-        result.log.update({f"{name}{bound.label}": value for name, value in work.log.items()})
-        result.skips += work.skips
-        result.excluded += work.excluded
-        result.deferred_errors += work.deferred_errors
-        if work.excluded:  # what follows finds no gradient there
-            gone = {id(shard) for shard in work.excluded}
-            grads[:] = [None if id(s) in gone else grad for s, grad in zip(shards, grads, strict=True)]
+        With ``reuse`` the memory stays for the next time: to get it anew takes longer than to fill it.
+        """
+        values = [shard.values().detach() if shard.is_owner else None for shard in self.plan.shards]
+        copies = self._copies
+        if not reuse or [_kind(value) for value in values] != [_kind(copy) for copy in copies]:
+            copies = [None if value is None else torch.empty_like(value) for value in values]
+        pairs = [(c, v) for c, v in zip(copies, values, strict=True) if c is not None and v is not None]
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [value for _, value in pairs], non_blocking=True)
+        self._copies = copies if reuse else []
+        return copies
+
+    def _local_scale(self) -> torch.Tensor | None:
+        """What gradients were multiplied by when hooks saw them. See [Note: whose units]."""
+        found = self._engine.gradient_scale()
+        scaler = self._scaler or (scaler_under_way() if self.local_hooks.is_used else None)
+        if found is None and scaler is not None and scaler.is_enabled():
+            if self.local_hooks.has_rules and self._scaler is None:
+                raise UsageError(
+                    "rules at 'local' see gradients multiplied by the scale of a GradScaler: give it to "
+                    "gradients(scaler=...), and they work in your units"
+                )
+            found = scaler._scale
+        return None if found is None else torch.as_tensor(found, device=self.device)
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[object, ...]:
     return () if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def in_users_units(grads: Grads, scale: float | torch.Tensor) -> Grads:
-    """Wide copies of gradients that are still multiplied by a loss scale, divided by it.
-
-    Rules rewrite the copies, and :func:`put_back` multiplies what they made of them.
-    """
-    wide = [None if grad is None else grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-    return [None if grad is None else grad / scale for grad in wide]
-
-
-def put_back(copies: Grads, grads: Grads, scale: float | torch.Tensor, rewritten: frozenset[int]) -> None:
-    """Write the copies of gradients that a rule may have rewritten back, multiplied again; no others, to the bit."""
-    for i in rewritten:
-        copy, grad = copies[i], grads[i]
-        if copy is not None and grad is not None:
-            grad.copy_(copy * scale)
-
-
-def count_rounds(steps: StepPlan) -> int:
-    """How many measurements a logged step takes."""
-    parts: list[Round] = [part for part in steps.rounds if part.logged.uses]
-    return len(parts) + bool(steps.after.uses)

@@ -22,7 +22,7 @@ from torch import nn
 from disthooks._handles import Attachment
 from disthooks.config import Plan, Prepared
 from disthooks.errors import UsageError
-from disthooks.grads.attachment import Gradients
+from disthooks.grads.attach import Gradients
 from disthooks.grads.sinks import AccelerateTracker, Jsonl
 from disthooks.integrations._shared import attach_found, file_in, framework, load_into
 

@@ -21,7 +21,7 @@ from torch import nn
 from disthooks._match import unwrap_compiled
 from disthooks.engines.base import inner_optimizer
 from disthooks.errors import AttachError
-from disthooks.grads.attachment import Gradients
+from disthooks.grads.attach import Gradients
 
 Undo = Callable[[], None]
 

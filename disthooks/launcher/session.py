@@ -26,7 +26,8 @@ from disthooks.config.locate import Found, engine_config, find, read_found
 from disthooks.config.plan import at_line, tell_attached
 from disthooks.config.watchers import Watchers
 from disthooks.errors import AttachError, MatchError
-from disthooks.grads.attachment import Gradients, UnwrittenRecords
+from disthooks.grads.attach import Gradients
+from disthooks.grads.records import UnwrittenRecords
 from disthooks.launcher import world
 from disthooks.launcher.frameworks import Frameworks
 from disthooks.launcher.torch_patches import Seams, only_fills_state

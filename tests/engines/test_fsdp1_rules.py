@@ -260,7 +260,7 @@ def _in_mid_forward(rank: int, engine: str) -> tuple[int, bool]:
     names = sorted(shard.name for shard in detect_engine(model).shards)
     with dh.gradients(model, optimizer, stats=[stats.Norm()]) as watch:
         detect_engine(model).check()
-        watch._engine.check()
+        watch._checks.engine.check()
         loss.backward()
         optimizer.step()
         with dh.on_gradient(model, "*", lambda grad: seen.append(grad), at="local"):
@@ -287,7 +287,7 @@ def _four(rank: int, engine: str) -> Any:
     with watching as watch, dh.on_gradient(model, "head.weight", lambda g: seen.append(g.clone()), at="local"):
         (model(data(0).chunk(4)[rank]).square().mean() * 100).backward()
         optimizer.step()
-    owners = {shard.name: (shard.is_owner, shard.replica_ranks) for shard in watch._engine.shards}
+    owners = {shard.name: (shard.is_owner, shard.replica_ranks) for shard in watch._checks.engine.shards}
     return watch.latest, grads_of(model), seen, owners, watch.report().ranks
 
 
@@ -390,7 +390,7 @@ def _refused(rank: int) -> dict[str, str]:
     with dh.gradients(model, torch.optim.SGD(model.parameters()), rules=[dh.ClipNorm(1.0)]) as watch:
         model.head.weight = nn.Parameter(torch.ones_like(model.head.weight))
         with saying("a parameter replaced"):
-            watch._engine.check()
+            watch._checks.engine.check()
     return said
 
 

@@ -187,7 +187,7 @@ def _skipping(rank: int, engine: str) -> list[Any]:
             optimizer.zero_grad()
             loss_of(model, step, "ddp", rank).backward()
             if step in (1, 3, 4) and (rank == 1 or engine in ("ddp", "hsdp")):  # replicas are alike
-                _spoil([s for s in watch._shards if engine != "ignored" or s.name == "scale"])
+                _spoil([s for s in watch._runner.plan.shards if engine != "ignored" or s.name == "scale"])
             before = [p.detach().clone() for p in model.parameters()]
             try:
                 optimizer.step()

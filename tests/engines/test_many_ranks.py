@@ -52,7 +52,7 @@ def count(engine):
     true = dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if group is not None and group is watch._group:
+        if group is not None and group is watch._runner.group:
             calls.append([str(op).split(".")[-1], tensor.numel() * tensor.element_size()])
         return true(tensor, op, group=group, async_op=async_op)
 

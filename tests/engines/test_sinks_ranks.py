@@ -127,7 +127,7 @@ def _sink(rank: int) -> str:
             optimizer.step()
     except (OSError, DisthooksError) as error:  # a rank that handles its error
         said = str(error)
-    watch._pending = None
+    watch._records._pending = None
     watch.remove()
     return said
 

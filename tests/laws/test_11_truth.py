@@ -18,7 +18,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines.base import Engine
-from disthooks.grads.collectives import Layout
+from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
 from tests.support.engines import ENGINES, FIRST, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
@@ -139,7 +139,7 @@ def _truth(elements: torch.Tensor, p: float) -> float:
 def _norm(parts: list[list[torch.Tensor]], p: float) -> float:
     """The norm of the gradients of several ranks, each of which has a part of every parameter."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in parts[0]])
-    layout = Layout({Power(p): tuple(range(len(parts[0])))}, Engine(model).shards)
+    layout = VectorLayout({Power(p): tuple(range(len(parts[0])))}, Engine(model).shards)
     rows = []
     for place, grads in enumerate(parts):
         seen = [LocalStats()] * len(grads)
@@ -165,7 +165,7 @@ def test_a_norm_of_different_sizes_on_different_ranks_is_right(p: float) -> None
 
 
 def _row(grad: torch.Tensor, p: float) -> torch.Tensor:
-    layout = Layout({Power(p): (0,)}, Engine(nn.ParameterList([nn.Parameter(torch.zeros(1))])).shards)
+    layout = VectorLayout({Power(p): (0,)}, Engine(nn.ParameterList([nn.Parameter(torch.zeros(1))])).shards)
     packed = layout.pack(Local(layout.shards, [grad], [LocalStats()], [[0]], 0, 1, torch.device("cpu")))
     return packed[math.isinf(p)]
 
@@ -383,7 +383,7 @@ def _zero_chosen(rank: int, stage: int) -> list[list[str]]:
     found = []
     for predicate in (lambda name, p: p.ndim < 2, lambda name, p: p.numel() > 10):
         with dh.gradients(engine, rules=[dh.only(predicate, dh.ClipNorm(1.0))]) as watch:
-            found.append(sorted(watch._shards[i].name for i in watch._plan.rules[0].indices))
+            found.append(sorted(watch._runner.plan.shards[i].name for i in watch._runner.plan.rules[0].indices))
     return found
 
 

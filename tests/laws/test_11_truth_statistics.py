@@ -465,7 +465,7 @@ def test_local_norms_are_taken_in_logged_steps_only() -> None:
     with dh.gradients(model, optimizer, stats=[stats.Spread(), stats.Agreement()], every=3) as watch:
         for step in range(4):
             loss_of(model, step, "plain").backward()
-            looked.append(len(watch._local_hooks._seen))
+            looked.append(len(watch._runner.local_hooks._stats))
             optimizer.step()
     assert looked == [8, 0, 0, 8]
 

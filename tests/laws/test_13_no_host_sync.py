@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines import skip
-from disthooks.grads import step
-from disthooks.grads.attachment import Gradients
+from disthooks.grads import records
+from disthooks.grads.attach import Gradients
 
 RULES: list[list[Any]] = [
     [dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)],
@@ -75,9 +75,9 @@ class Still(torch.optim.Optimizer):
 def valueless() -> Iterator[None]:
     with (
         _Copies(),
-        mock.patch.object(step.HostCopy, "__init__", return_value=None),  # what is read one step late
-        mock.patch.object(step.HostCopy, "arrived", return_value=False),
-        mock.patch.object(step.HostCopy, "tensors", return_value=[torch.zeros(())]),
+        mock.patch.object(records.HostCopy, "__init__", return_value=None),  # what is read one step late
+        mock.patch.object(records.HostCopy, "arrived", return_value=False),
+        mock.patch.object(records.HostCopy, "tensors", return_value=[torch.zeros(())]),
         mock.patch.object(Gradients, "flush", _not_read),
         mock.patch.object(skip, "TOLD", (Still,)),  # what is told to skip on the device
     ):
@@ -97,7 +97,7 @@ def _train(rules: list[Any], watched: list[Any]) -> None:
         for _ in range(3):
             for index, parameter in enumerate(model.parameters()):
                 parameter.grad = torch.ones_like(parameter)
-                watch._local_hooks._hook(index, parameter.grad.clone())
+                watch._runner.local_hooks._hook(index, parameter.grad.clone())
             assert {p.grad.device.type for p in model.parameters()} == {"meta"}
             optimizer.step()
 

@@ -241,7 +241,7 @@ def test_an_attachment_that_is_dropped_is_not_kept() -> None:
 
     model = net()
     watch = dh.gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), stats=[dh.stats.Norm()])
-    gone = weakref.ref(watch._engine)
+    gone = weakref.ref(watch._checks.engine)
     watch.remove()
     del watch, model
     gc.collect()

@@ -161,16 +161,16 @@ def _rank(rank: int | None) -> str:
 
 
 Sink = Callable[[dict[str, Any]], object]
-Numbers = Callable[[], Mapping[str, Any]]
+AlsoLogged = Callable[[], Mapping[str, Any]]
 
 #: Running totals whose growth from step to step is what a chart should show.
 PER_STEP = tuple(f"saved/{name}" for name in ("stored", "moved", "loaded", "pack_seconds", "unpack_seconds"))
 
 
-class Unopened:
+class SinkSpec:
     """A sink that is a description alone, frozen and picklable: what its ``open()`` returns is called in its place."""
 
-    def open(self) -> Opened:
+    def open(self) -> OpenSink:
         """What takes the records; the sink itself can be opened again, by another attachment."""
         raise NotImplementedError
 
@@ -179,7 +179,7 @@ class Unopened:
         raise UsageError(f"{self!r} is not open: give it to gradients(sinks=[...]), or call what its open() returns")
 
 
-class Opened:
+class OpenSink:
     """What writes to a framework until ``close()``; warnings name it as the sink that it came from."""
 
     def __init__(self, sink: object) -> None:
@@ -196,41 +196,67 @@ class Opened:
         """Write what is in buffers, and let go."""
 
 
-def open_all(sinks: Iterable[Sink]) -> list[Sink]:
-    """What is to be called for each of ``sinks``; when one cannot be opened, those before it are closed again."""
-    opened: list[Sink] = []
-    try:
-        for sink in sinks:
-            made = getattr(sink, "open", lambda: None)()
-            opened.append(made if isinstance(made, Opened) else sink)
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened
+class RecordWriter:
+    """Gives the records of one attachment to its sinks, on the first rank; on the other ranks it has none.
 
+    A sink that raises is named in a warning and left out: to raise here, on one rank, would leave the others waiting.
 
-def close_all(sinks: Iterable[Sink]) -> None:
-    """Close each of ``sinks`` that can be closed, once; one that cannot is named in a warning."""
-    for sink in {id(sink): sink for sink in sinks}.values():
-        try:
-            getattr(sink, "close", lambda: None)()
-        except Exception as error:
-            warnings.warn(f"{sink!r} could not be closed: {error!r}", RuntimeWarning, stacklevel=3)
+    Args:
+        also: what is logged with the record of each logged step.
 
-
-def write(sinks: Sequence[Sink], record: Mapping[str, Any]) -> list[Sink]:
-    """Give ``record`` to every sink; those that did not fail.
-
-    A sink that raises is named in a warning and left out: raising here, on one rank, would leave the others waiting.
+    Attributes:
+        sinks: what is called with each record.
     """
-    left = []
-    for sink in sinks:
+
+    def __init__(self, also: Sequence[AlsoLogged] = ()) -> None:
+        self.sinks: list[Sink] = []
+        self._opened: list[Sink] = []
+        self._also = list(also)
+
+    def open(self, sinks: Iterable[Sink]) -> None:
+        """Open each of ``sinks``; if one cannot be opened, those before it are closed again and its error is raised."""
         try:
-            sink(dict(record))
-            left.append(sink)
-        except Exception as error:
-            warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
-    return left
+            for sink in sinks:
+                made = getattr(sink, "open", lambda: None)()
+                self._opened.append(made if isinstance(made, OpenSink) else sink)
+        except BaseException:
+            self.close()
+            raise
+        self.sinks = list(self._opened)
+
+    def add(self, sink: Sink) -> None:
+        """Call ``sink`` too from now on; it is open already, and :meth:`close` leaves it alone."""
+        self.sinks.append(sink)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Give ``record`` to every sink."""
+        for sink in list(self.sinks):
+            try:
+                sink(dict(record))
+            except Exception as error:
+                self.sinks = [other for other in self.sinks if other is not sink]
+                warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
+
+    def add_also(self, record: dict[str, Any]) -> None:
+        """Put what is logged beside gradients into ``record``; what raises is left out from now on, like a sink."""
+        for source in list(self._also):
+            try:
+                more = source.at(record["step"]) if isinstance(source, Totals) else source()
+                if taken := sorted(record.keys() & more.keys()):
+                    raise UsageError(f"{taken} are logged already")
+                record.update(more)
+            except Exception as error:
+                self._also = [other for other in self._also if other is not source]
+                warnings.warn(f"{source!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=4)
+
+    def close(self) -> None:
+        """Close each sink that was opened and can be closed, once; one that cannot is named in a warning."""
+        opened, self._opened = self._opened, []
+        for sink in {id(sink): sink for sink in opened}.values():
+            try:
+                getattr(sink, "close", lambda: None)()
+            except Exception as error:
+                warnings.warn(f"{sink!r} could not be closed: {error!r}", RuntimeWarning, stacklevel=3)
 
 
 class Totals:
@@ -267,10 +293,10 @@ class Totals:
         return now | {f"{name}_per_step": (now[name] - last[1][name]) / steps for name in PER_STEP if name in last[1]}
 
 
-def as_numbers(what: Any) -> Numbers:
+def as_also_logged(what: Any) -> AlsoLogged:
     """The function that gives what is to be logged of ``what``: itself, or an object with reports.
 
-    >>> as_numbers(lambda: {"lr": 0.1})()
+    >>> as_also_logged(lambda: {"lr": 0.1})()
     {'lr': 0.1}
     """
     if hasattr(what, "report") and hasattr(what.report(), "record"):
@@ -279,25 +305,10 @@ def as_numbers(what: Any) -> Numbers:
         raise UsageError(
             f"also={what!r}: give an object whose report() has a record(), or a function that returns a dict"
         )
-    return cast(Numbers, what)
+    return cast(AlsoLogged, what)
 
 
-def add_to(record: dict[str, Any], also: Sequence[Numbers]) -> list[Numbers]:
-    """Put what each of ``also`` has to say into ``record``; those that did not fail. As for a sink, none raises."""
-    left = []
-    for source in also:
-        try:
-            more = source.at(record["step"]) if isinstance(source, Totals) else source()
-            if taken := sorted(record.keys() & more.keys()):
-                raise UsageError(f"{taken} are logged already")
-            record.update(more)
-            left.append(source)
-        except Exception as error:
-            warnings.warn(f"{source!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=4)
-    return left
-
-
-def needed(module: str, package: str, sink: Unopened) -> Any:
+def import_framework(module: str, package: str, sink: SinkSpec) -> Any:
     """The module of a framework, imported now that a sink asks for it; UsageError when it is not installed."""
     try:
         return importlib.import_module(module)

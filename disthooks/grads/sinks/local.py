@@ -24,7 +24,7 @@ from typing import Any
 from disthooks._fork_safe import Order, shared
 from disthooks._registry import register
 from disthooks.errors import UsageError
-from disthooks.grads.sinks.base import Opened, is_empty, shown
+from disthooks.grads.sinks.base import OpenSink, is_empty, shown
 
 VARIABLE = "DISTHOOKS_RUN"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -130,7 +130,7 @@ class Jsonl:
             file.write(json.dumps(_strict(whole), allow_nan=False) + "\n")
 
 
-class Lines(Opened):
+class Lines(OpenSink):
     """The lines of one attachment in the file of a :class:`Jsonl`."""
 
     def __init__(self, sink: Jsonl) -> None:

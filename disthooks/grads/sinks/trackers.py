@@ -21,11 +21,11 @@ from disthooks._registry import register
 from disthooks.errors import UsageError
 from disthooks.grads.sinks.base import (
     Histogram,
-    Opened,
-    Unopened,
+    OpenSink,
+    SinkSpec,
     check_prefix,
     histograms,
-    needed,
+    import_framework,
     portable,
     scalars,
     texts,
@@ -34,7 +34,7 @@ from disthooks.grads.sinks.base import (
 
 @register("sink")
 @dataclass(frozen=True)
-class TensorBoard(Unopened):
+class TensorBoard(SinkSpec):
     """Numbers as scalars, histograms as histograms, lists and words as text; there as soon as they are written.
 
     Scalars are float32 there, as always in TensorBoard. Text is logged only when there is some: ``nonfinite_at`` in
@@ -59,16 +59,16 @@ class TensorBoard(Unopened):
         if not isinstance(self.log_dir, (str, os.PathLike)):
             raise UsageError(f"TensorBoard: log_dir is the directory of the run, got {self.log_dir!r}")
 
-    def open(self) -> Opened:
+    def open(self) -> OpenSink:
         """Start a file of events."""
-        writer = needed("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
+        writer = import_framework("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
         try:
             return _Events(self, writer(os.fspath(self.log_dir)))
         except OSError as error:
             raise UsageError(f"TensorBoard: {os.fspath(self.log_dir)!r} cannot be written: {error.strerror}") from error
 
 
-class _Events(Opened):
+class _Events(OpenSink):
     """One file of events."""
 
     def __init__(self, sink: TensorBoard, writer: Any) -> None:
@@ -113,7 +113,7 @@ _BUCKETS = 512  # as many as wandb.Histogram takes
 
 @register("sink", hidden=("run",))
 @dataclass(frozen=True)
-class WandB(Unopened):
+class WandB(SinkSpec):
     """Numbers, histograms (``wandb.Histogram``), and lists and words as short strings, in a run of Weights & Biases.
 
     What is logged has a step axis of its own, ``<prefix>step``, declared with ``define_metric``: a record is one step
@@ -139,16 +139,16 @@ class WandB(Unopened):
         if self.run is not None and not callable(getattr(self.run, "define_metric", None)):
             raise UsageError(f"WandB: run is what wandb.init() returned, or None for the active run; got {self.run!r}")
 
-    def open(self) -> Opened:
+    def open(self) -> OpenSink:
         """Find the run."""
-        wandb = needed("wandb", "wandb", self)
+        wandb = import_framework("wandb", "wandb", self)
         run = wandb.run if self.run is None else self.run
         if run is None:
             raise UsageError("WandB: no run is active: call wandb.init() before, on the first rank, or give run=")
         return _Rows(self, run, wandb.Histogram)
 
 
-class _Rows(Opened):
+class _Rows(OpenSink):
     """Rows of one run."""
 
     def __init__(self, sink: WandB, run: Any, histogram: Callable[..., Any]) -> None:
@@ -191,7 +191,7 @@ class _Rows(Opened):
 
 @register("sink")
 @dataclass(frozen=True)
-class MLflow(Unopened):
+class MLflow(SinkSpec):
     """Numbers as metrics of the MLflow run that is active when this is attached; lists and words are left out.
 
     It stays that run, also when its ``with`` block ends before the attachment does. MLflow takes numbers that are not
@@ -213,16 +213,16 @@ class MLflow(Unopened):
     def __post_init__(self) -> None:
         check_prefix(self, self.prefix)
 
-    def open(self) -> Opened:
+    def open(self) -> OpenSink:
         """Find the run."""
-        mlflow = needed("mlflow", "mlflow-skinny", self)
+        mlflow = import_framework("mlflow", "mlflow-skinny", self)
         run = mlflow.active_run()
         if run is None:
             raise UsageError("MLflow: no run is active: call mlflow.start_run() before, on the first rank")
         return _Metrics(self, mlflow.log_metrics, run.info.run_id)
 
 
-class _Metrics(Opened):
+class _Metrics(OpenSink):
     """Metrics of one run."""
 
     def __init__(self, sink: MLflow, log: Callable[..., object], run_id: str) -> None:

@@ -297,7 +297,7 @@ class Histogram(Stat):
     >>> layer = torch.nn.Linear(2, 1, bias=False)
     >>> layer.weight.grad = torch.tensor([[1.0, -1.5]])
     >>> with gradients(layer, torch.optim.SGD(layer.parameters()), stats=[Histogram((0.5,))]) as watch:
-    ...     watch._optimizer.step()
+    ...     watch.optimizer.step()
     >>> watch.latest["grad_histogram"], watch.latest["grad_abs_q50"]
     ({'edges': [1.0, 1.25, 1.5, 1.75], 'counts': [1, 0, 1]}, 1.25)
     """

@@ -14,7 +14,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.engines.shard import Part, Shard
-from disthooks.grads.collectives import Layout
+from disthooks.grads.plan import VectorLayout
 from disthooks.grads.rules import Work
 from disthooks.grads.stats.base import Local, LocalStats
 from tests.support.engines import close
@@ -93,7 +93,7 @@ def test_parts_together_are_what_the_whole_is(split: tuple[tuple[int, ...], list
         for part in parts  # each on a rank of its own
     ]
     grads = [_of(grad, part).clone() for part in parts]
-    layouts = [Layout({measure: (0,) for measure in rule.measures()}, [shard]) for shard in shards]
+    layouts = [VectorLayout({measure: (0,) for measure in rule.measures()}, [shard]) for shard in shards]
     packed = [
         layout.pack(Local([shard], [mine], [LocalStats()], [], 0, 1, CPU))
         for layout, shard, mine in zip(layouts, shards, grads, strict=True)
@@ -113,7 +113,7 @@ def _of(whole: torch.Tensor, part: Part) -> torch.Tensor:
 def test_adaptive_leaves_owned_by_others_uncounted() -> None:
     rule, part = dh.ClipAdaptive(), Part.whole(torch.Size([2, 3]))
     shard = Shard("w", nn.Parameter(torch.ones(2, 3)), False, "replica", part)
-    layout = Layout({measure: (0,) for measure in rule.measures()}, [shard])
+    layout = VectorLayout({measure: (0,) for measure in rule.measures()}, [shard])
     assert layout.pack(Local([shard], [None], [LocalStats()], [], 0, 1, CPU))[0].tolist() == [0.0] * 4
 
 

@@ -19,7 +19,7 @@ from disthooks import stats
 from disthooks import stats as S
 from disthooks.engines.base import Engine
 from disthooks.errors import UsageError
-from disthooks.grads.collectives import Layout
+from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats import scan as scanning
 from disthooks.grads.stats.across_ranks import CosineSums
 from disthooks.grads.stats.base import Found, Local, LocalStats, Measure
@@ -43,7 +43,7 @@ def _found(measures: list[Measure], ranks: list[list[torch.Tensor | None]], scop
     """What is merged of ranks that have these gradients."""
     count = len(ranks[0])
     everything = tuple(range(count))
-    layout = Layout({m: everything for m in measures}, _shards(count), scopes or [everything])
+    layout = VectorLayout({m: everything for m in measures}, _shards(count), scopes or [everything])
     parts = [
         layout.pack(Local(layout.shards, grads, [LocalStats()] * count, layout.scopes, place, len(ranks), CPU))
         for place, grads in enumerate(ranks)

@@ -1,0 +1,347 @@
+"""From numbers on the device to a record: what a step measured, on its way to the host, one step late."""
+
+# [Note: no host sync]
+# The host may be several steps ahead of the device, and a training loop that asks for a number makes it wait. So
+# nothing here reads a number in the step that makes it. `HostCopy` starts a copy into pinned memory and records an
+# event. The copy is read when that costs nothing: the record of a logged step at the start of the next step, by which
+# time the copy has almost always arrived; the numbers that tell whether a step was finite as soon as their event says
+# so; a `DeferredError` at the next step. `flush()`, `remove()` and the end of the process wait. Rules keep their state
+# in tensors on the device, and decide by `torch.where` and multiplication in place of `if`.
+
+# [Note: which rank began]
+# A step whose gradients are not finite is recorded whatever `every` is: logged every 50 steps, a NaN of rank 1 at step
+# 37 was found at step 50, when the update had carried it to all ranks, and rank 0 was named. Which rank it was is known
+# only before the reduction, so hooks look in every backward (local_hooks.py), and each rank adds a bit of its own to
+# one float64 for each parameter (`OwnNonFinite`), in the SUM that the step makes anyway. To gather the ranks afterwards
+# would take one more collective, which is lost when training ends there.
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from disthooks._streams import current_stream, event_on, on_accelerator
+from disthooks.grads.plan import StepPlan, Vectors
+from disthooks.grads.sinks.base import RecordWriter
+from disthooks.grads.stats.base import Found, Measure, Stat, State
+from disthooks.grads.stats.norms import Power
+from disthooks.grads.stats.scan import NonFiniteCount, OwnNonFinite, ranks_in
+
+_MOST_NAMED = 10  # parameters that a record names
+
+
+class HostCopy:
+    """Tensors on their way to the host, from an accelerator into pinned memory. See [Note: no host sync].
+
+    >>> HostCopy([torch.tensor([1.0])]).tensors()
+    [tensor([1.])]
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if on_accelerator(tensor)}
+        self._events = [event_on(current_stream(device)) for device in devices]
+
+    def arrived(self) -> bool:
+        """Whether :meth:`tensors` would wait for nothing."""
+        return all(event.query() for event in self._events)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies; waits until they have arrived."""
+        for event in self._events:
+            event.synchronize()
+        return self._copies
+
+
+#: A number that all ranks have alike, and the function that raises if the number says so.
+DeferredError = tuple[torch.Tensor, Callable[[float], None]]
+
+
+class DeferredErrors:
+    """Errors that depend on a number on the device: raised at the next step. See [Note: no host sync].
+
+    >>> def loud(value: float) -> None:
+    ...     print(f"it was {value}")
+    >>> errors = DeferredErrors()
+    >>> errors.set([(torch.tensor(2.0), loud)])
+    >>> errors.check()
+    it was 2.0
+    >>> errors.check()
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[HostCopy, Callable[[float], None]]] = []
+
+    def set(self, errors: Iterable[DeferredError]) -> None:
+        """Start copying the numbers of this step."""
+        self._copies = [(HostCopy([number]), check) for number, check in errors]
+
+    def check(self) -> None:
+        """Read the numbers of the step before. Every rank reads the same ones, so all ranks raise or none."""
+        copies, self._copies = self._copies, []
+        for copy, check in copies:
+            check(float(copy.tensors()[0]))
+
+
+class PendingRecord(NamedTuple):
+    """What was measured in a logged step, on its way to the host.
+
+    Attributes:
+        step: which step.
+        names: of the numbers that rules logged.
+        copy: the merged vectors of each round, then those measured after the update, then the rules' numbers in one.
+    """
+
+    step: int
+    names: Sequence[str]
+    copy: HostCopy
+
+    @staticmethod
+    def of(step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> PendingRecord:
+        """Start the copies."""
+        numbers = torch.stack([value.double() for value in log.values()]) if log else torch.zeros(0)
+        return PendingRecord(step, list(log), HostCopy([*(vector for pair in merged for vector in pair), numbers]))
+
+    def read(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> dict[str, Any]:
+        """Make the record of the step; each statistic changes the state that it keeps from step to step."""
+        *vectors, numbers = self.copy.tensors()
+        record: dict[str, Any] = {"step": self.step} | dict(zip(self.names, numbers.tolist(), strict=True))
+        merged = list(zip(vectors[::2], vectors[1::2], strict=True))
+        # Statistics are measured in the first round, and after the update; other rounds are for rules alone.
+        measured = [(plan.rounds[0].logged, merged[0])]
+        if plan.after.uses:
+            measured.append((plan.after, merged[len(plan.rounds)]))
+        wanted = {measure for stat, _ in stats for measure in stat.measures()}
+        rows: dict[Measure, torch.Tensor] = {}
+        for layout, vector_pair in measured:
+            values = layout.unpack(vector_pair)
+            rows |= {m: values[m].view(len(layout.sizes(m)), -1) for m in layout.uses if m in wanted}
+        found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks)
+        for stat, state in stats:
+            record |= stat.record(found, state)
+        return record
+
+
+class NonFiniteStep(NamedTuple):
+    """A step that is known to have had gradients that were not finite.
+
+    Attributes:
+        step: which step.
+        fields: which of its gradients were not finite, for the log.
+        is_first: whether it is the first of several in a row, so that it gets a record even if it is not logged.
+    """
+
+    step: int
+    fields: dict[str, Any]
+    is_first: bool
+
+
+class _WatchedStep(NamedTuple):
+    """The numbers on their way to the host that tell whether one step was finite."""
+
+    step: int
+    has_decision: bool  # whether a rule decided about leaving the step out; the decision is the last number then
+    copy: HostCopy
+
+
+class _NonFiniteRow(NamedTuple):
+    """Steps in a row, up to the one that was read last, whose gradients were not finite."""
+
+    since: int
+    is_skipped: bool
+    where: tuple[Any, ...]
+
+
+class NonFiniteSteps:
+    """Finds the steps that are not finite, from numbers that are copied in every step. See [Note: which rank began].
+
+    Nothing waits for these numbers: the host may be several steps ahead, and reads them some steps later. A step that
+    an optimizer makes with such gradients spoils the parameters, so that the steps that follow are not finite either:
+    they count, and get no record of their own. After a step that was left out (:class:`~disthooks.SkipNonFinite`) the
+    parameters are as they were, so the next such step gets a record, unless the same parameters and ranks fail again.
+    """
+
+    def __init__(self, plan: StepPlan, ranks: Sequence[int]) -> None:
+        self._plan, self._ranks = plan, ranks
+        # The first round that measures in every step which ranks had non-finite gradients, and of which parameters.
+        uses = [part.always.uses.get(OwnNonFinite(), ()) for part in plan.rounds]
+        self._round = next((i for i, indices in enumerate(uses) if indices), 0)
+        self._indices = uses[self._round]
+        self._on_way: deque[_WatchedStep] = deque()
+        self._row: _NonFiniteRow | None = None
+
+    @property
+    def sees_every_step(self) -> bool:
+        """Whether every step is looked at; otherwise only a norm in the log can say that a step was not finite."""
+        return bool(self._indices)
+
+    def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
+        """Start copying the numbers that tell whether this step is finite."""
+        if not self._indices:
+            return
+        layout = self._plan.rounds[self._round].layout(is_logged)
+        values = layout.unpack(merged[self._round])
+        counts_or_norms: Measure = NonFiniteCount() if NonFiniteCount() in layout.uses else Power(2.0)
+        numbers = [layout.pick(values, measure, self._indices) for measure in (counts_or_norms, OwnNonFinite())]
+        if decision is not None:
+            numbers.append(decision.double().reshape(1))
+        self._on_way.append(_WatchedStep(step, decision is not None, HostCopy([torch.cat(numbers)])))
+
+    def read(self, wait: bool) -> list[NonFiniteStep]:
+        """Those that are not finite among the steps whose numbers have arrived, or with ``wait`` among all steps."""
+        found = []
+        while self._on_way and (wait or self._on_way[0].copy.arrived()):
+            watched = self._on_way.popleft()
+            step = self._judge(watched, watched.copy.tensors()[0])
+            found += [] if step is None else [step]
+        return found
+
+    def _judge(self, watched: _WatchedStep, numbers: torch.Tensor) -> NonFiniteStep | None:
+        many = len(self._indices)
+        sizes, marks, decision = numbers[:many], numbers[many : 2 * many], numbers[2 * many :]
+        has_counts = NonFiniteCount() in self._plan.rounds[self._round].always.uses
+        is_skipped = bool(decision.any())
+        is_bad = sizes > 0 if has_counts else ~torch.isfinite(sizes)
+        if not is_skipped and not bool(is_bad.any()):
+            self._row = None
+            return None
+        if not has_counts and bool((marks > 0).any()):
+            is_bad = marks > 0  # the norm is measured after earlier rules, and one may have made every gradient NaN
+        places = is_bad.nonzero().flatten().tolist()
+        where = (tuple(places), tuple(marks.tolist()))
+        row = self._row
+        is_first = row is None or (row.is_skipped and where != row.where)
+        since = watched.step if row is None or is_first else row.since
+        self._row = _NonFiniteRow(since, is_skipped, where)
+        fields = self._fields(places, sizes.tolist() if has_counts else None, marks.tolist())
+        fields |= {"skipped": float(is_skipped)} if watched.has_decision else {}
+        fields |= {} if is_first else {"nonfinite_since": since}
+        return NonFiniteStep(watched.step, fields, is_first)
+
+    def _fields(self, places: Sequence[int], counts: Sequence[float] | None, marks: Sequence[float]) -> dict[str, Any]:
+        names = [self._plan.shards[i].name for i in self._indices]
+        failed: set[int] = set()
+        at: list[dict[str, Any]] = []
+        for place in places:
+            ranks = ranks_in(marks[place], self._ranks)
+            failed |= set(ranks or ())
+            count = {} if counts is None else {"count": int(counts[place])}
+            at.append({"param": names[place], **count, "rank": min(ranks) if ranks else None})
+        total = {} if counts is None else {"nonfinite": int(sum(counts))}
+        return total | {
+            "nonfinite_params": len(places),
+            "nonfinite_at": at[:_MOST_NAMED],
+            "nonfinite_ranks": sorted(failed),
+        }
+
+
+class StepRecord(NamedTuple):
+    """A record, ready for the sinks.
+
+    Attributes:
+        fields: what is written.
+        is_logged: whether its step was to be logged; otherwise it is recorded because it was not finite.
+        is_first_nonfinite: whether its step is the first of several in a row that were not finite.
+    """
+
+    fields: dict[str, Any]
+    is_logged: bool
+    is_first_nonfinite: bool
+
+
+class Reading(NamedTuple):
+    """What was read since the last time.
+
+    Attributes:
+        nonfinite_steps: how many steps turned out not to be finite.
+        records: in the order of steps; that of the logged step, if there is one, is the last.
+    """
+
+    nonfinite_steps: int
+    records: list[StepRecord]
+
+
+class StepRecords:
+    """Makes the records of one attachment, on every rank the same.
+
+    Attributes:
+        stats: each statistic with the state that it keeps from one logged step to the next.
+    """
+
+    def __init__(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> None:
+        self.stats = stats
+        self._plan, self._ranks = plan, ranks
+        self._nonfinite = NonFiniteSteps(plan, ranks)
+        self._pending: PendingRecord | None = None
+        self._was_norm_nonfinite = False  # in the step that was logged last
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the record of a logged step has not been read yet."""
+        return self._pending is not None
+
+    def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
+        """Start copying the numbers that tell whether this step is finite; called in every step."""
+        self._nonfinite.watch(step, merged, decision, is_logged)
+
+    def start(self, step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> None:
+        """Start copying the numbers of a logged step."""
+        self._pending = PendingRecord.of(step, merged, log)
+
+    def read(self, wait: bool) -> Reading:
+        """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
+        nonfinite = self._nonfinite.read(wait)
+        pending, self._pending = (self._pending, None) if wait else (None, self._pending)
+        step = None if pending is None else pending.step
+        records = [
+            StepRecord({"step": each.step, **each.fields}, is_logged=False, is_first_nonfinite=True)
+            for each in nonfinite
+            if each.is_first and each.step != step
+        ]
+        if pending is not None:
+            fields, is_first = pending.read(self._plan, self.stats, self._ranks), False
+            for each in nonfinite:
+                if each.step == step:
+                    fields, is_first = {"step": step, **each.fields, **fields}, each.is_first
+            records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
+        return Reading(len(nonfinite), records)
+
+    def judge_norm(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
+        """Whether the norm in a logged record is not finite, and whether it is the first of several in a row.
+
+        Both are False where every step is looked at, which knows more.
+        """
+        if self._nonfinite.sees_every_step:
+            return False, False
+        was, self._was_norm_nonfinite = self._was_norm_nonfinite, not math.isfinite(fields.get("grad_norm", 0.0))
+        return self._was_norm_nonfinite, self._was_norm_nonfinite and not was
+
+
+@dataclass(frozen=True)
+class UnwrittenRecords:
+    """What an attachment had not written yet when it was collected.
+
+    Attributes:
+        steps: how many steps there had been.
+        nonfinite_steps: how many of them are known to have had gradients that were not finite.
+        records: what is to be written; the last one gets what ``also`` says.
+        writer: the open sinks.
+    """
+
+    steps: int
+    nonfinite_steps: int
+    records: Sequence[dict[str, Any]]
+    writer: RecordWriter
+
+    def write(self) -> None:
+        """Write the records and close the sinks."""
+        for record in self.records:
+            if record is self.records[-1]:
+                self.writer.add_also(record)
+            self.writer.write(record)
+        self.writer.close()
