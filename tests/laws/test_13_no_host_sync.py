@@ -79,7 +79,7 @@ def valueless() -> Iterator[None]:
         mock.patch.object(records.HostCopy, "arrived", return_value=False),
         mock.patch.object(records.HostCopy, "tensors", return_value=[torch.zeros(())]),
         mock.patch.object(Gradients, "flush", _not_read),
-        mock.patch.object(skip, "TOLD", (Still,)),  # what is told to skip on the device
+        mock.patch.object(skip, "FUSED", (Still,)),  # what is told to skip on the device
     ):
         yield
 
