@@ -23,19 +23,13 @@ from disthooks.saved.contents import StoredContent
 from tests.support.models import CASES, build, identical, step
 
 ALL = dh.AtLeast(0)
-
-
 LOSSLESS = {
     "Compact": lambda: (dh.Compact(),),
     "zstd": lambda: (dh.Compress("zstd"),),
     "lz4": lambda: (dh.Compress("lz4"),),
     "Compact, then zstd": lambda: (dh.Compact(), dh.Compress("zstd")),
 }
-
-
 STORES = {"disk": dh.OnDisk, "cpu": lambda folder: dh.OnCpu()}
-
-
 HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
 
 

@@ -31,8 +31,6 @@ from tests.support.ops import (
 from tests.support.switch import KIND
 
 pytestmark = pytest.mark.any_device
-
-
 GELSY = "torch gives LAPACK's gelsy pivots from memory that nobody wrote (pytorch#187411); no gradient uses the result"
 
 
@@ -43,11 +41,7 @@ NONDETERMINISTIC = {"linalg.lstsq": GELSY, "linalg.lstsq grad_oriented": GELSY}
 #: Operators that save a view with a version counter of its own, so that torch does not see that an input is changed
 #: and computes wrong gradients. A store that copies gives those of the inputs as they were.
 UNSEEN = {"kron": "_unsafe_view of its inputs"}
-
-
 Hooks = contextlib.AbstractContextManager[object]
-
-
 Run = Callable[[Any, Any, Hooks, Outcome], None]  # of an operator, on a sample
 
 

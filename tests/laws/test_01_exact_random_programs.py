@@ -19,14 +19,8 @@ from tests.support.programs import Machine, Step
 from tests.support.stores.copies import Copies
 
 pytestmark = pytest.mark.any_device
-
-
 NUMBER = st.integers(0, 999)
-
-
 PROGRAM = st.lists(st.lists(st.tuples(NUMBER, NUMBER, NUMBER, NUMBER), max_size=10), min_size=1, max_size=4)
-
-
 STORES: dict[str, Callable[[object], object]] = {
     "disk, every tensor": lambda folder: dh.pipeline(dh.AtLeast(0), dh.OnDisk(folder)),
     "disk": lambda folder: dh.OnDisk(folder),

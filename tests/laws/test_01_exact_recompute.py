@@ -109,8 +109,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], flo
     "transformer": (lambda: build("transformer")[0], lambda: build("transformer")[1], 0.30),
     "convolution": (lambda: build("convolution")[0], lambda: build("convolution")[1], 0.20),
 }
-
-
 ALL = dh.AtLeast(0)
 
 
@@ -643,8 +641,6 @@ def _a_branch_that_nobody_wants(x: torch.Tensor) -> torch.Tensor:
 
 
 CHANGED = [_named, _temporary, _before_it_is_proven, _a_branch_that_nobody_wants]
-
-
 OWN: dict[str, Callable[[object], list[object]]] = {
     "disk": lambda folder: [dh.OnDisk(folder)],
     "disk, compact": lambda folder: [dh.Compact(), dh.OnDisk(folder)],

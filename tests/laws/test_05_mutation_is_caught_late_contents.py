@@ -31,8 +31,6 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 ALL = dh.AtLeast(0)
-
-
 STORES: dict[str, Callable[[pathlib.Path], Any]] = {
     "disk": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder)),
     "written": lambda folder: dh.pipeline(ALL, dh.OnDisk(folder, in_flight=0)),
@@ -212,8 +210,6 @@ SHAPES: dict[str, Callable[[], torch.Tensor]] = {
     "strided": lambda: _x(64, 64)[::2, ::2],
     "scalar": lambda: torch.tensor(1.0),
 }
-
-
 PLACES: dict[str, Callable[[pathlib.Path], Any]] = {
     "disk": STORES["disk"],
     "tiers": STORES["tiers"],

@@ -135,8 +135,6 @@ class Step:
 
 
 STORES = ["disk", "copies", "functions"]
-
-
 WAYS = ["in place", "wrapper", "saving"]
 
 
@@ -583,8 +581,6 @@ with dh.saving(dh.OnDisk(sys.argv[1])) as saved:
 print(saved.report().moved, flush=True)
 {end}
 """
-
-
 ENDS = {
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",

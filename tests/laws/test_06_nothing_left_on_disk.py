@@ -20,8 +20,6 @@ from tests.support.stores.faulty import soon
 from tests.support.stores.moving import clean, movers, pipe, right, script
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
-
-
 INTERRUPTED = """
 import contextlib, random, signal, sys, time, torch, disthooks as dh
 from tests.support.stores.moving import one_thread, chain, clean, pipe, right

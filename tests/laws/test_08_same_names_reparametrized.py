@@ -39,8 +39,6 @@ THROUGH: dict[str, Callable[[nn.Module], object]] = {
     ),
     "twice": _twice,
 }
-
-
 REFUSED: dict[str, Callable[[nn.Module], object]] = {
     "spectral_norm": nn.utils.spectral_norm,
     "register_parametrization": lambda module: parametrize.register_parametrization(module, "weight", nn.Tanh()),

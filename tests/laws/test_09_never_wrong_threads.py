@@ -104,8 +104,6 @@ def test_a_thread_that_is_killed_is_not_waited_for(
 
 
 ALL = dh.AtLeast(0)
-
-
 X = torch.linspace(-1, 1, 16 * 64).view(16, 64)
 
 

@@ -20,8 +20,6 @@ from tests.support.stores.faulty import soon
 from tests.support.stores.moving import Gate, chain, clean, pipe, read, right, slow, truth, write
 
 pytestmark = pytest.mark.usefixtures("one_thread", "alone")
-
-
 X = torch.linspace(-2, 2, 5000)
 
 
@@ -187,7 +185,7 @@ def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pyt
     assert clean(store)
 
 
-def test_a_limit_for_the_node_is_shared_by_its_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_for_the_node_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = dh.OnDisk(tmp_path, "1 MiB per node")
     assert store.budget.limit == 1 << 18

@@ -126,8 +126,6 @@ def test_an_infinite_first_norm_with_percentile_is_as_with_clip_norm() -> None:
 
 
 ORDERS = [0.5, 1.0, 2.0, 3.0, 8.0, 16.0]
-
-
 SIZES = [1e-38, 1e-30, 1e-20, 1e-6, 1.0, 300.0, 5e18, 1e30, 1e37]
 
 
@@ -247,8 +245,6 @@ RULES: dict[str, list[Any]] = {
     "freeze": [dh.only(["embed.*", "head.*"], dh.Freeze(until=1)), dh.ClipNorm(1.0)],
     "chain": [dh.SkipNonFinite(), dh.Sanitize(), dh.only("*.bias", dh.ClipValue(0.05)), dh.ClipNorm(1.0)],
 }
-
-
 STEPS = {"percentile": 5, "z-score": 5}
 
 
@@ -259,8 +255,6 @@ TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-6}
 
 # More steps make it larger, and a z-score divides it by how little the norms vary.
 FLOAT32 = {"value then norm": 1e-5, "percentile": 1e-5, "z-score": 1e-4}
-
-
 LOOSER = {(torch.float32, name): tolerance for name, tolerance in FLOAT32.items()}
 
 

@@ -131,8 +131,6 @@ def test_watching_scaled_gradients_changes_no_bit(monkeypatch: pytest.MonkeyPatc
 
 # In float32 the halves of the batch add up a little differently, and a mean near zero shows it.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
-
-
 GROUPS = {"mid": "mid.*", "biases": ["*.bias", "scale"]}
 
 
@@ -170,11 +168,7 @@ def test_every_engine_equals_one_process(ranks: Ranks, engine: str, dtype: torch
 
 
 MICRO = 2
-
-
 MID = {"mid": "mid.*"}
-
-
 RANKS: list[Any] = [stats.Spread(per_parameter=True), stats.NoiseScale(4, decay=0.5, per_parameter=True)]
 
 
