@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ranks import Ranks, peak, reset_peak
 
-from disthooks.saved.counters import SavedReport
+from disthooks.saved.report import SavedReport
 
 BYTES = ("stored", "moved", "shared", "kept")  # of what an attachment reports
 

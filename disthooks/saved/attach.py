@@ -22,14 +22,12 @@ from disthooks._handles import Attachment, first_names
 from disthooks._match import Pattern, as_patterns, match_modules, unwrap_engine
 from disthooks._torch import uncompiled
 from disthooks.errors import AttachError, UsageError
-from disthooks.saved.counters import Counters
 from disthooks.saved.eligibility import BREAK, nothing_to_hook, reason_never_called, reason_not_to_hook
 from disthooks.saved.hooks import HookSite, SavedTensorHooks
 from disthooks.saved.module_class import attach, detach, refusal, site_of
-from disthooks.saved.pipeline import Pipeline, Stage, pipeline
+from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_here, proofs_of
 from disthooks.saved.report import SavedReport
-from disthooks.saved.stores.base import Store
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,35 +68,33 @@ class saving:
 
     @uncompiled(BREAK)
     def __init__(self, *stages: Stage | Pipeline) -> None:
-        self._site = HookSite(pipeline(*stages), Counters())
-        if self._site.pipeline.recompute is not None:
-            self._site.counters.proofs = proofs_here()
-        self._open = threading.local()  # frames entered and not left, this thread's own
+        checked = pipeline(*stages)
+        self._site = HookSite(OpenPipeline(checked, None if checked.recompute is None else proofs_here()))
+        self._entered = threading.local()  # the hooks that this thread entered and has not left
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
-        return saving, (self._site.pipeline,)  # a copy has saved nothing yet and is not open
+        return saving, (self._site.pipeline.stages,)  # a copy has saved nothing yet and is not open
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held, on this rank."""
-        return self._site.counters.report(self._site.pipeline.store)
+        return self._site.pipeline.report()
 
     @uncompiled(BREAK)
     def __enter__(self) -> saving:
-        line, counters, module_name, _ = self._site
         reason = reason_not_to_hook()
         if reason is not None:
-            counters.count_pass(reason, module_name)
-        frame = None if reason is not None else SavedTensorHooks(line, counters)
-        self._open.__dict__.setdefault("frames", []).append(frame and frame.__enter__())
+            self._site.pipeline.counters.count_pass(reason, "")
+        hooks = None if reason is not None else SavedTensorHooks(self._site.pipeline)
+        self._entered.__dict__.setdefault("hooks", []).append(hooks and hooks.__enter__())
         return self
 
     @uncompiled(BREAK)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        frame: SavedTensorHooks | None = self._open.frames.pop()
-        if frame is not None:
-            frame.__exit__(kind, error, trace)
+        hooks: SavedTensorHooks | None = self._entered.hooks.pop()
+        if hooks is not None:
+            hooks.__exit__(kind, error, trace)
 
     def __call__(self, target: F) -> F:
         """``target`` with the hooks on in each of its calls."""
@@ -154,18 +150,18 @@ _UNUSED = (
 class Saving(Attachment):
     """What :func:`save_activations` attached."""
 
-    def __init__(self, counters: Counters, store: Store, names: tuple[str, ...]) -> None:
+    def __init__(self, pipeline: OpenPipeline, names: tuple[str, ...]) -> None:
         super().__init__()
-        self._counters, self._store = counters, store
-        self.on_remove(store.release_idle)
+        self._pipeline = pipeline
+        self.on_remove(pipeline.store.release_idle)
         self.names = names
 
     def __repr__(self) -> str:
-        return f"<Saving of {len(self.names)} modules ({first_names(self.names)}) to {self._store}>"
+        return f"<Saving of {len(self.names)} modules ({first_names(self.names)}) to {self._pipeline.store}>"
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
-        return self._counters.report(self._store, self.names)
+        return self._pipeline.report(self.names)
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
@@ -200,12 +196,17 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     >>> saving.names, saving.report().moved > 0, type(model[0]) is nn.Linear
     (('0', '2'), True, True)
     """
-    line, counters = pipeline(to), Counters()
+    checked = pipeline(to)
     found = chosen(model, patterns)
-    if line.recompute is not None:
-        counters.proofs = proofs_of(unwrap_engine(model))
+    opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
     with _attaching:
-        return _attach(model, found, line, counters)
+        for name, module in found:
+            _refuse(name, module)
+        saving = Saving(opened, tuple(name for name, _ in found))
+        attach((module, HookSite(opened, name or type(module).__name__)) for name, module in found)
+        # Weakly: a handle that outlives its model does not keep it.
+        saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in found)))
+        return saving
 
 
 def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
@@ -215,16 +216,6 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     ['']
     """
     return _outermost(_running(model, match_modules(model, as_patterns(patterns))))
-
-
-def _attach(model: nn.Module, chosen: list[tuple[str, nn.Module]], line: Pipeline, counters: Counters) -> Saving:
-    for name, module in chosen:
-        _refuse(name, module)
-    saving = Saving(counters, line.store, tuple(name for name, _ in chosen))
-    attach((module, HookSite(line, counters, name or type(module).__name__)) for name, module in chosen)
-    # Weakly: a handle that outlives its model does not keep it.
-    saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in chosen)))
-    return saving
 
 
 def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -1,26 +1,30 @@
-"""Where contents go: a store, or a compact copy beside them."""
+"""Contents that go to a store or stay as a small copy, and the index that finds what is packed already."""
 
 # [Note: contents are of one moment]
 # Much code writes to a tensor without counting the change: `y.data.fill_(0)`, a numpy array over the same memory,
 # `dist.all_reduce(y)`, kernels of an extension. So the contents of a saved tensor are those that it has when the
-# operator that saves it is done, whenever a thread of a store comes to move them: they are copied, and the store gets
-# the copy. It is made in `pack`, where the inputs of an operator are what they were given as and its outputs are
-# computed. Only what an operator allocates by itself may be filled after it was saved (the noise of `rrelu`,
-# pytorch#193671). No code of the user's can have such a tensor before the operator returns: it is told by its
-# reference counts, and copied when the next operator begins.
+# operator that saves it is done, no matter when a thread of a store moves them: the contents are copied, and the store
+# gets the copy (decision 108). `pack` makes the copy, because by then the inputs of an operator are what they were
+# given as, and its outputs are computed.
 #
-# The same tensor, saved again by a later operator, may have been written meanwhile. Its version does not say so, and
-# its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32. Where they differ, what is
-# saved now is another content. The checksum is computed only of contents whose tensor still lives when the next
-# operator but one saves something: of most it does not.
+# [Note: contents are taken late]
+# The exception is what an operator allocates by itself. It may save such a tensor first and fill it afterwards, as
+# `rrelu` does with its noise (pytorch#193671). No code of the user's can have such a tensor before the operator
+# returns, so its reference counts tell it apart. It is copied when the next operator of the call begins.
 #
-# An accelerator's bytes cannot be compared without waiting for it. There the copy is made on the device when the next
-# operator begins; leaves and constants are shared by what one operator saves and no further, and tensors with a
-# history by their version.
+# [Note: leaves within one call]
+# The same tensor, saved again by a later operator, may have been written meanwhile. Its version does not say so, thus
+# its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32 (decision 109). Where they
+# differ, what is saved now is another content. The checksum is computed only if the saved tensor is still alive when
+# the next operator but one saves something; most are not. An accelerator's bytes cannot be compared without waiting for
+# it. There the copy is made on the device when the next operator begins. Leaves and constants, which optimizers,
+# line searches and `gradcheck` write through `.data`, are shared by what one operator saves and no further
+# (decision 21); tensors with a history are shared as long as their version is the same.
 
 from __future__ import annotations
 
 import binascii
+import collections
 import ctypes
 import time
 import weakref
@@ -41,17 +45,98 @@ from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.pools import memory_of
 
 
-def _named(error: StoreError, doing: str, module_name: str) -> StoreError:
-    """``error`` of a store, which knows no modules, with the name of the one whose tensor it was."""
-    message = f"{doing} {repr(module_name) if module_name else 'a block of code'} saved: {error}"
-    return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
+def is_written_uncounted(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Whether ``tensor``, whose changes ``owner`` counts, is a leaf to be optimised, or a view of one.
+
+    They are written through ``.data``, which counts no change. See [Note: leaves within one call].
+    """
+    return (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
+
+
+# What saved tensors have in common that are views of one packed value: the address of the storage object, the version,
+# the region (or the dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py.
+# Equal keys do not say that the contents are equal.
+Key = tuple[int, int, object, int]
+
+
+class ContentIndex:
+    """Finds the packed values of one attachment that are alive, so that one content is packed once.
+
+    ``find``, ``add`` and ``remember`` are called under the lock of the attachment's counters; ``lookup_view`` and
+    ``withdraw`` need none. References to values that are gone are sorted out from time to time, because a callback for
+    each of them would cost more (decision 29).
+
+    Attributes:
+        recent: the values that were offloaded last, whose copies are in memory for operators that save the same again.
+        undecided: the values whose contents may be dropped once a device has said so.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, weakref.ref[Packed]] = {}
+        self._by_owner: dict[int, weakref.ref[Packed]] = {}
+        self._limit = 1024
+        self.recent: collections.deque[weakref.ref[Packed]] = collections.deque()
+        self.undecided: collections.deque[weakref.ref[Packed]] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._by_key) + len(self._by_owner)
+
+    def find(self, key: Key) -> Packed | None:
+        """What is packed under ``key``."""
+        reference = self._by_key.get(key)
+        packed = None if reference is None else reference()
+        return None if packed is None or packed.is_withdrawn else packed
+
+    def add(self, key: Key, packed: Packed) -> None:
+        """Let ``packed`` be found under ``key`` as long as it lives."""
+        if len(self) > self._limit:
+            self._by_key = {key: reference for key, reference in self._by_key.items() if reference() is not None}
+            self._by_owner = {owner: ref for owner, ref in self._by_owner.items() if ref() is not None}
+            self._limit = 2 * len(self) + 1024
+        self._by_key[key] = weakref.ref(packed)
+
+    def withdraw(self, packed: Packed) -> None:
+        """Let no other saved tensor share ``packed``. The end of a generator calls this from a destructor."""
+        packed.is_withdrawn = True
+
+    def remember(self, owner: torch.Tensor, packed: Packed) -> None:
+        """Let ``lookup_view`` find ``packed``, which is all of its storage, for ``owner`` and its views."""
+        self._by_owner[id(owner)] = weakref.ref(packed)
+
+    def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
+        """What ``tensor`` is packed as, and its layout, if that can be told without looking at its storage.
+
+        It is the short way for a tensor that was saved before, and for views of it.
+
+        Args:
+            tensor: of any kind.
+            owner: counts the changes of ``tensor``.
+            at_least: views of fewer bytes are not shared.
+        """
+        reference = self._by_owner.get(id(owner))
+        packed = None if reference is None else reference()
+        if packed is None or packed.is_withdrawn or packed.owner() is not owner or tensor._version != packed.version:
+            return None
+        if owner.dim() < 2 and not owner.requires_grad:
+            return None  # a constant vector may be written uncounted (decision 12)
+        if tensor is not owner and (type(tensor) is not torch.Tensor or tensor.is_nested):
+            return None  # a view of plain memory that is no plain tensor
+        if tensor.untyped_storage()._cdata != packed.storage_ref.address:
+            return None
+        layout = Layout.of(tensor)
+        if layout == packed.first_layout:
+            return packed, packed.first_layout
+        nbytes = tensor.nbytes
+        is_whole = nbytes >= at_least and is_most_of(layout, nbytes, packed.nbytes)
+        has_dtype = packed.is_untyped or layout.dtype is packed.first_layout.dtype
+        return (packed, layout) if is_whole and has_dtype else None
 
 
 class StoredTickets:
-    """What the store holds for a packed value.
+    """What the store gave for one packed value; they are dropped with it.
 
-    An object of its own, so that the packed value needs no destructor: while one runs, Python lets other threads
-    find the dying object again, and they would share bytes that are being dropped.
+    It is an object of its own, so that the packed value needs no destructor. While a destructor runs, Python lets other
+    threads find the dying object again, and they would share bytes that are being dropped (decision 13).
     """
 
     __slots__ = ("_counters", "_store", "nbytes", "tickets")
@@ -63,6 +148,7 @@ class StoredTickets:
 
     @uncompiled()
     def __del__(self) -> None:
+        # It takes no lock; a store's `drop` takes none either. See [Note: the order of locks].
         self._counters.change_held(-self.nbytes)
         for ticket in self.tickets:
             self._store.drop(ticket)
@@ -72,17 +158,18 @@ class StoredContent(Packed):
     """Contents that go through codecs into a store."""
 
     __slots__ = (
-        "_addresses",
         "_checksum",
         "_codecs",
         "_copy",
-        "_encoded",
-        "_own",
+        "_is_private",
+        "_shape",
         "_spec",
         "_store",
+        "_stored_addresses",
         "_tickets",
-        "_wanted",
         "_weak_copy",
+        "is_in_place",
+        "may_stay_in_place",
     )
 
     def __init__(
@@ -90,72 +177,79 @@ class StoredContent(Packed):
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
         region: StorageRegion | None,
-        first: Layout,
+        first_layout: Layout,
         codecs: Sequence[Codec],
         store: Store,
         counters: Counters,
         module_name: str,
     ) -> None:
-        super().__init__(alias, storage, region, first, counters, module_name)
+        super().__init__(alias, storage, region, first_layout, counters, module_name)
         self._codecs, self._store = codecs, store
         self.is_untyped = not codecs
-        self.is_in_order = region is None and _is_all_in_order(alias, first, self.nbytes)
-        self._own = False
-        self._addresses: list[int] = []
-        # The contents, see [Note: contents are of one moment]: held until the store has them and a while longer.
+        self.is_in_order = region is None and _is_all_in_order(alias, first_layout, self.nbytes)
+        self.is_in_place = self._is_private = False
+        self.may_stay_in_place = True  # if no codec changed it, and the store would put it where it is
+        self._stored_addresses: list[int] = []
+        # The contents as they were saved: held until the store has them, and a little longer for operators that save
+        # the same again. See [Note: contents are of one moment].
         self._copy: torch.Tensor | None = None
         self._weak_copy: weakref.ref[torch.Tensor] | None = None
         self._checksum: int | None = None
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no codec loses anything."""
         return not any(codec.lossy for codec in self._codecs)
 
+    @property
+    def is_private(self) -> bool:
+        return self._is_private
+
+    # -- the copy, and what is compared with it
+
     def copy_now(self) -> None:
-        """Copy the contents, which are there."""
         with self._lock:
             self._copy = self._copied(self.alias.untyped_storage())
             self._weak_copy = weakref.ref(self._copy)
 
-    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
-
     def copy_again(self) -> None:
-        """The region is another one since the contents were copied, if they were."""
         with self._lock:
             if self._copy is not None:
                 self.copy_now()
 
     def release_copy(self) -> None:
-        """Let go of the copy; what may be saved again is told by a checksum from now on."""
         with self._lock:
             copy, self._copy = self._copy, None
             if copy is not None and self._weak_copy is not None and self.owner() is not None:
-                self._checksum = _checksum(copy)
+                self._checksum = _checksum(copy)  # tells from now on whether what is saved again is the same
+
+    def stay_in_memory(self) -> None:
+        self._copy = self._weak_copy = None
 
     @property
     def can_compare(self) -> bool:
-        """Whether the copy is in memory, or a checksum of it is known."""
         return self._checksum is not None or (self._weak_copy is not None and self._weak_copy() is not None)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        """Whether what ``part`` has now, at ``layout``, are the bytes that were saved."""
         with self._lock:
             copy = None if self._weak_copy is None else self._weak_copy()
             storage = part.untyped_storage()
             if copy is None and self._checksum is None:
-                return self.is_in_place  # where the user has it
+                return self.is_in_place  # the contents are where the user has them
             if storage.nbytes() != self.nbytes:
                 return False
             region = self.region
             if region is None and not is_most_of(layout, part.nbytes, self.nbytes):
-                region = region_of(layout, self.nbytes)  # a small part of much is looked at alone
+                region = region_of(layout, self.nbytes)  # of a small part of much only that part is compared
                 if region is not None:
                     region = region.raw()
                     return copy is not None and torch.equal(_at(region, storage), _at(region, copy.untyped_storage()))
             now = _all_of(storage) if region is None else _at(region, storage).contiguous()
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
+
+    def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
+
+    # -- to the store
 
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         if self._copy is None:
@@ -166,46 +260,29 @@ class StoredContent(Packed):
         if not content.is_cpu:
             self._copy = None
         parts = self._encode(content) if self._codecs else (content,)
-        self._encoded = not (len(parts) == 1 and parts[0] is content)
-        stays = self._codecs and not self._encoded and not self._store.leaves_memory(content)
-        if stays and not self.counters.recomputes:  # others are computed from what a store holds
+        is_unchanged = len(parts) == 1 and parts[0] is content
+        if self._codecs and is_unchanged and self.may_stay_in_place and not self._store.leaves_memory(content):
             self.counters.count_kept("in place", self.nbytes, self.module_name)
             self._copy = self._weak_copy = None
             self.is_in_place = True
             return False
-        self._wanted = (content.dtype, content.shape)
+        self._shape = (content.dtype, content.shape)
         # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
         # keep all of that storage in memory.
         parts = tuple(alone(part) for part in parts)
-        self._addresses = [part.data_ptr() for part in parts]
+        self._stored_addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts, content.nbytes)
-        self._own = True  # the content is a copy
+        self._is_private = True  # the content is a copy
         return True
-
-    @property
-    def is_private(self) -> bool:
-        """Whether what was put is not the memory of the saved tensor."""
-        return self._own
-
-    def stay_in_memory(self) -> None:
-        """It stays in memory."""
-        self._copy = self._weak_copy = None
-
-    def _still_here(self, layout: Layout, alone: bool) -> torch.Tensor:
-        copy = self._copy
-        if copy is None:
-            return super()._still_here(layout, alone)
-        whole = _spread(copy.clone() if alone else copy, self.region)
-        return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
         begin = time.perf_counter()
         tensors: tuple[torch.Tensor, ...] = (content,)
         self._spec: list[Any] = []
-        for place, codec in enumerate(self._codecs):
+        for position, codec in enumerate(self._codecs):
             encoded = [codec.encode(tensor) for tensor in tensors]
             if codec.lossy:
-                self._measure(place, codec, tensors, encoded)
+                self._measure(position, codec, tensors, encoded)
             self._spec.append([(len(parts), spec) for parts, spec in encoded])
             tensors = tuple(part for parts, _ in encoded for part in parts)
         self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
@@ -213,63 +290,62 @@ class StoredContent(Packed):
 
     def _measure(
         self,
-        place: int,
+        position: int,
         codec: Codec,
         tensors: Sequence[torch.Tensor],
         encoded: Sequence[tuple[tuple[torch.Tensor, ...], Any]],
     ) -> None:
-        """Note the error of ``codec``, at ``place``, for what it did not leave alone, once in a while."""
+        """Measure the error of ``codec`` for the tensors that it changed, if a measurement is due."""
         changed = [
             (tensor, parts, spec)
             for tensor, (parts, spec) in zip(tensors, encoded, strict=True)
             if not (len(parts) == 1 and parts[0] is tensor) and (tensor.is_floating_point() or tensor.is_complex())
         ]
-        if changed and self.counters.is_sampled(place):
+        if changed and self.counters.codec_errors.is_due(position):
             with torch.no_grad():
                 for tensor, parts, spec in changed:
-                    self.counters.count_error(repr(codec), relative_error(codec.decode(parts, spec), tensor))
+                    error = relative_error(codec.decode(parts, spec), tensor)
+                    self.counters.codec_errors.add(repr(codec), error)
 
-    def _put(self, tensors: Sequence[torch.Tensor], saved: int) -> StoredTickets:
+    def _put(self, tensors: Sequence[torch.Tensor], nbytes_before_codecs: int) -> StoredTickets:
         begin = time.perf_counter()
-        held = StoredTickets(self._store, self.counters)  # first: whatever interrupts, it drops what is in it
+        stored = StoredTickets(self._store, self.counters)  # first: if an interrupt comes, it drops what is in it
         total = moved = 0
         for tensor in tensors:
             try:
-                held.tickets.append(self._store.put(tensor))
+                stored.tickets.append(self._store.put(tensor))
             except StoreError as error:
-                raise _named(error, "to store what", self.module_name) from error
+                raise _with_module(error, "to store what", self.module_name) from error
             total += tensor.nbytes
             moved += tensor.nbytes if self._store.leaves_memory(tensor) or tensor.device != self.alias.device else 0
-        held.nbytes = total
+        stored.nbytes = total
         self.counters.change_held(total)
-        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, saved)
-        return held
+        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, nbytes_before_codecs)
+        return stored
+
+    # -- and back
 
     def _restore(self) -> torch.Tensor:
         if self.alias.is_cuda:
-            refuse_capture(self.module_name)  # of a backward
+            refuse_capture(self.module_name)  # the backward may be captured
         begin = time.perf_counter()
         try:
             tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
         except StoreError as error:
-            raise _named(error, "to bring back what", self.module_name) from error
+            raise _with_module(error, "to bring back what", self.module_name) from error
         seconds, copied = time.perf_counter() - begin, 0.0
         for ticket in self._tickets.tickets:
             copied += self._store.pop_transfer_seconds(ticket)
         self.counters.count_got(self._tickets.nbytes, seconds, self.module_name, copied)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
-        if (content.dtype, content.shape) != self._wanted or content.device != self.alias.device:
+        if (content.dtype, content.shape) != self._shape or content.device != self.alias.device:
             raise StoreError(
                 f"{self._store!r} gave back {content.dtype} {tuple(content.shape)} on {content.device} for what "
-                f"{self.module_name!r} saved as {self._wanted[0]} {tuple(self._wanted[1])} on {self.alias.device}: "
+                f"{self.module_name!r} saved as {self._shape[0]} {tuple(self._shape[1])} on {self.alias.device}: "
                 "get() must return what was put, and decode() what was encoded"
             )
         return _spread(content, self.region)
-
-    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
-        """Whether it is what was put, which a store gives back while it is in memory."""
-        return tensor.data_ptr() in self._addresses
 
     def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         begin = time.perf_counter()
@@ -279,18 +355,32 @@ class StoredContent(Packed):
         self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
         return tensors[0]
 
+    def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
+        copy = self._copy
+        if copy is None:
+            return super()._in_memory(layout, is_for_python)
+        whole = _spread(copy.clone() if is_for_python else copy, self.region)
+        return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
+
+    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
+        # A store may give back the very tensor that was put, while it is in memory (decision 35).
+        return tensor.data_ptr() in self._stored_addresses
+
 
 class StorageParts:
-    """The parts of storages that are saved one after the other, added up: half of a storage or more is packed whole.
+    """Adds up the regions of storages that one operator saves, to tell when a storage is better packed whole.
 
-    A sum for each storage, and no look at what was saved before: an operator may save thousands of views of one tensor.
+    Queries, keys and values are thirds of one storage, mostly. Packed alone, each would be copied out of it, and spread
+    again in backward to strides that reach over nearly all of it. So if the parts are half of the storage or more, the
+    first of them is widened to all of it (decision 42). Only a sum is kept for each storage, because an operator may
+    save thousands of views of one tensor.
     """
 
     def __init__(self) -> None:
         self._sums: dict[Hashable, tuple[weakref.ref[StoredContent], int]] = {}
 
     def add(self, key: Hashable, packed: Packed) -> None:
-        """``packed`` is a region of the storage that ``key`` stands for."""
+        """Add ``packed`` to the storage that ``key`` stands for, if it is a region of it."""
         if type(packed) is not StoredContent or packed.region is None:
             return
         first, covered = self._sums.get(key, (weakref.ref(packed), 0))
@@ -299,10 +389,7 @@ class StorageParts:
         self._sums[key] = first, covered + packed.region.nbytes
 
     def to_widen(self, key: Hashable, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> StoredContent | None:
-        """What may as well hold all ``nbytes`` of the storage of ``owner``, of which ``region`` is saved now.
-
-        That is the first part, if all parts and ``region`` together are half of it or more.
-        """
+        """The first part, if all parts and ``region`` together are half of the ``nbytes`` of the storage or more."""
         reference, covered = self._sums.get(key, (None, 0))
         packed = None if reference is None else reference()
         if packed is None or packed.region is None or packed.is_offloaded or packed.owner() is not owner:
@@ -310,22 +397,20 @@ class StorageParts:
         return packed if (covered + region.nbytes) * 2 >= nbytes else None
 
     def clear(self) -> None:
-        """What was saved is put elsewhere now."""
+        """Forget the sums: the parts are offloaded now."""
         self._sums.clear()
 
 
 class SmallCopy(Packed):
-    """A small part of a large storage: a copy of it stays in memory, so that the rest need not."""
+    """A copy of a small part of a large storage, which stays in memory so that the rest need not."""
 
     __slots__ = ("_copy",)
 
     def copy_now(self) -> None:
-        """Copy the contents, which are there."""
         with self._lock:
             self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        """Whether what ``part`` has now are the bytes that were saved."""
         with self._lock:
             now = self.content(part.untyped_storage()).contiguous()
             return now.is_cpu and hasattr(self, "_copy") and _are_equal(now, self._copy)
@@ -337,33 +422,37 @@ class SmallCopy(Packed):
 
     @property
     def is_private(self) -> bool:
-        """It is a copy."""
         return True
 
     def _restore(self) -> torch.Tensor:
-        made_on = self._stream
-        return _spread(self._copy if made_on is None else handed_over(self._copy, made_on), self.region)
+        return _spread(self._copy if self.stream is None else handed_over(self._copy, self.stream), self.region)
+
+
+def _with_module(error: StoreError, doing: str, module_name: str) -> StoreError:
+    """``error`` with the name of the module whose tensor it was, which a store does not know."""
+    message = f"{doing} {repr(module_name) if module_name else 'a block of code'} saved: {error}"
+    return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
+
+
+# Of other dtypes some have no kernel for a copy (torch.int4, torch.bits8), so their contents are taken as bits.
+_COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+_COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
 def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:
-    """Whether ``alias`` is all of its storage of ``nbytes``, in the order of it, in a dtype that torch can copy."""
+    """Whether ``alias`` is all of its storage of ``nbytes``, in its order, in a dtype that torch can copy."""
     return (
         layout.offset == 0
         and not (layout.conj or layout.neg)
         and alias.is_contiguous()
-        and 1 not in layout.size  # whose stride may be any, and a copy would not have it
+        and 1 not in layout.size  # such a dimension may have any stride, and a copy would have another
         and alias.nbytes == nbytes
         and layout.dtype in _COPIED
     )
 
 
-# Of the others some have no kernel for a copy (torch.int4, torch.bits8): bits are bits.
-_COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
-_COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-
-
 def _spread(content: torch.Tensor, region: StorageRegion | None) -> torch.Tensor:
-    """``content`` at the strides of its region, or as it is, at the front of a storage."""
+    """``content`` at the strides of its region; without a region as it is, at the front of a storage."""
     if content.is_conj() or content.is_neg():
         content = content.resolve_conj().resolve_neg()
     if region is None:

@@ -1,10 +1,9 @@
-"""What one attachment knows of its saved tensors: which are packed already, and how many bytes went where."""
+"""What one attachment counts: bytes and times by module, errors of codecs, and the warnings that it gave."""
 
 from __future__ import annotations
 
 import collections
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from disthooks import memory
 from disthooks._fork_safe import Order, shared
 from disthooks._streams import on_accelerator
-from disthooks.saved.dedup import ContentIndex
 from disthooks.saved.report import SavedReport, SiteReport, shared_out
 from disthooks.saved.stores.base import Store
 
@@ -32,8 +30,8 @@ _TRANSFORMED = (
     "goes without hooks. Around a vmap hooks work: attach to the module whose forward calls vmap, or put the call into "
     "saving(...). report().passed counts these calls; this is said once"
 )
-#: Reasons to go without hooks that the user can do something about, and what.
-_MENDABLE = {
+# What to tell the user, by the reason why a call ran without hooks. The other reasons need no action.
+_ADVICE = {
     "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
     "torch.jit.script": _RECORDED.replace("{what}", "torch.jit.script"),
     "hooks disabled": _TRANSFORMED,
@@ -46,8 +44,6 @@ _GRAPHS = (
     "module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has the bytes; "
     "this is said once"
 )
-
-
 _IN_PLACE = (
     "{store} stores nothing of {where}: what it saves is in CPU memory, where this store would put it. To take it out "
     "of memory give OnDisk(directory); to make it smaller put a codec in front of the store, Compact() or "
@@ -60,8 +56,63 @@ _ELSEWHERE = (
 )
 
 
+class WarnedOnce:
+    """The warnings of one attachment. Each is given once and stands in the report from then on."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}  # by topic
+
+    def warn(self, topic: str, text: str) -> None:
+        """Warn of ``text``, unless this attachment has warned of ``topic`` before."""
+        # One call of C decides between two threads that arrive together, so no lock is needed.
+        if self._texts.setdefault(topic, text) is text:
+            warnings.warn(text, stacklevel=5)
+
+    def has_warned_of(self, topic: str) -> bool:
+        """Whether this attachment has warned of ``topic``."""
+        return topic in self._texts
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All warnings so far."""
+        return tuple(self._texts.values())
+
+
+class CodecErrors:
+    """The largest relative error of each lossy codec, in a sample of the tensors that it changed (decision 33)."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._changed: collections.Counter[int] = collections.Counter()  # tensors, by the codec's position
+        self._unread: list[tuple[str, torch.Tensor]] = []
+        self._largest: dict[str, float] = {}
+
+    def is_due(self, position: int) -> bool:
+        """Whether to measure the codec at ``position`` on this tensor: the 1st, 2nd, 4th, 8th, ... that it changed."""
+        with self._lock:
+            self._changed[position] += 1
+            return self._changed[position].bit_count() == 1
+
+    def add(self, codec: str, error: torch.Tensor) -> None:
+        """Remember ``error``, a scalar. It stays on its device, because to read it would wait for the device."""
+        with self._lock:
+            self._unread.append((codec, error))
+
+    def read(self) -> dict[str, float]:
+        """The largest errors, with those that were not read before; this waits for the devices on which they are."""
+        with self._lock:
+            unread, self._unread = self._unread, []
+        for device in {error.device for _, error in unread if on_accelerator(error)}:
+            torch.accelerator.synchronize(device)  # each error was computed on the stream of its tensor
+        read = [(codec, float(error)) for codec, error in unread]
+        with self._lock:
+            for codec, error in read:
+                self._largest[codec] = max(self._largest.get(codec, 0.0), error)
+            return dict(self._largest)
+
+
 class _ModuleCounts:
-    """The counts of one module, those of a :class:`SiteReport`."""
+    """The counts of one module: the fields of a :class:`SiteReport`, which can be added to."""
 
     __slots__ = tuple(SiteReport.__dataclass_fields__)
 
@@ -72,36 +123,29 @@ class _ModuleCounts:
 
 
 class Counters:
-    """Finds what is packed already and counts bytes; shared by every thread of an attachment."""
+    """The counts of one attachment, for all of its threads.
+
+    Attributes:
+        lock: guards the counts, and the attachment's :class:`~disthooks.saved.contents.ContentIndex` too.
+        saved_bytes: bytes of all contents that were packed so far; changed under the lock.
+        warned: the warnings of the attachment.
+        codec_errors: what lossy codecs lost.
+        change_held: adds to the bytes that are held. Destructors call it: see [Note: the order of locks].
+    """
 
     def __init__(self) -> None:
         self.lock = shared(Order.COUNTERS)
-        self.index = ContentIndex()
-        self.saved_bytes = 0  # bytes of what was packed so far; changed under the lock
-        # Those whose contents may be dropped once the device has said so.
-        self.undecided: collections.deque[weakref.ref[Any]] = collections.deque()
-        self.proofs: Any = None  # what was proven of what is computed again; see recompute/places.py
-        self.places: dict[Any, Any] = {}  # of them, the places that came up in this attachment
-        #: Those whose contents were taken last, and are in memory for who saves them again at once.
-        self.recent: collections.deque[weakref.ref[Any]] = collections.deque()
-        self.recomputes = False  # whether the pipeline asks for that
-        self._calls = self._inner = 0
-        self._sites: collections.defaultdict[str, _ModuleCounts] = collections.defaultdict(
-            _ModuleCounts
-        )  # by the module's name
+        self.saved_bytes = 0
+        self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
+        self._calls = self._inner = self._held = 0
+        self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
         self._differed: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
-        self._lossy: collections.Counter[int] = collections.Counter()
-        self._errors: dict[str, float] = {}
-        self._unread: list[tuple[str, torch.Tensor]] = []
-        self._held = 0
+        self._called: set[str] = set()  # names of modules
         self._changes: collections.deque[int] = collections.deque()
-        #: So many bytes more are held, or fewer; called from destructors. A C function: nothing interrupts it.
-        self.change_held: Callable[[int], None] = self._changes.append
-        self._told: dict[str, str] = {}  # what is said once, and how
-        self._called: set[str] = set()  # modules
+        self.change_held: Callable[[int], None] = self._changes.append  # a C function: no interrupt comes inside it
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()  # a copy of a module has saved nothing yet
@@ -109,175 +153,140 @@ class Counters:
     def count_put(
         self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
     ) -> None:
-        """Add to ``stored`` and ``moved``, and the time that the store took for it.
-
-        ``saved``: its bytes before codecs, if there are any.
-        """
+        """Count one content that the store took in ``seconds``; ``saved`` are its bytes before codecs."""
         with self.lock:
-            site = self._sites[module_name]
-            site.tensors += 1
-            site.saved += stored if saved is None else saved
-            site.stored += stored
-            site.moved += moved
-            site.pack_seconds += seconds
-            self._settle()
+            module = self._modules[module_name]
+            module.tensors += 1
+            module.saved += stored if saved is None else saved
+            module.stored += stored
+            module.moved += moved
+            module.pack_seconds += seconds
+            self._drain_changes()
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
-        """Add to ``loaded``, the time that the store took for it, and ``copied``, that of its copies beside that."""
+        """Count bytes that the store gave back in ``seconds``, and the seconds of its copies beside that."""
         with self.lock:
-            site = self._sites[module_name]
-            site.loaded += loaded
-            site.unpack_seconds += seconds
-            site.copy_seconds += copied
+            module = self._modules[module_name]
+            module.loaded += loaded
+            module.unpack_seconds += seconds
+            module.copy_seconds += copied
 
     def count_codecs(self, seconds: float, module_name: str = "") -> None:
-        """Add the time that codecs took."""
+        """Count the time that codecs took."""
         with self.lock:
-            self._sites[module_name].codec_seconds += seconds
+            self._modules[module_name].codec_seconds += seconds
 
     def count_shared(self, nbytes: int, module_name: str = "") -> None:
-        """Add to ``shared``."""
+        """Count a saved tensor whose content was packed before."""
         with self.lock:
-            self._sites[module_name].shared += nbytes
+            self._modules[module_name].shared += nbytes
+
+    def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
+        """Count a saved tensor that stays in memory."""
+        with self.lock:
+            self._kept[reason] += nbytes
+            self._modules[module_name].kept += nbytes
 
     def count_recast(self, nbytes: int, module_name: str = "") -> None:
-        """Add to ``recast``."""
+        """Count autocast's copy of a weight that was dropped."""
         with self.lock:
-            self._sites[module_name].recast += nbytes
+            self._modules[module_name].recast += nbytes
 
     def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
-        """Add to ``recomputed``."""
+        """Count bytes that were dropped, and are computed again by the operators ``how``."""
         with self.lock:
             self._recomputed[how] += nbytes
-            self._sites[module_name].recomputed += nbytes
+            self._modules[module_name].recomputed += nbytes
 
     def count_differed(self, place: str, nbytes: int) -> None:
-        """Add to ``differed``."""
+        """Count bytes that are stored, because computing them again gave other bits at ``place``."""
         with self.lock:
             self._differed[place] += nbytes
 
-    def is_sampled(self, position: int) -> bool:
-        """Whether to measure the error of the codec at ``position`` now: the 1st, 2nd, 4th, 8th, ... time."""
-        with self.lock:
-            self._lossy[position] += 1
-            return self._lossy[position].bit_count() == 1
-
-    def count_error(self, codec: str, error: torch.Tensor) -> None:
-        """Keep the larger ``error``, a scalar, of ``codec``; it is not read before the report is."""
-        with self.lock:
-            self._unread.append((codec, error))
-
     def count_call(self, module_name: str = "") -> None:
-        """One more call with the hooks on."""
+        """Count a call with the hooks on."""
         with self.lock:
             self._calls += 1
             self._called.add(module_name)
 
     def count_inner(self) -> None:
-        """One more call inside that another attachment takes."""
+        """Count a call inside of ours whose saved tensors another attachment takes."""
         with self.lock:
             self._inner += 1
 
-    def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
-        """Add to ``kept``."""
-        with self.lock:
-            self._kept[reason] += nbytes
-            self._sites[module_name].kept += nbytes
-
     def count_pass(self, reason: str, module_name: str) -> None:
-        """One more call that went through without hooks; the user is told once if that can be mended."""
+        """Count a call that ran without hooks, and tell the user once if something can be done about it."""
         with self.lock:
             self._passed[reason] += 1
             self._called.add(module_name)
-        if reason in _MENDABLE:
-            self.say_once(reason, _MENDABLE[reason].format(where=repr(module_name or "this block")))
+        if reason in _ADVICE:
+            self.warned.warn(reason, _ADVICE[reason].format(where=repr(module_name or "this block")))
 
-    def say_graphs(self, module_name: str) -> None:
+    def warn_of_graphs(self, module_name: str) -> None:
         """Tell the user once that tensors in memory of CUDA graphs stay there."""
-        self.say_once("CUDA graph", _GRAPHS.format(where=repr(module_name) if module_name else "a saving(...) block"))
+        where = repr(module_name) if module_name else "a saving(...) block"
+        self.warned.warn("CUDA graph", _GRAPHS.format(where=where))
 
-    def say_in_place(self, module_name: str, store: Store) -> None:
-        """Tell the user once that the store is where the tensors are, when nothing at all has been stored."""
+    def warn_of_in_place(self, module_name: str, store: Store) -> None:
+        """Tell the user once, if nothing at all was stored, that the store is where the tensors are already."""
         with self.lock:
-            has_stored = "in place" in self._told or any(site.stored for site in self._sites.values())
+            has_stored = any(module.stored for module in self._modules.values())
         if not has_stored:
-            self.say_once(
-                "in place",
-                _IN_PLACE.format(store=store, where=repr(module_name) if module_name else "this block"),
-            )
+            where = repr(module_name) if module_name else "this block"
+            self.warned.warn("in place", _IN_PLACE.format(store=store, where=where))
 
-    def say_elsewhere(self, module_name: str) -> None:
-        """Tell the user once that a module's forward seems to run in other threads."""
-        self.say_once("threads", _ELSEWHERE.format(where=repr(module_name)))
+    def warn_of_threads(self, module_name: str) -> None:
+        """Tell the user once that the layers of a module seem to run in other threads."""
+        self.warned.warn("threads", _ELSEWHERE.format(where=repr(module_name)))
 
-    def has_said(self, what: str) -> bool:
-        """Whether this attachment has said it."""
-        return what in self._told
+    def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
+        """All counts as they stand.
 
-    def say_once(self, what: str, text: str) -> None:
-        """Warn of ``text``, unless this attachment has said ``what`` before."""
+        Args:
+            store: whose own reports to add.
+            names: the attached modules; those of them that nobody has called are reported.
+            is_recompute_idle: whether the pipeline has Recompute, which has met nothing that it can compute.
+        """
+        # The store and the device may take a while to answer. No thread that trains is to wait for the counters
+        # meanwhile, so these are asked before the lock is taken. See [Note: the order of locks].
+        tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
         with self.lock:
-            tell = what not in self._told
-            self._told.setdefault(what, text)
-        if tell:
-            warnings.warn(text, stacklevel=5)
-
-    def report(self, store: Store | None = None, names: Sequence[str] = ()) -> SavedReport:
-        """The figures as they stand, with those of the ``store`` and of the attached ``names`` if they are given."""
-        # See [Note: the order of locks]. The store and the device may take a while to answer, and no thread that trains
-        # is to wait for the counters meanwhile.
-        tiers = () if store is None else store.report()
-        self._read_errors()
-        unreturned = memory.unreturned()
-        with self.lock:
-            self._settle()
-            sites = {
-                name: SiteReport(*(getattr(site, field) for field in _ModuleCounts.__slots__))
-                for name, site in self._sites.items()
+            self._drain_changes()
+            modules = {
+                name: SiteReport(*(getattr(module, field) for field in _ModuleCounts.__slots__))
+                for name, module in self._modules.items()
             }
-            every = sum(sites.values(), SiteReport())
+            total = sum(modules.values(), SiteReport())
+            # Before the first call all of them may still be called.
+            uncalled = [name for name in names if name and name not in self._called] if self._called else []
             return SavedReport(
                 calls=self._calls,
-                stored=every.stored,
-                moved=every.moved,
-                shared=every.shared,
-                kept=every.kept,
+                stored=total.stored,
+                moved=total.moved,
+                shared=total.shared,
+                kept=total.kept,
                 kept_by=dict(self._kept),
-                recast=every.recast,
-                recomputed=every.recomputed,
+                recast=total.recast,
+                recomputed=total.recomputed,
                 recomputed_by=dict(self._recomputed),
                 differed=dict(self._differed),
-                recompute_idle=int(self.recomputes and not self.places and not self._recomputed),
-                loaded=every.loaded,
+                recompute_idle=int(is_recompute_idle and not self._recomputed),
+                loaded=total.loaded,
                 held=self._held,
                 passed=dict(self._passed),
                 inner=self._inner,
-                pack_seconds=every.pack_seconds,
-                unpack_seconds=every.unpack_seconds,
-                tensors=every.tensors,
+                pack_seconds=total.pack_seconds,
+                unpack_seconds=total.unpack_seconds,
+                tensors=total.tensors,
                 unreturned=unreturned,
                 tiers=tiers,
-                errors=dict(self._errors),
-                sites=shared_out(sites, tiers),
-                told=tuple(self._told.values()),
-                uncalled=self._uncalled(names),
+                errors=errors,
+                sites=shared_out(modules, tiers),
+                told=self.warned.texts,
+                uncalled=tuple(uncalled),
             )
 
-    def _uncalled(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those of the attached ``names`` that nobody has called; none before the first call, which may be to come."""
-        return tuple(name for name in names if name and name not in self._called) if self._called else ()
-
-    def _read_errors(self) -> None:
-        with self.lock:
-            unread, self._unread = self._unread, []
-        for device in {error.device for _, error in unread if on_accelerator(error)}:
-            torch.accelerator.synchronize(device)  # each was computed on the stream of its tensor
-        read = [(codec, float(error)) for codec, error in unread]
-        with self.lock:
-            for codec, error in read:
-                self._errors[codec] = max(self._errors.get(codec, 0.0), error)
-
-    def _settle(self) -> None:
+    def _drain_changes(self) -> None:
         while self._changes:
             self._held += self._changes[0]
             self._changes.popleft()  # in a line of its own: what a call returns, an interrupt may take away

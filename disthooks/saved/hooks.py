@@ -1,14 +1,20 @@
-"""One call with hooks on: what autograd saves goes through ``pack`` here, and comes back through ``unpack``.
+"""The hooks of one call: what autograd saves goes through ``pack`` here and comes back through ``unpack``.
 
-A place where hooks open around calls: a module, a function, an autograd Function.
+A ``HookSite`` is where hooks open around calls: a module, a function, an autograd Function.
 """
+
+# [Note: hooks step back]
+# Where hooks would do harm or no good, a call runs without them and is counted with the reason
+# (`eligibility.reason_not_to_hook`). Inside a non-reentrant checkpoint they would defeat it, because its own hooks have
+# to be on top. Inside a backward (a reentrant checkpoint, a reversible block) what is saved is used at once
+# (decision 20). In a transform of torch.func there is no memory at hand. Where two attachments are open, the inner one
+# takes what is saved.
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 import time
@@ -16,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Generator, Hashable
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,61 +31,72 @@ from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
-from disthooks.saved.contents import SmallCopy, StorageParts, StoredContent
-from disthooks.saved.counters import Counters
-from disthooks.saved.dedup import Key, is_written_uncounted
+from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent, is_written_uncounted
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
-from disthooks.saved.in_place import InPlace, ModuleWeights, is_constant
-from disthooks.saved.packed import FunctionsHandle, Handle, Packed
-from disthooks.saved.pipeline import Pipeline
-from disthooks.saved.rebuild import AutocastCopy, DTensorHandle, stored_part
+from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Packed
+from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import Again, Recomputed
 from disthooks.saved.recompute.graph import note
 from disthooks.saved.stores.base import Functions
+from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 
-_numbers = itertools.count(1)  # of calls
 _NO_WEIGHTS = ModuleWeights(None)
 _WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no function returns as a gradient
+
+
+class Decision(NamedTuple):
+    """What becomes of one saved tensor; counted by this at the end of ``pack``.
+
+    Attributes:
+        fate: "keep" it in memory; "share" a packed value that is there; "recast" a weight's copy; "recompute" it if
+            Recompute knows how; "store" it.
+        reason: why it is kept, or why only a small copy of it is.
+        part: the plain tensor whose bytes are packed.
+        weight: of which it is autocast's copy.
+    """
+
+    fate: Literal["keep", "share", "recast", "recompute", "store"]
+    reason: str = ""
+    part: torch.Tensor | None = None
+    weight: nn.Parameter | None = None
+
+
+_SHARED = Decision("share")
+_Held = TypeVar("_Held")
 
 
 class SavedTensorHooks:
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
     Args:
-        pipeline: what to do with a saved tensor.
-        counters: the attachment's, shared with other calls.
-        module_name: name of the module, for errors.
+        pipeline: what to do with a saved tensor, and the state of its attachment.
+        module_name: for errors and reports.
         module: the module whose forward this is, if there is one.
     """
 
     @uncompiled(BREAK)
-    def __init__(
-        self, pipeline: Pipeline, counters: Counters, module_name: str = "", module: nn.Module | None = None
-    ) -> None:
-        self._at_least, self._codecs, self._store = pipeline.at_least, pipeline.codecs, pipeline.store
-        self._counters, self._module_name = counters, module_name
-        self._weights = ModuleWeights(module)
-        stage = pipeline.recompute
-        self._again = None if stage is None else Again(stage, counters, module_name, module, _is_lossless(pipeline))
-        self._number = next(_numbers)
+    def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
+        self._pipeline, self._contents, self._module_name = pipeline, pipeline.contents, module_name
+        self._weights = _NO_WEIGHTS if module is None else ModuleWeights(module)
+        self._recompute = None if pipeline.recompute is None else Again(pipeline, module_name, module)
         self._thread = threading.get_ident()
-        self._sequence = -1
-        self._is_outer = False  # whether another attachment took what was saved in a part of the call
-        self._in_place = False  # whether something is where the store would put it
-        self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()
-        self._parts = StorageParts()  # among those that are pending
-        pack = self._call if isinstance(pipeline.store, Functions) else self._pack
+        self._sequence = -1  # number of the operator that saved something last
+        self._has_inner = False  # whether another attachment took what was saved in a part of the call
+        self._has_in_place = False  # whether something is where the store would put it
+        self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()  # to be offloaded
+        self._parts = StorageParts()  # among the pending ones
+        pack = self._pack_by_function if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @uncompiled(BREAK)
     def __enter__(self) -> SavedTensorHooks:
         refuse_capture(self._module_name)
-        self._counters.count_call(self._module_name)
+        self._pipeline.counters.count_call(self._module_name)
         outer = top_hooks(True)
-        outer_frame = getattr(outer[0], "__self__", None) if outer is not None else None
-        if isinstance(outer_frame, SavedTensorHooks) and outer_frame._counters is not self._counters:
-            outer_frame._counters.count_inner()  # the inner one wins
-            outer_frame._is_outer = True
+        outer_hooks = getattr(outer[0], "__self__", None) if outer is not None else None
+        if isinstance(outer_hooks, SavedTensorHooks) and outer_hooks._pipeline is not self._pipeline:
+            outer_hooks._pipeline.counters.count_inner()
+            outer_hooks._has_inner = True
         self._hooks.__enter__()
         return self
 
@@ -90,19 +107,19 @@ class SavedTensorHooks:
         self._hooks.__exit__(kind, error, trace)
         try:
             if kind is None:
-                self._flush()
-                if self._in_place:
-                    self._counters.say_in_place(self._module_name, self._store)
+                self._offload_pending()
+                if self._has_in_place:
+                    self._pipeline.counters.warn_of_in_place(self._module_name, self._pipeline.store)
         finally:
-            # After an error the graph is as good as gone: what it holds stays in memory, for itself alone.
+            # After an error nobody will use the graph. What it holds stays in memory, for itself alone.
             for reference in self._pending:
                 packed = reference()
                 if packed is not None:
-                    self._forget(packed)
+                    self._keep_in_memory(packed)
             self._pending.clear()
-            self._again = None
-            self._hooks = None  # they hold this frame: no cycle may stay
-            self._weights = _NO_WEIGHTS  # a graph keeps its pack, and so this frame: not its module, too
+            # The graph holds `pack`, and so this object, until its backward: no cycle may stay, and no module.
+            self._recompute = self._hooks = None
+            self._weights = _NO_WEIGHTS
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise AttachError(
                 f"{self._module_name or 'this block'!r} calls torch.func.grad, vjp, jacrev or hessian inside, "
@@ -113,237 +130,245 @@ class SavedTensorHooks:
     @property
     def has_seen_nothing(self) -> bool:
         """Whether nothing was saved in this thread during the call, by any attachment."""
-        return self._sequence == -1 and not self._is_outer
+        return self._sequence == -1 and not self._has_inner
 
-    # -- pack
+    # -- pack: decide, find, wrap
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
-        # See [Note: contents are of one moment].
-        late = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()
+        # First of all, because each further name for the tensor counts: see [Note: contents are taken late].
+        is_fresh = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()
         if tensor.is_cuda:
-            refuse_capture(self._module_name)  # it began inside
-        # An operator may save a tensor first and fill it afterwards (pytorch#193671), so contents are taken once
-        # the next operator begins. Backward inside the context may pack from another thread, whose numbers differ.
+            refuse_capture(self._module_name)  # a capture may have begun inside the call
+        # When the next operator saves something, the one before it is done, and its contents can be taken. Backward
+        # inside the block may pack from another thread, whose operators have numbers of their own.
         if sequence_number() != self._sequence and threading.get_ident() == self._thread:
             self._sequence = sequence_number()
-            if self._pending or self._counters.undecided:
-                self._flush()
-        # Views of one tensor count their changes together; other aliases (unsafe_chunk's, .data) may not.
-        owner: Any = tensor._base if tensor._is_view() else tensor
-        seen = self._counters.index.lookup_view(tensor, owner, self._at_least)
-        if seen is None or not self._is_same(seen[0], tensor, seen[1]):
-            return self._pack_new(tensor, owner, late)
-        if self._again is not None:
-            note(tensor, *seen)
-        return self._shared(tensor, tensor, *seen)
+            if self._pending or self._contents.undecided:
+                self._offload_pending()
+        owner: Any = tensor._base if tensor._is_view() else tensor  # see [Note: storage and version]
+        found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
+        if found is not None and self._has_same_contents(found[0], tensor, found[1]):
+            if self._recompute is not None:
+                note(tensor, *found)
+            return self._count(tensor, _SHARED, tensor.nbytes, found[0].handle(found[1]))
+        decision = self._decide(tensor, owner)
+        if decision.fate == "keep":
+            return self._keep(tensor, decision)
+        handle = self._find_or_wrap(tensor, owner, decision, is_fresh)
+        return handle if decision.part is tensor else DTensorHandle(handle, tensor)
 
-    def _is_same(self, packed: Packed, part: torch.Tensor, layout: Layout) -> bool:
-        """Whether ``part`` still is what it was ``packed`` as; see [Note: contents are of one moment]."""
-        moment = threading.get_ident(), sequence_number()
-        if packed.saved_at == moment:
-            return True
-        same = packed.has_contents_of(part, layout) if part.is_cpu else not (packed.is_volatile or packed.is_constant)
-        if same:
-            packed.saved_at = moment
-        return same
-
-    def _pack_new(self, tensor: torch.Tensor, owner: torch.Tensor, late: bool) -> InPlace | Handle | DTensorHandle:
+    def _decide(self, tensor: torch.Tensor, owner: torch.Tensor) -> Decision:
+        """What becomes of ``tensor``, which is not known yet; ``owner`` counts its changes."""
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            # Itself: ZeRO-3 gathers and frees it, an alias would hold it.
-            return self._kept(tensor, tensor, "parameter")
+            return Decision("keep", "parameter")
         part = stored_part(tensor)
         if part is None:
-            return self._kept(tensor, None, exotic(tensor) or "local part")
-        reason = self._reason(owner, part)
-        if reason is not None and not (reason == "small" and self._pins_much(part)):
-            return self._kept(tensor, None, reason)
-        weight = self._weights.cast_from(tensor) if reason is None else None
-        if weight is not None and (weight.itself is None or part is not tensor):
-            return self._kept(tensor, None, "autocast weight")
-        handle = self._share(tensor, part, owner, weight and weight.itself, reason is not None, late)
-        return handle if part is tensor else DTensorHandle(handle, tensor)
+            return Decision("keep", exotic(tensor) or "local part")
+        reason = self._reason_to_keep(owner, part)
+        if reason == "small" and self._holds_much(part):
+            return Decision("store", "small", part)
+        if reason is not None:
+            return Decision("keep", reason)
+        if tensor.dtype in NARROW:
+            source = self._weights.cast_from(tensor)
+            if source is not None:
+                if source.weight is None or part is not tensor:
+                    return Decision("keep", "autocast weight")
+                return Decision("recast", "", part, source.weight)
+        return Decision("store" if self._recompute is None or part is not tensor else "recompute", "", part)
 
-    def _reason(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
-        """Why a tensor of which ``part`` would be stored, stays in memory, if it does."""
+    def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
+        """Why a tensor, of which ``part`` would be packed, stays in memory; None if it does not."""
         if type(owner) is not torch.Tensor and isinstance(owner, nn.Parameter):
             return "parameter"
         nbytes = part.nbytes
-        if nbytes < self._at_least or nbytes == 0:
+        if nbytes < self._pipeline.at_least or nbytes == 0:
             return "small"
-        owned = self._weights.kind_of(part)
-        if owned is not None:
-            return owned
+        kind = None if self._weights is _NO_WEIGHTS else self._weights.kind_of(part)
+        if kind is not None:
+            return kind
         if not part.is_cpu and in_graph_memory(part):
-            self._counters.say_graphs(self._module_name)
+            self._pipeline.counters.warn_of_graphs(self._module_name)
             return "CUDA graph"
-        if self._codecs or self._store.leaves_memory(part):
+        if self._pipeline.codecs or self._pipeline.store.leaves_memory(part):
             return None
-        if self._again is not None:
-            return None if owner.grad_fn is not None else "in place"
-        self._in_place = self._in_place or part.is_cpu
+        if self._recompute is not None and owner.grad_fn is not None:
+            return None
+        self._has_in_place = self._has_in_place or (part.is_cpu and self._recompute is None)
         return "in place"
 
-    def _pins_much(self, part: torch.Tensor) -> bool:
-        """Whether keeping a small ``part`` would keep in memory what would otherwise go to the store."""
+    def _holds_much(self, part: torch.Tensor) -> bool:
+        """Whether a small ``part`` would keep a storage in memory that would otherwise go to the store."""
         nbytes = part.untyped_storage().nbytes()
-        if nbytes < self._at_least or _nbytes(part) == 0 or not self._store.leaves_memory(part):
+        if nbytes < self._pipeline.at_least or part.nbytes == 0 or not self._pipeline.store.leaves_memory(part):
             return False
         return region_of(Layout.of(part), nbytes) is not None and self._weights.kind_of(part) is None
 
-    def _share(
-        self,
-        tensor: torch.Tensor,
-        part: torch.Tensor,
-        owner: torch.Tensor,
-        weight: nn.Parameter | None,
-        small: bool,
-        late: bool,
-    ) -> Handle:
-        """A handle on the one packed value of what ``part``, all of ``tensor`` or its local part, lies over."""
-        storage = part.untyped_storage()
-        layout = Layout.of(part)
-        region = None if weight is not None else region_of(layout, storage.nbytes())
-        typed = self._codecs and not small  # a codec wants to know what the bytes mean
-        if region is not None and not typed:
-            region = region.raw()
-        dtype = layout.dtype if typed and region is None else None
-        key = storage._cdata, tensor._version, region or dtype, id(owner)
-        # Batch norm does not count what it writes into its running statistics: such vectors stand alone.
-        alone = owner.dim() < 2 and is_constant(owner)
-        looks_whole = region is not None and not (small or alone)
-        packed = self._found(key, part, owner, region if looks_whole else None, layout.dtype if typed else None)
-        known = packed is not None and packed.owner() is owner and not alone
-        known = known and self._is_same(cast(Packed, packed), part, layout)
-        if packed is None or not known:
-            whole_of = owner if part is tensor and not small and region is None and weight is None else None
-            packed = self._made(part.detach(), storage, weight, region, layout, small, whole_of)
-            packed.owner, packed.is_constant = weakref.ref(owner), is_constant(owner)
-            packed.is_volatile = alone or is_written_uncounted(tensor, owner)
-            packed.saved_at, packed.is_never_shared = (threading.get_ident(), sequence_number()), alone
-            self._add(packed, key, part, None if alone or part is not tensor else owner)
-            self._parts.add((*key[:2], layout.dtype if typed else None, key[3]), packed)
-        self._note(tensor, part, owner, packed, layout)
-        if known:
-            return self._shared(tensor, part, packed, layout)
-        packed.prepare()
-        if part.is_cpu and not (late or packed.is_never_shared):
-            packed.copy_now()
-        handle = packed.handle(layout)
-        if small:
-            self._counters.count_kept("small", _nbytes(part), self._module_name)
-        if _handles.listeners:
-            _handles.notify("pack", self._module_name, tensor, "kept" if small or weight is not None else "stored")
-        return handle
+    def _keep(self, tensor: torch.Tensor, decision: Decision) -> InPlace:
+        """``tensor`` in memory: as itself if it has no history, otherwise as an alias, since itself would be a cycle.
 
-    def _add(self, packed: Packed, key: Key, part: torch.Tensor, owner: torch.Tensor | None) -> None:
-        """Have ``packed`` found for ``part``, and quickly for ``owner`` and its views."""
-        with self._counters.lock:
-            self._counters.index.add(key, packed)
-            self._counters.saved_bytes += part.nbytes
-            if owner is not None and packed.region is None and isinstance(packed, StoredContent):
-                self._counters.index.remember(owner, packed)
-        self._pending.append(weakref.ref(packed))
-
-    def _found(
-        self, key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None, dtype: torch.dtype | None
-    ) -> Packed | None:
-        """What is packed under ``key``; for a ``region`` also what all of the storage of ``part`` is packed as.
-
-        Queries, keys and values are thirds of one storage, mostly: each alone would be copied out of it, and spread
-        again to its strides, which reach over nearly all of it. Those of them that one operator saves are packed
-        together, as all of their storage, of which the first one's packed value is the beginning.
+        A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold what was gathered.
         """
-        # A reader of a packed value holds its lock and counts in the counters: see [Note: the order of locks]. So no
-        # packed value is asked for anything under the lock of the counters.
-        whole = (*key[:2], dtype, key[3])
-        with self._counters.lock:
-            packed = self._counters.index.find(key)
+        is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
+        alias = tensor if is_itself else tensor.detach()
+        is_alias = alias is not tensor and decision.reason not in _WEIGHTS and exotic(alias) is None
+        kept = InPlace(alias, self._module_name, decision.reason, is_alias)
+        if self._recompute is not None and exotic(alias) is None:
+            note(tensor, kept, Layout.of(alias))
+        return self._count(tensor, decision, _nbytes(tensor), kept)
+
+    def _find_or_wrap(self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool) -> Handle:
+        """A handle on the packed value of ``decision.part``: one that is there, or a new one."""
+        part, is_small = cast(torch.Tensor, decision.part), decision.reason == "small"
+        storage, layout = part.untyped_storage(), Layout.of(part)
+        region = None if decision.fate == "recast" else region_of(layout, storage.nbytes())
+        dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # codecs want to know what bytes mean
+        if region is not None and dtype is None:
+            region = region.raw()
+        key: Key = (storage._cdata, tensor._version, region or dtype, id(owner))
+        whole_key: Key = (storage._cdata, tensor._version, dtype, id(owner))
+        # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
+        # (decision 12).
+        is_vector = owner.dim() < 2 and not owner.requires_grad
+        packed = None if is_vector else self._find(key, whole_key, part, owner, None if is_small else region)
+        is_known = packed is not None and packed.owner() is owner and self._has_same_contents(packed, part, layout)
+        if packed is None or not is_known:
+            packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
+            packed.owner, packed.is_constant = weakref.ref(owner), not owner.requires_grad
+            packed.is_volatile = is_vector or is_written_uncounted(tensor, owner)
+            packed.saved_at, packed.is_never_shared = (threading.get_ident(), sequence_number()), is_vector
+            self._add(key, packed, part, None if is_vector or part is not tensor else owner)
+            self._parts.add(whole_key, packed)
+        if self._recompute is not None and part is tensor:
+            self._annotate(self._recompute, tensor, owner, packed, layout)
+        if is_known:
+            return self._count(tensor, _SHARED, part.nbytes, packed.handle(layout))
+        packed.prepare()
+        if part.is_cpu and not (is_fresh or is_vector):
+            packed.copy_now()
+        return self._count(tensor, decision, part.nbytes, packed.handle(layout))
+
+    def _find(
+        self, key: Key, whole_key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None
+    ) -> Packed | None:
+        """What is packed under ``key``; for a ``region`` also the packed value of all of its storage.
+
+        If the regions that this operator saves are half of the storage, the first of them becomes that value.
+        """
+        # A reader of a packed value holds its lock and then takes that of the counters: see [Note: the order of locks].
+        # So under the lock of the counters no packed value is asked for anything that takes its own.
+        with self._pipeline.counters.lock:
+            packed = self._contents.find(key)
             if packed is not None or region is None:
                 return packed
-            packed = self._counters.index.find(whole)
+            packed = self._contents.find(whole_key)
             if packed is not None or threading.get_ident() != self._thread:
                 return packed
-            packed = self._parts.to_widen(whole, owner, region, part.untyped_storage().nbytes())
+            packed = self._parts.to_widen(whole_key, owner, region, part.untyped_storage().nbytes())
             if packed is not None:
                 packed.region = None
-                self._counters.index.add(whole, packed)
+                self._contents.add(whole_key, packed)
         if packed is not None:
             packed.copy_again()
         return packed
 
-    def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
-        """A further handle on what is packed already."""
-        handle = packed.handle(layout)
-        self._counters.count_shared(part.nbytes, self._module_name)
-        if _handles.listeners:
-            _handles.notify("pack", self._module_name, tensor, "shared")
-        return handle
+    def _has_same_contents(self, packed: Packed, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether ``part`` still is what was ``packed``. See [Note: leaves within one call]."""
+        saved_at = threading.get_ident(), sequence_number()
+        if packed.saved_at == saved_at:
+            return True
+        if part.is_cpu:
+            is_same = packed.has_contents_of(part, layout)
+        else:
+            is_same = not (packed.is_volatile or packed.is_constant)
+        if is_same:
+            packed.saved_at = saved_at
+        return is_same
 
-    def _made(
+    def _wrap(
         self,
+        decision: Decision,
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
-        weight: nn.Parameter | None,
         region: StorageRegion | None,
         layout: Layout,
-        small: bool,
-        owner: torch.Tensor | None,
+        owner: torch.Tensor,
     ) -> Packed:
-        """The packed value of what ``alias`` lies over, of all of ``owner`` perhaps."""
-        if small:
-            return SmallCopy(alias, storage, region, layout, self._counters, self._module_name)
-        if weight is not None:
-            return AutocastCopy(alias, storage, layout, weight, self._counters, self._module_name)
-        arguments = alias, storage, region, layout, self._codecs, self._store, self._counters, self._module_name
-        origin = None if self._again is None or owner is None else self._again.origin(owner)
-        return StoredContent(*arguments) if origin is None else Recomputed(origin, *arguments)
+        """A new packed value of what ``alias`` lies over."""
+        pipeline = self._pipeline
+        if decision.reason == "small":
+            return SmallCopy(alias, storage, region, layout, pipeline.counters, self._module_name)
+        if decision.weight is not None:
+            return AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, self._module_name)
+        arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters
+        origin = None
+        if self._recompute is not None and decision.fate == "recompute" and region is None:
+            origin = self._recompute.origin(owner)
+        if origin is not None:
+            return Recomputed(origin, *arguments, self._module_name)
+        stored = StoredContent(*arguments, self._module_name)
+        stored.may_stay_in_place = self._recompute is None  # Recompute computes others from what a store has
+        return stored
 
-    def _note(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor, packed: Packed, of: Layout) -> None:
-        """Have it found from the graph."""
-        if self._again is None or part is not tensor:
-            return
-        note(tensor, packed, of)
-        self._again.remember(tensor)
+    def _add(self, key: Key, packed: Packed, part: torch.Tensor, owner: torch.Tensor | None) -> None:
+        """Let ``packed`` be found from now on, and by the short way for ``owner`` and its views."""
+        counters = self._pipeline.counters
+        with counters.lock:
+            self._contents.add(key, packed)
+            counters.saved_bytes += part.nbytes
+            if owner is not None and packed.region is None and isinstance(packed, StoredContent):
+                self._contents.remember(owner, packed)
+        self._pending.append(weakref.ref(packed))
+
+    def _annotate(
+        self, recompute: Again, tensor: torch.Tensor, owner: torch.Tensor, packed: Packed, layout: Layout
+    ) -> None:
+        """Annotate the node that produced ``tensor``, so that Recompute finds its packed value."""
+        note(tensor, packed, layout)
+        recompute.remember(tensor)
         if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
             note(owner, packed, Layout.of(owner))
 
-    def _kept(self, tensor: torch.Tensor, alias: torch.Tensor | None, reason: str) -> InPlace:
-        """``tensor`` as ``alias``: by default itself, as without hooks, or an alias where itself would be a cycle."""
-        self._told(tensor, reason)
-        if alias is None:
-            alias = tensor if is_constant(tensor) else tensor.detach()
-        shares = alias is not tensor and reason not in _WEIGHTS and exotic(alias) is None
-        kept = InPlace(alias, self._module_name, reason, shares)
-        if self._again is not None and exotic(alias) is None:
-            note(tensor, kept, Layout.of(alias))
-        return kept
+    def _count(self, tensor: torch.Tensor, decision: Decision, nbytes: int, handle: _Held) -> _Held:
+        """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back. All of ``pack`` ends here.
 
-    def _told(self, tensor: torch.Tensor, reason: str) -> None:
-        self._counters.count_kept(reason, _nbytes(tensor), self._module_name)
+        What is stored, cast or computed again is counted when that is done, by its packed value.
+        """
+        if decision.fate == "share":
+            self._pipeline.counters.count_shared(nbytes, self._module_name)
+        elif decision.reason:
+            self._pipeline.counters.count_kept(decision.reason, nbytes, self._module_name)
         if _handles.listeners:
-            _handles.notify("pack", self._module_name, tensor, "kept")
+            is_stored = decision.fate in ("store", "recompute") and not decision.reason
+            outcome = "shared" if decision.fate == "share" else "stored" if is_stored else "kept"
+            _handles.notify("pack", self._module_name, tensor, outcome)
+        return handle
 
     @uncompiled(BREAK)
-    def _call(self, tensor: torch.Tensor) -> InPlace | FunctionsHandle:
-        """Pack by the user's own function, under torch's contract."""
+    def _pack_by_function(self, tensor: torch.Tensor) -> InPlace | FunctionsHandle:
+        """Pack by the user's own function: for each saved tensor once, at once, and nothing is shared."""
         self._sequence = sequence_number()
-        if _nbytes(tensor) < self._at_least:
-            return self._kept(tensor, tensor.detach() if not tensor.is_leaf else tensor, "small")
+        store, counters, nbytes = self._pipeline.store, self._pipeline.counters, _nbytes(tensor)
+        if nbytes < self._pipeline.at_least:
+            alias = tensor if tensor.is_leaf else tensor.detach()
+            is_alias = alias is not tensor and exotic(alias) is None
+            kept = InPlace(alias, self._module_name, "small", is_alias)
+            return self._count(tensor, Decision("keep", "small"), nbytes, kept)
         begin = time.perf_counter()
-        packed = FunctionsHandle(
-            self._store.put(tensor), self._store, self._counters, _nbytes(tensor), self._module_name
-        )
-        self._counters.count_put(packed.nbytes, 0, time.perf_counter() - begin, self._module_name)
-        if _handles.listeners:
-            _handles.notify("pack", self._module_name, tensor, "stored")
-        return packed
+        handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
+        counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
+        return self._count(tensor, Decision("store"), nbytes, handle)
 
-    def _flush(self) -> None:
+    # -- offload
+
+    def _offload_pending(self) -> None:
+        """Offload what the operators before this one saved; they are done."""
         self._parts.clear()
-        for _ in range(len(self._counters.recent)):
+        recent, undecided = self._contents.recent, self._contents.undecided
+        for _ in range(len(recent)):
             with contextlib.suppress(IndexError):  # another thread was faster
-                packed = self._counters.recent.popleft()()
+                packed = recent.popleft()()
                 if packed is not None:
                     packed.release_copy()
         while self._pending:
@@ -353,23 +378,19 @@ class SavedTensorHooks:
             try:
                 packed.offload()
             except BaseException:
-                self._forget(packed)  # it stays in memory, for its own graph alone
+                self._keep_in_memory(packed)
                 raise
-            self._counters.recent.append(weakref.ref(packed))
+            recent.append(weakref.ref(packed))
             if packed.is_undecided:
-                self._counters.undecided.append(weakref.ref(packed))
-        if self._counters.undecided:
-            self._settle()
+                undecided.append(weakref.ref(packed))
+        if undecided:
+            self._offload_undecided(undecided)
 
-    def _forget(self, packed: Packed) -> None:
-        packed.stay_in_memory()
-        self._counters.index.withdraw(packed)
-
-    def _settle(self) -> None:
-        """Ask those again that could not say at once, the oldest first, up to one that still cannot."""
-        for _ in range(len(self._counters.undecided)):
+    def _offload_undecided(self, undecided: collections.deque[weakref.ref[Packed]]) -> None:
+        """Ask again for those that waited for their device, the oldest first, up to one that still waits."""
+        for _ in range(len(undecided)):
             try:
-                reference = self._counters.undecided.popleft()
+                reference = undecided.popleft()
             except IndexError:
                 return  # another thread was faster
             packed = reference()
@@ -377,85 +398,108 @@ class SavedTensorHooks:
                 continue
             packed.offload()
             if packed.is_undecided:
-                self._counters.undecided.appendleft(reference)
+                undecided.appendleft(reference)
                 return
+
+    def _keep_in_memory(self, packed: Packed) -> None:
+        """Leave ``packed`` in memory, for its own graph alone."""
+        packed.stay_in_memory()
+        self._contents.withdraw(packed)
 
 
 @uncompiled(
     "compiled autograd unpacks a tensor that disthooks packed, and its graph breaks at each of them: leave compiled "
     "autograd off for this backward"
 )
-def unpack(packed: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
-    """The saved tensor; a function of the module, so that a graph does not keep its frame alive."""
-    tensor = packed.unpack()
+def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Tensor:
+    """The saved tensor. A function of the module, so that a graph does not keep the hooks of its call alive."""
+    tensor = held.unpack()
     if _handles.listeners:
-        _handles.notify("unpack", packed.module_name, tensor, "kept" if isinstance(packed, InPlace) else "stored")
+        _handles.notify("unpack", held.module_name, tensor, "kept" if isinstance(held, InPlace) else "stored")
     return tensor
 
 
-def _is_lossless(pipeline: Pipeline) -> bool:
-    return not any(codec.lossy for codec in pipeline.codecs)
+def stored_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor whose bytes are packed for ``tensor``: itself, or the local part of a DTensor.
+
+    None if there is none: nobody knows what other subclasses are made of.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return tensor if exotic(tensor) is None else None
+    # Nobody can have a DTensor without importing torch.distributed, so it is not imported for this.
+    if kind.__name__ != "DTensor" or not kind.__module__.startswith("torch.distributed."):
+        return None
+    part: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    return part if exotic(part) is None else None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes on this rank."""
+    """Bytes on this rank, also of tensors that have no ``nbytes``, such as sparse ones."""
     if type(tensor) is not torch.Tensor:
         tensor = local_part(tensor)
     return tensor.numel() * tensor.element_size()
 
 
 class HookSite(NamedTuple):
-    """What to do with the tensors saved in a call, who counts them, and the name for errors."""
+    """Where hooks open around calls.
 
-    pipeline: Pipeline
-    counters: Counters
+    Attributes:
+        pipeline: of the attachment.
+        name: of the module or function, for errors and reports.
+        openers: of an attached module: those whose ``__call__`` opens the hooks. See [Note: the class's own call].
+    """
+
+    pipeline: OpenPipeline
     name: str = ""
-    openers: tuple[Any, ...] = ()  # of an attached module: those whose ``__call__`` opens it; see classes.py
+    openers: tuple[Any, ...] = ()
 
     @uncompiled(BREAK, callees=False)
     def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns, run with the hooks on, or without and counted where they cannot be.
+        """What ``function`` returns, run with the hooks on; without them, and counted, where they cannot be.
 
-        The body of a generator runs after the call: it gets one that opens the hooks each time it goes on.
+        The body of a generator runs after the call, so it is wrapped: hooks open each time that it goes on.
         """
-        result = self._once(module, function, *args, **kwargs)
+        result = self._call_once(module, function, *args, **kwargs)
         return self._resumed(module, result) if type(result) is types.GeneratorType else result
 
     @uncompiled(BREAK, callees=False)
-    def _once(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = _calls(cast(Hashable, type(module)))
-        reason = reason_not_to_hook()
+    def _call_once(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = _caller_for(cast(Hashable, type(module)))
+        reason = reason_not_to_hook()  # see [Note: hooks step back]
         if reason is not None:
-            self.counters.count_pass(reason, self.name)
+            self.pipeline.counters.count_pass(reason, self.name)
             return run(function, *args, **kwargs)
-        frame = SavedTensorHooks(self.pipeline, self.counters, self.name, module)
-        with frame:
+        hooks = SavedTensorHooks(self.pipeline, self.name, module)
+        with hooks:
             result = run(function, *args, **kwargs)
-        if frame.has_seen_nothing and module is not None and function is not _until_it_ends:
-            self._look_elsewhere(module, result, args)
+        if hooks.has_seen_nothing and module is not None and function is not _next_of:
+            self._warn_of_threads(module, result, args)
         return result
 
     @uncompiled(BREAK)
-    def _look_elsewhere(self, module: nn.Module, result: Any, args: tuple[Any, ...]) -> None:
-        """Say so if the layers of ``module``, in whose call nothing was saved, seem to have run in other threads.
+    def _warn_of_threads(self, module: nn.Module, result: Any, args: tuple[Any, ...]) -> None:
+        """Warn if the layers of ``module``, in whose call nothing was saved, seem to have run in other threads.
 
-        The graph tells: what came out has a history that what went in has not, and weights that train.
+        The graph tells: what came out has a history that what went in does not have, and the module has weights that
+        train.
         """
-        if self.counters.has_said("threads") or next(module.children(), None) is None:
+        counters = self.pipeline.counters
+        if counters.warned.has_warned_of("threads") or next(module.children(), None) is None:
             return
         if not any(p.requires_grad for p in module.parameters()):
             return
         before = {id(tensor.grad_fn) for tensor in _tensors(args)}
         if any(tensor.grad_fn is not None and id(tensor.grad_fn) not in before for tensor in _tensors(result)):
-            self.counters.say_elsewhere(self.name)
+            counters.warn_of_threads(self.name)
 
     @uncompiled(BREAK, callees=False)
     def _resumed(self, module: nn.Module | None, body: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """``body`` with the hooks on while its own code runs and off while its consumer's does."""
+        """``body`` with the hooks on while its own code runs, and off while its consumer's code runs."""
         go_on: Callable[[], Any] = functools.partial(next, body)
         while True:
-            ended, value = self._once(module, _until_it_ends, go_on)
-            if ended:
+            has_ended, value = self._call_once(module, _next_of, go_on)
+            if has_ended:
                 return value
             try:
                 go_on = functools.partial(body.send, (yield value))
@@ -468,10 +512,10 @@ class HookSite(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 @uncompiled()
-def _calls(kind: Hashable) -> Callable[..., Any]:
+def _caller_for(kind: Hashable) -> Callable[..., Any]:
     """What calls a function, in a frame that can be compiled: the compiler inlines those of torch, or skips them.
 
-    Compiled code is found, and its number limited, by code object: each ``kind`` of module gets one.
+    The compiler finds compiled code, and limits its number, by code object: each ``kind`` of module gets one.
     """
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -481,8 +525,8 @@ def _calls(kind: Hashable) -> Callable[..., Any]:
     return run
 
 
-def _until_it_ends(go_on: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether the generator has ended, and what it gave; its end is no error, after which nothing is stored."""
+def _next_of(go_on: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether the generator has ended, and what it gave. Its end is no error, so what it saved is stored."""
     try:
         return False, go_on()
     except StopIteration as stop:

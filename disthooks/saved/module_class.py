@@ -213,7 +213,7 @@ def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
         """What ``torch.jit.script`` compiles instead of this module; it asks at the beginning."""
         site = site_of(self)
         if site is not None:
-            site.counters.count_pass("torch.jit.script", site.name)
+            site.pipeline.counters.count_pass("torch.jit.script", site.name)
         inherited = getattr(super(kind, self), "__prepare_scriptable__", None) if own is None else own.__get__(self)
         return self if inherited is None else inherited()
 

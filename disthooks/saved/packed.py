@@ -1,7 +1,34 @@
-"""What autograd holds for a tensor that the user's own functions pack.
+"""What autograd holds for saved tensors, and the packed value that several of them share.
 
-The packed value: one content, shared by all the views of it that autograd saved.
+``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved tensor over it. ``InPlace``,
+``DTensorHandle`` and ``FunctionsHandle`` are what autograd holds for other saved tensors.
 """
+
+# [Note: the witness]
+# A tensor that was changed in place after it was saved has to raise in backward, also when its contents were offloaded
+# meanwhile. `alias = tensor.detach()` shares the version counter of the saved tensor. Once the contents are offloaded,
+# `alias.data = empty` exchanges its memory for none and keeps the counter. So a tensor of zero bytes goes on to see
+# every change that is made through any alias, even if the saved tensor itself is gone (decision 1).
+#
+# [Note: storage and version]
+# Two saved tensors have the same content if they lie over the same storage object, at the same version. The key has the
+# address of the storage object, never a data pointer or an `id`. `StorageRef` holds the storage weakly, which keeps its
+# address from being given to another storage, and does not keep its memory. Versions can be compared only where one
+# counter counts: among views of one base tensor. `unsafe_chunk`, `.data` and `from_numpy` make aliases with counters of
+# their own, so the base tensor (`owner`) is part of the key (decision 2).
+#
+# [Note: one restore a generation]
+# Contents that several saved tensors share are restored once for all of them. Each handle that has yet to read holds
+# the same `Restored`, and drops it when it has read. So the restored memory goes with the last reader, by Python's own
+# reference counts: no destructor, no lock (decisions 5 and 28). A handle that reads a second time, with `retain_graph`,
+# begins a new generation, which all other handles join. A reader that comes much later in backward leaves the
+# generation and restores for itself, because to hold the memory until then costs more (decisions 45 and 107).
+#
+# [Note: what a function of the user's own is given]
+# The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then knows
+# that the tensor belongs to somebody, and does not make it a `.grad` that the next backward adds to. It cannot know
+# that of what an unpack hook returns. So Python code is given memory that nobody else has: not the user's, not a
+# store's, not that of another reader. The operators of torch only read (decision 110).
 
 from __future__ import annotations
 
@@ -20,22 +47,26 @@ from disthooks._tensors import Layout, StorageRegion
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.counters import Counters
-from disthooks.saved.in_place import changed_message
+
+
+def changed_message(module_name: str, now: int, then: int) -> str:
+    """What to tell the user about a tensor saved in ``module_name`` that is at version ``now`` instead of ``then``."""
+    place = f"the forward of {module_name!r}" if module_name else "a saving(...) block"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"tensor saved in {place} is at version {now}; expected version {then} "
+        "instead. Use the out-of-place operation there, or give it a clone()"
+    )
 
 
 class FunctionsHandle:
     """What autograd holds for a tensor that the user's own ``pack`` took."""
 
-    __slots__ = ("counters", "module_name", "nbytes", "packed", "store")
+    __slots__ = ("counters", "module_name", "nbytes", "store", "ticket")
 
-    def __init__(self, packed: Any, store: Any, counters: Counters, nbytes: int, module_name: str) -> None:
-        self.packed, self.store, self.counters, self.nbytes, self.module_name = (
-            packed,
-            store,
-            counters,
-            nbytes,
-            module_name,
-        )
+    def __init__(self, ticket: Any, store: Any, counters: Counters, nbytes: int, module_name: str) -> None:
+        self.ticket, self.store, self.counters, self.nbytes = ticket, store, counters, nbytes
+        self.module_name = module_name
         counters.change_held(nbytes)
 
     @uncompiled()
@@ -43,19 +74,39 @@ class FunctionsHandle:
         self.counters.change_held(-self.nbytes)
 
     def unpack(self) -> torch.Tensor:
-        """What the user's ``unpack`` makes of it."""
+        """What the user's ``unpack`` makes of the ticket."""
         begin = time.perf_counter()
-        tensor: torch.Tensor = self.store.get(self.packed)
+        tensor: torch.Tensor = self.store.get(self.ticket)
         self.counters.count_got(self.nbytes, time.perf_counter() - begin, self.module_name)
         return tensor
 
 
-# [Note: what a function of the user's own is given]
-# The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then
-# knows that the tensor is somebody's, and does not make it a `.grad` that the next backward adds to and an optimizer
-# scales. It cannot know that of what an unpack hook returns: a tensor of its own over whatever memory. So Python code
-# is given memory that nobody else has: not the user's, not a store's, not that of another reader. The operators of
-# torch only read.
+class InPlace:
+    """What autograd holds for a tensor that stays in memory, and the reason why it stays."""
+
+    __slots__ = ("__weakref__", "is_alias", "module_name", "reason", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, module_name: str, reason: str = "", is_alias: bool = False) -> None:
+        self.tensor, self.version, self.module_name, self.reason = tensor, tensor._version, module_name, reason
+        self.is_alias = is_alias  # of an activation's memory, so Python code gets a copy
+
+    def check(self) -> None:
+        """MutationError when the tensor was changed in place since it was saved."""
+        if self.tensor._version != self.version:
+            raise MutationError(changed_message(self.module_name, self.tensor._version, self.version))
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor itself, or a copy for Python code."""
+        self.check()
+        if not (self.is_alias and is_python_node(current_node())):
+            return self.tensor
+        # See [Note: what a function of the user's own is given]. The copy has the same strides, so it takes the
+        # elements between those of the tensor, too.
+        tensor, layout, itemsize = self.tensor, Layout.of(self.tensor), self.tensor.element_size()
+        nbytes = (layout.end() - layout.offset) * itemsize if tensor.numel() else 0
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        raw.set_(tensor.untyped_storage(), layout.offset * itemsize, (nbytes,), (1,))
+        return layout.over(raw.clone().untyped_storage(), layout.offset)
 
 
 @functools.cache
@@ -64,105 +115,164 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class Restored:
-    """Contents that are in memory again, or will be when a handle asks.
+    """Contents that are in memory again, or will be once a handle asks. See [Note: one restore a generation].
 
-    Every handle that has yet to read them holds it, and nobody else: they go with the last reader.
+    Attributes:
+        tensor: the contents; None until the first handle asks.
+        version: of ``tensor`` when it was restored. A later version means that a reader wrote into it.
+        stream: of an accelerator, which fills ``tensor``.
+        has_python_reader: whether Python code has it, and may do with it what it likes.
     """
 
-    __slots__ = ("__weakref__", "given", "stream", "tensor", "version")
+    __slots__ = ("__weakref__", "has_python_reader", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None = None, stream: torch.Stream | None = None) -> None:
         self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
-        self.stream = stream  # of an accelerator, which fills it
-        self.given = tensor is not None  # to Python code, which may do with it what it likes
+        self.stream = stream
+        self.has_python_reader = tensor is not None
 
 
 class _LastRestored(NamedTuple):
-    """What a node of the user's own was given: it may ask again while it runs."""
+    """What a node of the user's own was given. It may ask for the same again while it runs, and gets the same memory.
 
-    reader: tuple[int, int]
+    The memory is held weakly, by torch's own count (decision 13), so it lives only as long as the node uses it.
+    """
+
+    reader: tuple[int, int]  # the node and its backward
     storage: StorageRef
     layout: Layout
     version: int
-    counter: torch.Tensor  # an empty alias, which counts what is written
+    witness: torch.Tensor  # without memory; it counts the changes
     stream: torch.Stream | None
 
     @staticmethod
     def of(tensor: torch.Tensor, stream: torch.Stream | None, reader: tuple[int, int]) -> _LastRestored:
-        counter = tensor.detach()
-        counter.data = _empty(tensor.dtype, tensor.device)
+        witness = tensor.detach()
+        witness.data = _empty(tensor.dtype, tensor.device)
         storage = StorageRef(tensor.untyped_storage())
-        return _LastRestored(reader, storage, Layout.of(tensor), tensor._version, counter, stream)
+        return _LastRestored(reader, storage, Layout.of(tensor), tensor._version, witness, stream)
 
     def get(self, reader: tuple[int, int]) -> Restored | None:
-        """The same memory, if it is in use still and was not written."""
+        """The same memory for the same reader, if it is still in use and was not written."""
         storage = self.storage.get() if self.reader == reader else None
-        if storage is None or self.counter._version != self.version:
+        if storage is None or self.witness._version != self.version:
             return None
-        tensor = self.counter.detach()
+        tensor = self.witness.detach()
         tensor.data = self.layout.over(storage)
         return Restored(tensor, self.stream)
 
 
 class _ReadByNode(threading.local):
-    """What the user's own node that runs in this thread has asked for; it holds no packed value."""
+    """What the node of the user's own that runs in this thread has read. It holds no packed value."""
 
     def __init__(self) -> None:
         self._node = 0
         self.once: weakref.WeakSet[Packed] = weakref.WeakSet()
-        self.kept: weakref.WeakKeyDictionary[Packed, torch.Tensor] = weakref.WeakKeyDictionary()  # asked for twice
+        self.copies: weakref.WeakKeyDictionary[Packed, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )  # of what it read twice
 
-    def by(self, node: Any) -> _ReadByNode:
-        """For ``node``: what another one has asked for is forgotten."""
+    def of(self, node: Any) -> _ReadByNode:
+        """What ``node`` has read; what another node has read is forgotten."""
         if self._node != id(node):
             self._node = id(node)
             self.once.clear()
-            self.kept.clear()
+            self.copies.clear()
         return self
 
 
 _read_by_node = _ReadByNode()
 
 
-class Packed(ABC):
-    """The contents of one storage at one version: in memory first, then elsewhere, until nobody needs them.
+class Readers:
+    """The handles of one packed value, and in which generation they read. See [Note: one restore a generation].
 
-    ``alias`` shares the saved tensor's version counter. Once the contents are taken its memory is exchanged
-    for none, and what stays is a witness: a few bytes that still see every in-place change.
+    Its packed value guards it by its lock.
+    """
 
-    Where "elsewhere" is, a subclass says, by taking the contents and bringing them back.
+    __slots__ = ("_current", "_limit", "_restore_count", "handles", "last")
+
+    def __init__(self) -> None:
+        self.handles: list[weakref.ref[Handle]] = []  # dead references are sorted out from time to time
+        self._limit = 64
+        self._restore_count = 0
+        self._current: weakref.ref[Restored] | None = None
+        self.last: _LastRestored | None = None
+
+    def add(self, packed: Packed, layout: Layout) -> Handle:
+        """A new handle, which reads with the current generation."""
+        restored = None if self._current is None else self._current()
+        handle = Handle(packed, layout, self._new_generation() if restored is None else restored)
+        if len(self.handles) > self._limit:
+            self.handles = [other for other in self.handles if other() is not None]
+            self._limit = 2 * len(self.handles) + 64
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def join_again(self, handle: Handle, reader: tuple[int, int]) -> Restored:
+        """The generation for a ``handle`` that has read already: in a second backward, or twice in one."""
+        restored = None if self._current is None else self._current()
+        if restored is None and self.last is not None:
+            restored = self.last.get(reader)
+        if restored is None:
+            restored = self._new_generation()
+            for reference in self.handles:
+                other = reference()
+                if other is not None and other is not handle:
+                    other.restored = restored  # in a second backward it will read soon
+        return restored
+
+    def drop_far_readers(self, handle: Handle, restored: Restored, nbytes: int) -> None:
+        """Let handles that will not read for a while leave the generation, so that its memory goes earlier.
+
+        A while is until backward has passed as many saved bytes as the content has. It doubles with each restore, so
+        contents that thousands of steps share, such as a mask, are restored a logarithmic number of times.
+        """
+        far, reach = Restored(), nbytes << min(self._restore_count, 64)
+        self._restore_count += 1
+        for reference in self.handles:
+            other = reference()
+            if other is None or other.restored is not restored:
+                continue
+            if handle.saved_bytes_before - other.saved_bytes_before > reach:
+                other.restored = far
+
+    def _new_generation(self) -> Restored:
+        restored = Restored()
+        self._current = weakref.ref(restored)
+        return restored
+
+
+class Witness:
+    """What was saved, and whether it was changed in place since. See [Note: the witness].
+
+    Attributes:
+        alias: shares the version counter of the saved tensor, and at first its memory.
+        version: of the saved tensor, when it was saved.
+        is_changed: whether a change was seen. It stays True.
+        storage_ref: holds the storage weakly. See [Note: storage and version].
+        nbytes: of the storage.
+        region: what of the storage is packed; None for all of it.
+        first_layout: how the tensor that was saved first lies over the storage.
+        is_in_order: whether that tensor is all of the storage, in its order, and is packed as it is (decision 30).
+        owner: the tensor that counts the changes. Whoever makes the packed value sets it.
+        saved_at: thread and number of the operator that saved it last.
+        module_name: for errors and reports.
+        stream: that fills the saved tensor, on an accelerator. Another one may be current by the time it is copied.
     """
 
     __slots__ = (
-        "__weakref__",
-        "_last_restored",
-        "_lock",
-        "_most",
-        "_restore_count",
-        "_restored",
-        "_stream",
         "alias",
-        "cost",
-        "counters",
         "first_layout",
-        "handles",
         "is_changed",
-        "is_constant",
         "is_in_order",
-        "is_in_place",
-        "is_never_shared",
-        "is_offloaded",
-        "is_sealed",
-        "is_undecided",
-        "is_untyped",
-        "is_volatile",
-        "is_withdrawn",
         "module_name",
         "nbytes",
         "owner",
         "region",
         "saved_at",
         "storage_ref",
+        "stream",
         "version",
     )
 
@@ -171,84 +281,134 @@ class Packed(ABC):
         alias: torch.Tensor,
         storage: torch.UntypedStorage,
         region: StorageRegion | None,
-        first: Layout,
+        first_layout: Layout,
+        module_name: str,
+    ) -> None:
+        self.alias, self.version, self.region, self.first_layout = alias, alias._version, region, first_layout
+        self.storage_ref, self.nbytes = StorageRef(storage), storage.nbytes()
+        self.module_name = module_name
+        self.owner: weakref.ref[torch.Tensor]
+        self.saved_at = (0, 0)
+        self.stream = current_stream(alias.device) if on_accelerator(alias) else None
+        self.is_changed = self.is_in_order = False
+
+    def looks_changed(self) -> bool:
+        """Whether the saved tensor was changed in place since."""
+        self.is_changed = self.is_changed or self.alias._version != self.version
+        return self.is_changed
+
+    def check(self) -> None:
+        """MutationError when the saved tensor was changed in place since; torch raises it without hooks."""
+        if self.looks_changed():
+            raise MutationError(changed_message(self.module_name, self.alias._version, self.version))
+
+
+class Packed(Witness, ABC):
+    """The contents of one storage at one version, for all the saved tensors that lie over it.
+
+    They are in memory at first. A subclass says what ``_offload`` does with them and how ``_restore`` gets them back:
+    by a store, by casting a weight again, by computing them again.
+
+    Attributes:
+        counters: of the attachment.
+        cost: how many operators run to restore the contents.
+        is_constant: whether no gradient flows to what was saved.
+        is_volatile: whether it may be changed without a count while it is in memory.
+        is_never_shared: whether operators write to it without a count, as batch norm does to its statistics.
+        is_withdrawn: whether no other saved tensor may share it any more.
+        is_untyped: whether the contents are bits, so that views of another dtype may share them.
+        is_offloaded: whether the contents are no longer in the user's memory.
+        is_undecided: whether a device has yet to say if the contents may be dropped.
+        is_sealed: whether the contents are as they were saved, whoever writes to the tensor from now on.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_lock",
+        "_readers",
+        "cost",
+        "counters",
+        "is_constant",
+        "is_never_shared",
+        "is_offloaded",
+        "is_sealed",
+        "is_undecided",
+        "is_untyped",
+        "is_volatile",
+        "is_withdrawn",
+    )
+
+    def __init__(
+        self,
+        alias: torch.Tensor,
+        storage: torch.UntypedStorage,
+        region: StorageRegion | None,
+        first_layout: Layout,
         counters: Counters,
         module_name: str,
     ) -> None:
-        self.alias, self.version, self.region = alias, alias._version, region
-        self.first_layout = first  # the layout of what was saved first
-        self.counters, self.module_name = counters, module_name
-        # Held so that the address in the key is not given to another storage.
-        self.storage_ref = StorageRef(storage)
-        self.owner: weakref.ref[torch.Tensor]  # the tensor that counts the changes; set by who made it
-        self.nbytes = storage.nbytes()
-        # The stream that fills it; another one may be current by the time it is copied.
-        self._stream = current_stream(alias.device) if on_accelerator(alias) else None
-        self.is_offloaded = self.is_changed = self.is_undecided = False
-        self.is_sealed = False  # whether the contents are as they were saved, whoever writes to the tensor from now on
-        self.is_withdrawn = False  # whether nothing is to share it any more
-        self.is_untyped = True  # whether the contents are bits, whatever they mean
-        self.is_never_shared = False  # operators may write to it uncounted, as batch norm to its statistics
-        self.is_volatile = False  # whether it may be changed uncounted while it is in memory
-        self.cost = 0  # operators that are run to bring the contents
-        self.is_constant = False  # whether no gradient flows to what was saved
-        self._lock = own(Order.PACKED)
-        self.handles: list[weakref.ref[Handle]] = []  # those that are gone are sorted out from time to time
-        self._most = 64
-        self.is_in_place = False  # whether it was decided that the contents stay where they are
-        self.saved_at = (0, 0)  # thread and number of the operator that saved it last
-        self.is_in_order = False  # whether the contents are laid out as what was saved first
-        self._restore_count = 0  # how often the contents were brought
-        self._restored: weakref.ref[Restored] | None = None
-        self._last_restored: _LastRestored | None = None
+        super().__init__(alias, storage, region, first_layout, module_name)
+        self.counters, self.cost = counters, 0
+        self.is_constant = self.is_volatile = self.is_never_shared = self.is_withdrawn = False
+        self.is_offloaded = self.is_undecided = self.is_sealed = False
+        self.is_untyped = True
+        self._lock, self._readers = own(Order.PACKED), Readers()
+
+    # -- what a subclass says
 
     @abstractmethod
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         """Put the contents of ``storage`` elsewhere.
 
-        False when they have to stay, or, if ``undecided``, when it may be asked for again. An error leaves
-        everything as it was.
+        False when they have to stay. If ``is_undecided`` is set, it may be asked for again later. After an error
+        everything is as it was.
         """
-
-    def copy_now(self) -> None:  # noqa: B027
-        """Copy the contents now, if they are to be put elsewhere later."""
-
-    def copy_again(self) -> None:  # noqa: B027
-        """Copy them again, if they were: it is all of the storage from now on."""
-
-    def release_copy(self) -> None:  # noqa: B027
-        """Let go of what was held for those that save the same again at once."""
-
-    @property
-    def can_compare(self) -> bool:
-        """Whether what was saved, or a checksum of it, is in memory to compare with."""
-        return False
-
-    def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        """Whether what ``part`` has now, at ``layout``, is what was saved; by default its version tells."""
-        return True
-
-    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which was brought, is memory of a store."""
-        return False
 
     @abstractmethod
     def _restore(self) -> torch.Tensor:
-        """The contents, in fresh memory, whose first element stands at the region's offset."""
+        """The contents, in fresh memory whose first element stands at the region's offset."""
+
+    def prepare(self) -> None:
+        """Work out what is known when it is packed. Called once, without the lock of the counters."""
+
+    def copy_now(self) -> None:
+        """Copy the contents, if they are to be offloaded. See [Note: contents are of one moment] in contents.py."""
+
+    def copy_again(self) -> None:
+        """Copy the contents again, if they were copied: they are all of the storage from now on."""
+
+    def release_copy(self) -> None:
+        """Let go of the copy, which is held for operators that save the same again at once."""
+
+    def stay_in_memory(self) -> None:
+        """Let go of what was needed to offload the contents: they stay where they are."""
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether what was saved, or a checksum of it, is there to compare with."""
+        return False
+
+    def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
+        """Whether the bytes of ``part``, at ``layout``, are those that were saved. By default the version tells."""
+        return True
+
+    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, which was restored, lies in memory of a store."""
+        return False
 
     @property
     def is_source(self) -> bool:
-        """Whether others may be computed from it: its contents are elsewhere, and come back when they are asked for."""
+        """Whether Recompute may compute other tensors from it."""
         return self.is_offloaded and not self.is_undecided
 
     @property
     def is_intact(self) -> bool:
-        """Whether the contents that were saved can still be had, which a change of the tensor need not prevent."""
-        return self.is_sealed or not self._is_changed()
+        """Whether the contents that were saved can still be had, even if the tensor was changed since."""
+        return self.is_sealed or not self.looks_changed()
 
     @property
     def is_private(self) -> bool:
-        """Whether the contents, which were taken, lie in memory or a file that nobody else writes to."""
+        """Whether the offloaded contents lie in memory or in a file that nobody else writes to."""
         return False
 
     @property
@@ -256,65 +416,44 @@ class Packed(ABC):
         """Whether the contents come back bit for bit."""
         return True
 
-    def peek(self, layout: Layout) -> torch.Tensor | None:
-        """What a handle of ``layout`` would get, without a trace: nobody who asks later finds it. None if not taken."""
-        with self._lock:
-            if not self.is_offloaded:
-                return None
-            return layout.of_whole(self._restore(), self.region.offset if self.region else 0)
+    # -- from memory to elsewhere
 
     def handle(self, layout: Layout) -> Handle:
         """A handle for a saved tensor of ``layout``."""
         with self._lock:
-            brought = None if self._restored is None else self._restored()
-            if brought is None:
-                brought = self._new_generation()
-            handle = Handle(self, layout, brought)
-            if len(self.handles) > self._most:
-                self.handles = [other for other in self.handles if other() is not None]
-                self._most = 2 * len(self.handles) + 64
-            self.handles.append(weakref.ref(handle))
-            return handle
-
-    def prepare(self) -> None:  # noqa: B027
-        """Called once after it was made, without the lock of the counters: prepare what is known now."""
-
-    def stay_in_memory(self) -> None:  # noqa: B027
-        """It stays in memory: let go of what was needed to take it. By default nothing."""
-
-    # -- from memory to elsewhere
+            return self._readers.add(self, layout)
 
     def offload(self) -> None:
-        """Have the contents put elsewhere and let go of the memory; after an error everything is as it was."""
+        """Put the contents elsewhere and let go of the memory; after an error everything is as it was."""
         with self._lock:
-            # Memory that was freed already (FSDP frees what it gathered when its forward ends) may come back: it
-            # stays an alias, as without hooks.
+            # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
+            # packed value stays an alias, as autograd has it without hooks.
             storage = self.alias.untyped_storage()
-            gone = storage.nbytes() != self.nbytes
-            if self.is_offloaded or gone or self._is_changed():
+            is_gone = storage.nbytes() != self.nbytes
+            if self.is_offloaded or is_gone or self.looks_changed():
                 self.is_undecided = False
                 if not self.is_offloaded:
                     self.stay_in_memory()
                 return
-            if self._stream is None:
+            if self.stream is None:
                 self.is_offloaded = self._offload(storage)
             else:
-                with on(self._stream):
+                with on(self.stream):
                     self.is_offloaded = self._offload(storage)
             if self.is_offloaded:
-                # Another thread may have written while it was copied.
-                self.is_sealed = not self._is_changed() and self.is_private
-                if self._stream is not None:
-                    # A graph would hold it until its backward. Now it goes sooner, and memory that belongs to another
-                    # stream must not be used again before this one is done with what it was given: by us, or by others.
-                    used_on(self.alias, self._stream)
+                # Another thread may have written while the contents were copied.
+                self.is_sealed = not self.looks_changed() and self.is_private
+                if self.stream is not None:
+                    # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
+                    # allocator must not give it away before this stream is done with it.
+                    used_on(self.alias, self.stream)
                 self.alias.data = _empty(self.alias.dtype, self.alias.device)
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
-        """What of ``storage`` to keep, as a tensor without conj or neg bits: those belong to the views.
+        """What of ``storage`` is packed, as a tensor without conj or neg bits: those belong to the views.
 
-        Without a region it is all of it: as the tensor that was saved where that is the same, in order; otherwise 1-D
-        and as ``uint8``, or when ``typed`` in the dtype of that tensor, where that divides it.
+        Without a region that is all of it: the tensor that was saved, if it is in order; otherwise 1-D and as
+        ``uint8``, or as the dtype of that tensor if it is ``typed`` and the dtype divides the storage (decision 4).
         """
         if self.is_in_order:
             return self.alias.detach()
@@ -328,131 +467,94 @@ class Packed(ABC):
 
     # -- from elsewhere to memory
 
-    def tensor(self, handle: Handle) -> torch.Tensor:
-        """What ``handle`` stands for, over memory that is filled once for all handles that want it next."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # inside of it no changes are counted
-                return self.tensor(handle)
-        node = current_node()
-        by_python = is_python_node(node)
+    def peek(self, layout: Layout) -> torch.Tensor | None:
+        """What a handle of ``layout`` would get, without a trace for later readers. None if it is still in memory."""
         with self._lock:
             if not self.is_offloaded:
-                return self._still_here(handle.layout, by_python)
-            alone, reader = len(self.handles) == 1, (id(node), backward_id())
-            brought = self._restored_for(handle, reader)
-            tensor, stream = cast(torch.Tensor, brought.tensor), brought.stream
-            if by_python:  # see [Note: what a function of the user's own is given]
+                return None
+            return layout.of_whole(self._restore(), self.region.offset if self.region else 0)
+
+    def tensor(self, handle: Handle) -> torch.Tensor:
+        """The saved tensor of ``handle``, over memory that is filled once for all handles of its generation."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # inference tensors count no changes
+                return self.tensor(handle)
+        node = current_node()
+        is_python = is_python_node(node)
+        with self._lock:
+            if not self.is_offloaded:
+                return self._in_memory(handle.layout, is_python)
+            is_only_reader, reader = len(self._readers.handles) == 1, (id(node), backward_id())
+            restored = self._restored_for(handle, reader, node if is_python else None)
+            tensor, stream = cast(torch.Tensor, restored.tensor), restored.stream
+            if is_python:  # see [Note: what a function of the user's own is given]
                 if self.is_memory_of_store(tensor):
-                    tensor = brought.tensor = tensor.clone()
-                    brought.version = 0
-                if (node is not None or self.is_constant) and (brought.given or not alone):
+                    tensor = restored.tensor = tensor.clone()
+                    restored.version = 0
+                if (node is not None or self.is_constant) and (restored.has_python_reader or not is_only_reader):
                     tensor = tensor.clone()
                 if node is not None:
-                    self._last_restored = _LastRestored.of(tensor, stream, reader)
+                    self._readers.last = _LastRestored.of(tensor, stream, reader)
         if self.is_in_order and handle.layout is self.first_layout:
-            tensor = tensor if alone else tensor.detach()
+            tensor = tensor if is_only_reader else tensor.detach()
         else:
             tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
         return tensor if stream is None else handed_over(tensor, stream)
 
-    def _still_here(self, layout: Layout, alone: bool) -> torch.Tensor:
-        """What lies at ``layout``, as long as the contents are where they were; ``alone``: in memory of its own."""
+    def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
+        """What lies at ``layout`` in memory, as long as the contents are not offloaded."""
         storage = self.alias.untyped_storage()
-        return layout.over(storage.clone() if alone else storage)  # type: ignore[no-untyped-call]
+        return layout.over(storage.clone() if is_for_python else storage)  # type: ignore[no-untyped-call]
 
-    def _restored_for(self, handle: Handle, reader: tuple[int, int]) -> Restored:
-        brought, handle.restored = handle.restored or self._restored_again(handle, reader), None
-        tensor = brought.tensor
-        if tensor is None or tensor._version != brought.version:  # never hand out what an earlier reader wrote to
-            tensor = brought.tensor = self._restore_for(current_node())
-            brought.version = tensor._version
-            brought.stream = None if self._stream is None else current_stream(tensor.device)
-            brought.given = False
-            self.drop_far_readers(handle, brought)
-        return brought
+    def _restored_for(self, handle: Handle, reader: tuple[int, int], python_node: Any) -> Restored:
+        """The generation of ``handle``, which leaves it by this, with its contents in memory."""
+        restored, handle.restored = handle.restored or self._readers.join_again(handle, reader), None
+        tensor = restored.tensor
+        # What an earlier reader wrote to is never handed out (decision 23).
+        if tensor is None or tensor._version != restored.version:
+            tensor = restored.tensor = self._restore() if python_node is None else self._restore_for(python_node)
+            restored.version = tensor._version
+            restored.stream = None if self.stream is None else current_stream(tensor.device)
+            restored.has_python_reader = False
+            self._readers.drop_far_readers(handle, restored, self.nbytes)
+        return restored
 
-    def _restore_for(self, node: Any) -> torch.Tensor:
-        """The contents for ``node``, in fresh memory.
+    def _restore_for(self, python_node: Any) -> torch.Tensor:
+        """The contents for a node of the user's own, in fresh memory.
 
-        A user's own backward may say ``ctx.saved_tensors`` many times, and each time all that it saved is asked for. It
-        may do with each of them what it likes. So a copy is held from the second time on, until that node is done.
+        Its backward may say ``ctx.saved_tensors`` many times. Each time torch asks for all that it saved, and the node
+        may write into each answer. So from the second time on a copy is held until that node is done.
         """
-        if node is None or not is_python_node(node):
-            return self._restore()
-        asked = _read_by_node.by(node)
-        kept = asked.kept.get(self)
-        if kept is not None:
-            return kept.clone()
+        read = _read_by_node.of(python_node)
+        copy = read.copies.get(self)
+        if copy is not None:
+            return copy.clone()
         content = self._restore()
-        if self in asked.once:
-            asked.kept[self] = content.clone()
-            at_end_of_backward(asked.kept.clear)
-        asked.once.add(self)
+        if self in read.once:
+            read.copies[self] = content.clone()
+            at_end_of_backward(read.copies.clear)
+        read.once.add(self)
         return content
-
-    def drop_far_readers(self, handle: Handle, brought: Restored) -> None:
-        """Have those that will not read for a while bring it again, rather than hold it.
-
-        "A while" is until as many bytes have gone by as it has itself; twice as many after each time that it was
-        brought. So contents that thousands of steps share, a mask or a weight that is no Parameter, are brought a few
-        times (the logarithm of the number of steps), and a tensor that two far places share is not held between them.
-        """
-        far, reach = Restored(), self.nbytes << min(self._restore_count, 64)
-        self._restore_count += 1
-        for other in self.handles:
-            waiting = other()
-            if (
-                waiting is not None
-                and waiting.restored is brought
-                and handle.saved_bytes_before - waiting.saved_bytes_before > reach
-            ):
-                waiting.restored = far
-
-    def _restored_again(self, handle: Handle, reader: tuple[int, int]) -> Restored:
-        """For a handle that has read already: in a second backward, or twice in one."""
-        brought = None if self._restored is None else self._restored()
-        if brought is not None:
-            return brought
-        left = None if self._last_restored is None else self._last_restored.get(reader)
-        if left is not None:
-            return left
-        brought = self._new_generation()
-        for other in self.handles:
-            waiting = other()
-            if waiting is not None and waiting is not handle:
-                waiting.restored = brought  # it will want it in a moment
-        return brought
-
-    def _new_generation(self) -> Restored:
-        brought = Restored()
-        self._restored = weakref.ref(brought)
-        return brought
-
-    # -- versions
-
-    def _is_changed(self) -> bool:
-        self.is_changed = self.is_changed or self.alias._version != self.version
-        return self.is_changed
-
-    def check(self) -> None:
-        """MutationError when the saved tensor was changed in place since; what torch does without hooks."""
-        if self._is_changed():
-            raise MutationError(changed_message(self.module_name, self.alias._version, self.version))
 
 
 class Handle:
-    """What autograd holds for one saved tensor: the packed value and how this view lies over it."""
+    """What autograd holds for one saved tensor: the packed value, and how this view lies over it.
+
+    Attributes:
+        restored: the generation in which it reads; None once it has read.
+        saved_bytes_before: what its attachment had packed before. Backward comes from the highest to the lowest.
+    """
 
     __slots__ = ("__weakref__", "layout", "packed", "restored", "saved_bytes_before")
 
-    def __init__(self, packed: Packed, layout: Layout, brought: Restored) -> None:
+    def __init__(self, packed: Packed, layout: Layout, restored: Restored) -> None:
         self.packed, self.layout = packed, layout
-        self.saved_bytes_before = packed.counters.saved_bytes  # backward comes from the highest to the lowest
-        self.restored: Restored | None = brought  # until it is read
+        self.saved_bytes_before = packed.counters.saved_bytes
+        self.restored: Restored | None = restored
 
     @property
     def module_name(self) -> str:
-        """The name of the module that saved it."""
+        """The module that saved it."""
         return self.packed.module_name
 
     def unpack(self) -> torch.Tensor:
@@ -461,3 +563,34 @@ class Handle:
         if packed.is_changed or packed.alias._version != packed.version:
             packed.check()
         return packed.tensor(self)
+
+
+class DTensorHandle:
+    """What autograd holds for a DTensor: the handle of its local part, and a description of the whole.
+
+    The DTensor counts the changes, not its local part. So the witness here is a DTensor without memory (decision 22).
+    """
+
+    __slots__ = ("_context", "_inner", "_version", "_witness", "handle")
+
+    def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
+        self.handle, self._version = handle, tensor._version
+        witness: Any = tensor.detach()
+        names, self._context = witness.__tensor_flatten__()
+        self._inner = {name: getattr(witness, name) for name in names if name != "_local_tensor"}
+        witness._local_tensor = torch.empty(0, device="cpu")
+        self._witness = witness
+
+    @property
+    def module_name(self) -> str:
+        """The module that saved it."""
+        return self.handle.module_name
+
+    def unpack(self) -> torch.Tensor:
+        """The saved DTensor; any number of times, in any thread."""
+        if self._witness._version != self._version:
+            raise MutationError(changed_message(self.module_name, self._witness._version, self._version))
+        inner = {**self._inner, "_local_tensor": self.handle.unpack()}
+        kind, size, stride = type(self._witness), self._witness.size(), self._witness.stride()
+        whole: torch.Tensor = kind.__tensor_unflatten__(inner, self._context, size, stride)
+        return whole

@@ -1,19 +1,27 @@
-"""What to do with a saved tensor: a gate, what to compute again, codecs, then exactly one store."""
+"""What to do with a saved tensor: a gate, what to compute again, codecs, then exactly one store.
+
+A ``Pipeline`` is frozen and can be shared. An ``OpenPipeline`` is one at work, with the state of one attachment.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
-from disthooks.saved.recompute.verify import Recompute
+from disthooks.saved.contents import ContentIndex
+from disthooks.saved.counters import Counters
+from disthooks.saved.recompute.verify import Place, Proofs, Recompute
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
 
 
 @dataclass(frozen=True)
 class AtLeast:
-    """Gate: tensors of fewer bytes are kept where they are.
+    """Gate: tensors of fewer bytes stay in memory.
 
     Args:
         size: bytes, an int or text such as ``"1 MiB"``; 0 sends every tensor to the store.
@@ -41,10 +49,10 @@ class Pipeline:
     """A gate, codecs and a store, checked; made by :func:`pipeline`.
 
     Attributes:
-        at_least: bytes under which a tensor is kept.
+        at_least: tensors of fewer bytes stay in memory.
         codecs: applied in order on the way in, in reverse on the way back.
         store: where the result goes.
-        recompute: what is computed again instead, if asked for.
+        recompute: the stage that drops what it can compute again; None without it.
     """
 
     at_least: int
@@ -57,6 +65,51 @@ class Pipeline:
         stages += [] if self.recompute is None else [repr(self.recompute)]
         stages += [*map(repr, self.codecs), repr(self.store)]
         return ", ".join(stages)
+
+
+class OpenPipeline:
+    """A pipeline at work: its stages, and what one attachment counts, finds and has proven.
+
+    All modules and threads of the attachment use the same one. A copy or a pickle of it starts anew.
+
+    Args:
+        stages: the pipeline.
+        proofs: what Recompute has proven of the model so far.
+
+    Attributes:
+        counters: of the attachment.
+        contents: finds what is packed already.
+        is_lossless: whether no codec loses anything.
+        places: those of the ``proofs`` that came up in this attachment.
+    """
+
+    __slots__ = (
+        "at_least",
+        "codecs",
+        "contents",
+        "counters",
+        "is_lossless",
+        "places",
+        "proofs",
+        "recompute",
+        "stages",
+        "store",
+    )
+
+    def __init__(self, stages: Pipeline, proofs: Proofs | None = None) -> None:
+        self.stages, self.recompute = stages, stages.recompute
+        self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
+        self.is_lossless = not any(codec.lossy for codec in stages.codecs)
+        self.counters, self.contents = Counters(), ContentIndex()
+        self.proofs, self.places = proofs or Proofs(), dict[Any, Place]()
+
+    def __reduce__(self) -> tuple[type[OpenPipeline], tuple[Pipeline]]:
+        return OpenPipeline, (self.stages,)  # a copy of a module has saved nothing yet
+
+    def report(self, names: Sequence[str] = ()) -> SavedReport:
+        """What the attachment did so far, with its store's own reports; ``names`` are the attached modules."""
+        is_idle = self.recompute is not None and not self.places
+        return self.counters.report(self.store, names, is_idle)
 
 
 _ORDER = "the order is AtLeast, Recompute, codecs, one store"
@@ -79,12 +132,12 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     """
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
         return stages[0]
-    if hint := _misread(stages):
+    if hint := _hint(stages):
         raise UsageError(f"pipeline{_shown(stages)}: {hint}")
     rest = list(stages)
     gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
-    again = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
+    recompute = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
         raise UsageError(
             f"pipeline{_shown(stages)} does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}"
@@ -95,16 +148,16 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
         raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; {_ORDER}")
     if codecs and isinstance(store, Functions):
         raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
-    if again is not None and isinstance(store, Functions):
+    if recompute is not None and isinstance(store, Functions):
         raise UsageError(
             f"pipeline{_shown(stages)}: Functions takes each tensor as it is; give Recompute another store"
         )
     least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
-    return Pipeline(least, codecs, store, again if isinstance(again, Recompute) else None)
+    return Pipeline(least, codecs, store, recompute if isinstance(recompute, Recompute) else None)
 
 
-def _misread(stages: tuple[object, ...]) -> str | None:
-    """What to write instead, where something stands for a stage that looks like one."""
+def _hint(stages: tuple[object, ...]) -> str | None:
+    """What to write instead of something that looks like a stage and is none."""
     for stage in stages:
         if isinstance(stage, type):
             return f"{stage.__name__} is a class; write {stage.__name__}(...)"

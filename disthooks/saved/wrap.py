@@ -11,10 +11,9 @@ from torch import nn
 
 from disthooks._torch import being_swapped, metadata_being_loaded, reparametrizing, uncompiled
 from disthooks.errors import UsageError
-from disthooks.saved.counters import Counters
 from disthooks.saved.eligibility import nothing_to_hook, reason_never_called
 from disthooks.saved.hooks import HookSite
-from disthooks.saved.pipeline import AtLeast, Pipeline, Stage, pipeline
+from disthooks.saved.pipeline import AtLeast, OpenPipeline, Pipeline, Stage, pipeline
 from disthooks.saved.recompute.verify import proofs_of
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
@@ -99,9 +98,9 @@ class SaveWith(nn.Module):
             raise UsageError(f"{type(self).__name__} wraps a torch.nn.Module, got {module!r}")
         if why := reason_never_called(module):
             raise UsageError(f"{type(self).__name__}({type(module).__name__}): {why}")
-        self._site = HookSite(pipeline(to), Counters(), type(module).__name__)
-        if self._site.pipeline.recompute is not None:
-            self._site.counters.proofs = proofs_of(module)
+        checked = pipeline(to)
+        opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(module))
+        self._site = HookSite(opened, type(module).__name__)
         self.add_module(_INNER, module)
         self._reach_inside()
         self.register_state_dict_post_hook(_strip_prefix)  # type: ignore[no-untyped-call]
@@ -133,7 +132,7 @@ class SaveWith(nn.Module):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held by this wrapper and its replicas, on this rank."""
-        return self._site.counters.report(self._site.pipeline.store)
+        return self._site.pipeline.report()
 
     @uncompiled(callees=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ class SaveWith(nn.Module):
 
     def extra_repr(self) -> str:
         """The pipeline."""
-        return str(self._site.pipeline)
+        return str(self._site.pipeline.stages)
 
     def __getattr__(self, name: str) -> Any:
         try:

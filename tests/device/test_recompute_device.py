@@ -236,7 +236,7 @@ def test_proofs_do_not_hold_a_model(device: torch.device) -> None:
     with dh.save_activations(model, "", _line()) as saving:
         model(x).sum().backward()
     assert saving.report().recomputed > 0
-    proofs, alive = weakref.ref(saving._counters.proofs), weakref.ref(model)
+    proofs, alive = weakref.ref(saving._pipeline.proofs), weakref.ref(model)
     del model, saving
     gc.collect()
     assert alive() is None

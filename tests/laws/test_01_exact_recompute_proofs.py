@@ -217,7 +217,7 @@ def test_an_attachment_goes_on_with_the_proofs_of_its_model(monkeypatch: pytest.
 def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {"dh": dh, "ALL": ALL}
     exec("def make():\n    return dh.saving(ALL, dh.Recompute(), dh.OnCpu())", names)
-    proofs = [names["make"]()._site.counters.proofs for _ in range(2)]  # type: ignore[operator]
+    proofs = [names["make"]()._site.pipeline.proofs for _ in range(2)]  # type: ignore[operator]
     assert proofs[0] is proofs[1]
     alive = weakref.ref(proofs[0])
     del proofs

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.rebuild import AutocastCopy
+from disthooks.saved.weights import AutocastCopy
 from tests.support.models import identical
 from tests.support.replicas import replicate
 
@@ -223,7 +223,7 @@ def test_a_copy_stays_until_its_proof_is_known(monkeypatch: pytest.MonkeyPatch, 
         known.append(True)
         two = model(x)
         assert saving.report().recast == 4 * 64 * 64 * 2
-        assert len(saving._counters.undecided) == 0
+        assert len(saving._pipeline.contents.undecided) == 0
         one.sum().backward()
         assert identical(_taken(model, x), truth)
         two.sum().backward()

@@ -598,10 +598,10 @@ def test_what_is_found_again_does_not_grow() -> None:
             for _ in range(100):
                 y = y.sin()
         y.sum().backward()
-    index = saved._site.counters.index
+    index = saved._site.pipeline.contents
     assert saved.report().stored >= 40 * 100 * x.nbytes
-    assert len(index._packed) + len(index._views) < 2200
-    assert not saved._site.counters._changes
+    assert len(index) < 2200
+    assert not saved._site.pipeline.counters._changes
     del y
     gc.collect()
     assert saved.report().held == 0
@@ -614,8 +614,8 @@ def test_a_content_shared_by_very_many_keeps_no_list_of_those_that_are_gone() ->
         stays = x.sin()
         for _ in range(1000):
             x.cos()
-    (packed,) = {reference() for reference in saved._site.counters.index._packed.values()} - {None}
-    assert len(packed.handles) <= 130
+    (packed,) = {reference() for reference in saved._site.pipeline.contents._by_key.values()} - {None}
+    assert len(packed._readers.handles) <= 130
     stays.sum().backward()
 
 

@@ -23,16 +23,16 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts how often regions, handles, restored contents and blocks were looked at."""
     counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
     nbytes = StorageRegion.nbytes.fget
-    part, bring, total = packed.Packed.drop_far_readers, contents.StoredContent._restore, AlignedPool._total
+    part, bring, total = packed.Readers.drop_far_readers, contents.StoredContent._restore, AlignedPool._total
 
     def counted_nbytes(region: StorageRegion) -> int:
         counts["regions"] += 1
         assert nbytes is not None
         return int(nbytes(region))
 
-    def counted_part(self: Any, handle: Any, brought: Any) -> None:
+    def counted_part(self: Any, *args: Any) -> None:
         counts["handles"] += len(self.handles)
-        part(self, handle, brought)
+        part(self, *args)
 
     def counted_bring(self: Any) -> torch.Tensor:
         counts["brought"] += 1
@@ -43,7 +43,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return total(self)
 
     monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
-    monkeypatch.setattr(packed.Packed, "drop_far_readers", counted_part)
+    monkeypatch.setattr(packed.Readers, "drop_far_readers", counted_part)
     monkeypatch.setattr(contents.StoredContent, "_restore", counted_bring)
     monkeypatch.setattr(AlignedPool, "_total", counted_total)
     return counts
@@ -174,7 +174,7 @@ def test_what_is_held_for_a_node_that_asks_often_goes_with_the_backward(
         loss = Takes.apply(4, leaf * 2, torch.arange(2048.0))
     store.wait()
     loss.backward(retain_graph=True)
-    assert len(packed._read_by_node.kept) == 0
+    assert len(packed._read_by_node.copies) == 0
     gc.collect()
     assert brought
     assert all(ref.get() is None for ref in brought)

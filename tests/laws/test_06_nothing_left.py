@@ -366,12 +366,10 @@ def test_a_graph_does_not_keep_its_module(way: str, tmp_path: pathlib.Path) -> N
     to = dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))
     model = keeps = Keeps()
     if way == "in place":
-        counters = dh.save_activations(
-            model, "", to
-        )._counters  # the handle itself keeps the modules that it can be removed from
+        counters = dh.save_activations(model, "", to)._pipeline  # the handle itself keeps what it can be removed from
     else:
         model = dh.SaveWith(keeps, to)
-        counters = model._site.counters
+        counters = model._site.pipeline
     table = weakref.ref(keeps.table)
     model(torch.ones(4, 8))
     assert counters.report().held > 0

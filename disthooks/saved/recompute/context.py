@@ -6,7 +6,7 @@ The packed value of a tensor that may be computed again.
 from __future__ import annotations
 
 import collections
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -14,11 +14,11 @@ from torch import nn
 from disthooks._tensors import Layout
 from disthooks._torch import node_name
 from disthooks.saved.contents import StoredContent
-from disthooks.saved.counters import Counters
+from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, Reader, Unknown, is_as_made, saves_now
 from disthooks.saved.recompute.program import Norms, Planner, Program
-from disthooks.saved.recompute.verify import MOST, Place, Proofs, Recompute
+from disthooks.saved.recompute.verify import MOST, Place, Recompute
 
 # [Note: an origin is no cycle]
 # An `Origin` waits until the contents of its tensor are taken, and holds the node that made the tensor. A node whose
@@ -82,24 +82,18 @@ class Again:
     """Plans and proofs of one call.
 
     Args:
-        stage: of the pipeline.
-        counters: of the attachment, which knows what was proven.
-        where: name of the module.
+        pipeline: of the attachment; it knows what was proven. If what is stored does not come back as it was, proofs
+            need what was there before it was stored: the last few tensors are held for that, in calls while something
+            is to be proven.
+        module_name: for errors and reports.
         module: the module whose forward it is, if there is one.
-        lossless: whether what is stored comes back as it was. If not, proofs need what was there before it was stored:
-            the last few tensors are held for that, in calls while something is to be proven.
     """
 
-    def __init__(
-        self, stage: Recompute, counters: Counters, where: str, module: nn.Module | None, lossless: bool
-    ) -> None:
-        self._stage, self._counters, self._module_name = stage, counters, where
-        counters.recomputes = True
-        if counters.proofs is None:
-            counters.proofs = Proofs()
+    def __init__(self, pipeline: OpenPipeline, module_name: str, module: nn.Module | None) -> None:
+        self._pipeline, self._counters, self._module_name = pipeline, pipeline.counters, module_name
         self._norms = Norms(module)
-        places: list[Place] = [] if lossless else list(counters.places.values())
-        curious = not lossless and not (places and all(place.settled for place in places))
+        places = list(pipeline.places.values())
+        curious = not pipeline.is_lossless and not (places and all(place.settled for place in places))
         self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=_HELD if curious else 0)
 
     def remember(self, tensor: torch.Tensor) -> None:
@@ -118,7 +112,8 @@ class Again:
 
     def planned(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
         """How to compute the output of ``edge``, if that is known; nothing is proven of it yet."""
-        return Planner(self._counters, self._norms, self._stage.steps).program(edge, layout, device)
+        steps = cast(Recompute, self._pipeline.recompute).steps
+        return Planner(self._counters, self._norms, steps).program(edge, layout, device)
 
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
         """See :class:`Origin`."""
@@ -152,15 +147,14 @@ class Again:
         return None if way is None else Narrow(dtype, place)
 
     def _place(self, name: str, key: Any) -> Place:
-        places: dict[Any, Place] = self._counters.places  # of the attachment: those that came up in it
+        places = self._pipeline.places
         found = places.get((self._module_name, key))
         if found is None:
             if len(places) > MOST:
                 places.clear()
             where = f"{self._module_name!r} ({name})" if self._module_name else f"({name})"
-            proofs: Proofs = self._counters.proofs
-            found = places[self._module_name, key] = proofs.place(
-                (self._module_name, key), where, self._stage.check == "always"
+            found = places[self._module_name, key] = self._pipeline.proofs.place(
+                (self._module_name, key), where, cast(Recompute, self._pipeline.recompute).check == "always"
             )
         return found
 

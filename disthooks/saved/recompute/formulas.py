@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from disthooks.saved.in_place import InPlace
+from disthooks.saved.packed import InPlace
 from disthooks.saved.recompute.graph import Reader, Saved, Source, Unknown
 
 Run = Callable[..., torch.Tensor]

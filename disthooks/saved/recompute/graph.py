@@ -14,8 +14,7 @@ import torch
 
 from disthooks._tensors import Layout
 from disthooks._torch import node_name, sequence_number
-from disthooks.saved.in_place import InPlace
-from disthooks.saved.packed import Handle, Packed
+from disthooks.saved.packed import Handle, InPlace, Packed
 
 _KEY = "disthooks"
 

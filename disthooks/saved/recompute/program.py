@@ -17,8 +17,7 @@ from disthooks._tensors import Layout, exotic
 from disthooks._torch import node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.counters import Counters
-from disthooks.saved.in_place import InPlace, changed_message
-from disthooks.saved.packed import Handle, Packed
+from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
 from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
 from disthooks.saved.recompute.graph import Edge, Reader, Saved, Source, Unknown, leaf_of, noted
 from disthooks.saved.recompute.verify import Place

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._torch import StorageRef
-from disthooks.saved.counters import SavedReport
+from disthooks.saved.report import SavedReport
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks
 
