@@ -445,8 +445,6 @@ _LEAST = 32 << 20
 
 def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
     """What ``path`` is and gives, measured by the file that ``OnDisk`` would have there."""
-    pass
-
     kind = file_system(path)
     facts: dict[str, Any] = {
         "path": path,

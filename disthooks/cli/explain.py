@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import typer
 
 from disthooks.cli.output import console, document, line, progress, size, table
-from disthooks.cli.workload import build
 from disthooks.errors import UsageError
 
 
@@ -39,6 +38,8 @@ def explain(
     and what was moved, shared and kept is told for each module that the plan takes. It needs the memory and the time
     of two steps.
     """
+    from disthooks.cli.workload import build
+
     with progress(3) as begin:
         begin("building the model")
         made, inputs = build(model)

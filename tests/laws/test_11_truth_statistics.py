@@ -115,7 +115,7 @@ def test_watching_changes_no_number() -> None:
 def test_watching_scaled_gradients_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     from disthooks.engines.base import Engine
 
-    monkeypatch.setattr(Engine, "scale", lambda self: 1000.3)  # as of an engine with a loss scale of its own
+    monkeypatch.setattr(Engine, "gradient_scale", lambda self: 1000.3)  # as of an engine with a loss scale of its own
     model = nn.ParameterList([nn.Parameter(torch.zeros(10_000))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = torch.randn(10_000, generator=torch.Generator().manual_seed(0))

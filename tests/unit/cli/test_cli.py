@@ -204,9 +204,9 @@ def test_without_typer_it_says_how_to_get_it() -> None:
 )
 def test_launch_hands_every_word_on(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    stand_in = types.ModuleType("disthooks.launching")
+    stand_in = types.ModuleType("disthooks.launcher")
     stand_in.main = lambda argv: given.append(argv) or 7  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "disthooks.launching", stand_in)
+    monkeypatch.setitem(sys.modules, "disthooks.launcher", stand_in)
     run("launch", *words, code=7)
     assert given == [words]
 
@@ -739,7 +739,7 @@ def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: py
     folder.mkdir()
     (folder / "default_config.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    facts = _facts({"accelerate": env_command.asked.accelerate()})
+    facts = _facts({"accelerate": doctor.accelerate()})
     assert [problem.why for problem in problems(facts)] == ["MULTI_CPU without mpirun starts one process, not 2"]
 
 
