@@ -24,7 +24,7 @@ demo: $(READY)
 
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
-# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. MINUTES on 2 cores.
+# The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Less than 6 minutes on 2 cores.
 test: $(READY)
 	$(PYTEST) --tier first $(ARGS)
 

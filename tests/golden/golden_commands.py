@@ -13,9 +13,8 @@ import tempfile
 from typing import Any
 from unittest import mock
 
-import golden_runs
-
 import disthooks as dh
+from tests.golden import golden_runs
 
 #: The private objects that golden files need. This table is what to change when one of them moves.
 PRIVATE = {"app": "disthooks.cli.app:app", "schema": "disthooks.config.jsonschema:schema"}

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import golden_runs
 import torch
 from torch import nn
 
 import disthooks as dh
+from tests.golden import golden_runs
 
 
 def errors() -> dict[str, Any]:

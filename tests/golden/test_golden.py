@@ -1,6 +1,6 @@
 """What users, files and checkpoints rely on is written down beside this file, and must not change by accident.
 
-For a change that is meant, ``python tests/golden/test_golden.py --write [NAME ...]`` writes the files anew, and so does
+For a change that is meant, ``python -m tests.golden.test_golden --write [NAME ...]`` writes the files anew, and so does
 ``GOLDEN_WRITE=1`` in front of pytest.
 """
 
@@ -11,19 +11,14 @@ import difflib
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE)] if str(HERE) not in sys.path else []
+from tests.golden import golden_commands, golden_errors, golden_runs, golden_signatures
 
-import golden_commands  # noqa: E402
-import golden_errors  # noqa: E402
-import golden_runs  # noqa: E402
-import golden_signatures  # noqa: E402
+HERE = pathlib.Path(__file__).parent
 
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
 #: What is computed and compared, and into which file it is written.

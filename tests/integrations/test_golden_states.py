@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 import types
 from typing import Any
 
 import pytest
 import torch
 
-sys.path[:0] = [str(pathlib.Path(__file__).parent.parent / "golden")]
-
-import golden_runs  # noqa: E402
-from test_golden import compare  # noqa: E402
-
-import disthooks as dh  # noqa: E402
+import disthooks as dh
+from tests.golden import golden_runs
+from tests.golden.test_golden import compare
 
 CONFIG = {"watch": {"rules": [{"kind": "ClipZScore"}], "stats": [{"kind": "NoiseScale"}]}}
 
