@@ -14,7 +14,7 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "engine": {
         "DataParallel": "disthooks.engines.base:DataParallel",
-        "Ddp": "disthooks.engines.base:Ddp",
+        "Ddp": "disthooks.engines.ddp:Ddp",
         "DeepSpeed": "disthooks.engines.deepspeed:DeepSpeed",
         "Fsdp1": "disthooks.engines.fsdp1:Fsdp1",
         "Fsdp2": "disthooks.engines.fsdp2:Fsdp2",

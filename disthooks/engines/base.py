@@ -1,111 +1,217 @@
-"""Ways of nesting engines that are not supported: an error that says what works, never hooks that do not fire.
+"""What an engine is, and the engines of a single process: a plain module and ``nn.DataParallel``.
 
-What an engine has to know, and what is the same for all of them.
+An engine is what trains a model on its ranks. It knows where a gradient lives, which elements of it this rank has, and
+when it is final. Rules, statistics and reports are written once, in terms of :class:`Shard` and :class:`Engine`.
 
-A module in one process: its gradients are whole and nothing reduces them.
+To add an engine, write a subclass of :class:`Engine` and put ``@register("engine")`` on it. It says:
 
-``nn.DataParallel``: replicas in threads of one process, whose gradients are summed into one module.
+=====================  =================================================================================================
+``recognises``         whether a model is this engine's, by the names of classes (``_match.is_of_class``)
+``__init__``           which ranks train together, and which of them this one is; ``AttachError`` for what cannot work
+``shard``              what this rank has of one parameter
+``reason_unreduced``   why the gradients in memory are not those that all ranks would step with, if they are not
+``before_step``        how a function is called when gradients are final, just before the optimizer uses them
+``on_local``           how a hook is called with this rank's own gradients, before they are reduced
+``is_first_gradient``  whether a local gradient begins a step, or is added to those of earlier micro-batches
+=====================  =================================================================================================
 
-``DistributedDataParallel``: every rank ends backward with the same whole gradients.
+The base class is right for a plain module, so an engine overrides only what is different. ``detect.py`` asks all
+registered engines which of them recognises a model.
 """
+
+# [Note: placements of a gradient]
+# Autograd gives a DTensor parameter a gradient with placements of its own. Under sequence parallelism the gradient of a
+# replicated norm weight is `Partial` (each rank has the sum over its part of the sequence), and the gradient of an
+# embedding that is sharded by rows is `Replicate`. Each operator of the optimizer redistributes such a gradient when it
+# reads it. `Shard.gradient` redistributes it once, before the step, and keeps the result in `.grad`: the optimizer
+# computes with the same values, and a rule or a statistic sees the elements that this rank's part of the parameter has.
+# All ranks of the mesh have the same placements and call `gradient` for the parameters in the same order, so their
+# collectives meet.
+#
+# [Note: hooks on leaves]
+# A local hook is a tensor hook on the parameter (`register_hook`), and not a post-accumulate hook. A tensor hook is
+# called once in a backward, with this micro-batch's gradient alone, before DDP or ZeRO has reduced anything, and what
+# it returns takes the gradient's place. A post-accumulate hook sees the sum of all micro-batches so far, so an edit
+# there would be applied again to what was edited before. torch takes a tensor hook only for a tensor that needs
+# gradients, and calls it again when a parameter that was frozen is unfrozen (`needing_gradients`). No hook may run a
+# collective: a parameter that one rank did not use would make its ranks wait for each other for ever.
+# FSDP1 and FSDP2 never call a tensor hook of the parameters that the user sees; see fsdp1.py and fsdp2.py.
+#
+# [Note: the parameters must stay]
+# A hook sits on one tensor. If the tensor is replaced after hooks were attached, by `fully_shard`, by an engine that
+# takes the model later or by `module.weight = ...`, the hooks never fire again and nothing says so. So `check` compares
+# identities in every step: the tensor that each module has registered under a name with the one that was there when
+# hooks were attached. A module may be replaced by a wrapper around the same parameters (activation checkpointing does
+# that); then the places where parameters are registered are looked up anew.
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel.distributed import _find_tensors
 
-from disthooks._handles import UncopiedHook
 from disthooks._match import canonical_name, is_of_class, unwrap_engine
-from disthooks._ranks import global_rank, has_several_ranks
+from disthooks._ranks import global_rank
 from disthooks._registry import register
-from disthooks._torch import ddp_under_way
+from disthooks._tensors import local_part
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, before_any_step
-from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError, UsageError
 
+#: What becomes of a parameter over the ranks; see :class:`Shard`.
+Sharding = Literal["whole", "replica", "sharded", "unreduced"]
 
-def refuse_unwrapped(model: nn.Module) -> None:
-    """Raise AttachError when DeepSpeed has taken the parameters of ``model`` and this is not its engine."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
-            raise AttachError(
-                f"DeepSpeed has partitioned {name!r}, and no optimizer of torch ever steps it: pass the engine that "
-                "deepspeed.initialize returned, not the model inside it"
-            )
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """Raise AttachError when a lazy module in ``model`` has not made its parameters yet."""
-    for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise AttachError(
-                f"{name!r} has no shape yet, because a lazy module makes its parameters in its first forward: run the "
-                "model once on an example before the optimizer is made, then attach"
-            )
-
-
-def refuse_nested(model: nn.Module) -> None:
-    """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
-    for name, module in model.named_modules():
-        if name and is_of_class(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
-            raise AttachError(
-                f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
-                f"that module with an optimizer of its own, or wrap the whole model"
-            )
-
-
-def refuse_mixed(engine: Engine) -> None:
-    """Raise AttachError when a part of the model is FSDP1's, and another engine has the whole, or another part."""
-    kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
-    for name, module in engine.model.named_modules():
-        for label, kind in kinds.items():
-            if is_of_class(module, kind) and label != engine.label:
-                raise AttachError(
-                    f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
-                    "gradient there cannot be told; use one of them for the whole model"
-                )
-
-
-def refuse_replicate(engine: Engine) -> None:
-    """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
-    if not engine.trains_alone or not has_several_ranks():
-        return
-    for name, module in engine.model.named_modules():
-        if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
-            raise AttachError(
-                f"{name or 'the model'!r} is in torch.distributed._composable.replicate, which reduces its gradients "
-                "and does not say with whom: NaN would be blamed on the wrong rank, and every rank would write to the "
-                "sinks; use nn.parallel.DistributedDataParallel, or fully_shard, and attach to what that returns"
-            )
-
-
-def refuse_reduced(engine: Engine) -> None:
-    """From a forward of ``engine``'s model: raise AttachError when DDP runs it, and so reduces its gradients."""
-    ddp = ddp_under_way()
-    if ddp is None:
-        return
-    left_out = set(ddp.parameters_to_ignore)
-    reduced = {id(parameter) for name, parameter in ddp.module.named_parameters() if name not in left_out}
-    for shard in engine.shards:
-        if id(shard.parameter) in reduced and shard.parameter.requires_grad:
-            raise AttachError(
-                f"DDP reduces the gradient of {shard.name!r} over ranks, and gradients() was attached to the module "
-                "inside it: each rank would measure by itself, call itself the first and write to the sinks; attach "
-                "after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
-            )
-
-
-_REPLICATE = "torch.distributed._composable.replicate"
-
-
+#: Called with an index into ``Engine.shards`` and a gradient; what it returns, unless None, takes the gradient's place.
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a whole parameter are on this rank: a box of it, or a range of its flattened elements.
+
+    Attributes:
+        shape: of the whole parameter.
+        box: for each dimension where the part starts and how long it is; None when it is a range.
+        span: first and one past the last element of the flattened parameter; None when it is a box.
+
+    >>> Part.whole(torch.Size([2, 3])).indices(torch.device("cpu"))
+    tensor([[0, 1, 2],
+            [3, 4, 5]])
+    >>> Part(torch.Size([2, 3]), box=((1, 1), (0, 2))).indices(torch.device("cpu"))
+    tensor([[3, 4]])
+    >>> Part(torch.Size([2, 3]), span=(2, 5)).indices(torch.device("cpu"))
+    tensor([2, 3, 4])
+    """
+
+    shape: torch.Size
+    box: tuple[tuple[int, int], ...] | None = None
+    span: tuple[int, int] | None = None
+
+    @staticmethod
+    def whole(shape: torch.Size) -> Part:
+        """The part that is all of a parameter."""
+        return Part(shape, box=tuple((0, size) for size in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the tensors that hold this part; a range has one dimension."""
+        if self.box is not None:
+            return tuple(size for _, size in self.box)
+        assert self.span is not None
+        return (self.span[1] - self.span[0],)
+
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """The index in the flattened whole parameter of each element here; int64, of the local shape."""
+        if self.box is None:
+            assert self.span is not None
+            return torch.arange(*self.span, device=device)
+        found = torch.zeros((), dtype=torch.int64, device=device)
+        for dim, (start, size) in enumerate(self.box):
+            stride = math.prod(self.shape[dim + 1 :])
+            along = torch.arange(start, start + size, device=device) * stride
+            found = found.unsqueeze(-1) + along
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The part of one parameter that is on this rank.
+
+    An engine whose final gradients are not in ``parameter.grad`` has a subclass that overrides :meth:`gradient`,
+    :meth:`values` and :meth:`optimizer_gradient`.
+
+    Attributes:
+        name: the parameter's name in the user's own model, without what engines put into it.
+        parameter: the parameter that the optimizer holds.
+        is_owner: whether this rank counts its elements in a sum over ranks. Over all ranks, each element has one owner.
+        sharding: "whole" if no other rank has any of the parameter, "replica" if every rank has all of it, "sharded"
+            if this rank has a part, "unreduced" if every rank has all of it and nothing reduces its gradient.
+        part: which elements are here; None if that cannot be told.
+        replica_ranks: the global ranks that have the same elements, in order, this one among them.
+
+    >>> layer = nn.Linear(2, 1, bias=False)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> shard = Shard("weight", layer.weight, is_owner=True, sharding="whole", part=Part.whole(layer.weight.shape))
+    >>> shard.gradient(), shard.values() is layer.weight
+    (tensor([[1., 1.]]), True)
+    """
+
+    name: str
+    parameter: nn.Parameter
+    is_owner: bool
+    sharding: Sharding
+    part: Part | None
+    replica_ranks: tuple[int, ...] = (0,)
+    _plain: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_plain", not hasattr(self.parameter, "placements"))  # read in every step
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.parameter.shape if self.part is None else self.part.shape
+
+    def as_full_parameter(self) -> nn.Parameter:
+        """A parameter with the whole's shape, for a user's pattern or predicate to look at.
+
+        It is the parameter itself, or, where this rank holds a fragment, one on the meta device, without values.
+        """
+        if self.shape == self.parameter.shape:
+            return self.parameter
+        whole = torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
+        return nn.Parameter(whole, self.parameter.requires_grad)
+
+    def gradient(self) -> torch.Tensor | None:
+        """The local part of the final gradient, sharing its memory; None while there is none.
+
+        A DTensor's gradient is first given the placements of its parameter, on every rank of its mesh at once.
+        See [Note: placements of a gradient].
+
+        Raises:
+            UsageError: when it is sparse, or only one of gradient and parameter is a DTensor.
+        """
+        grad = self.parameter.grad
+        if grad is None or (type(grad) is torch.Tensor and grad.layout is torch.strided and self._plain):
+            return grad
+        grad = self._as_parameter(grad)
+        local = local_part(grad)
+        if local.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.name!r} is {local.layout}: rules and statistics need dense gradients; build "
+                "the layer with sparse=False, or give this parameter an optimizer that is not watched"
+            )
+        return local
+
+    def values(self) -> torch.Tensor:
+        """The local part of the parameter, sharing its memory; the elements are those of :meth:`gradient`."""
+        return local_part(self.parameter)
+
+    def optimizer_gradient(self) -> torch.Tensor | None:
+        """The gradient as the optimizer gets it: the whole tensor, or a DTensor that stands for it."""
+        grad = self.parameter.grad
+        return grad if grad is None else self._as_parameter(grad)
+
+    def _as_parameter(self, grad: torch.Tensor) -> torch.Tensor:
+        """Redistribute ``grad`` to the placements of its parameter and keep the result in ``.grad``."""
+        mine, theirs = getattr(grad, "placements", None), getattr(self.parameter, "placements", None)
+        if mine is theirs or mine == theirs:
+            return grad
+        redistribute: Any = getattr(grad, "redistribute", None)
+        if redistribute is None or theirs is None or grad.device_mesh != self.parameter.device_mesh:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"the gradient of {self.name!r} has placements {mine} and the parameter has {theirs}, and no "
+                "redistribution leads from one to the other; before optimizer.step(), set p.grad to a tensor of "
+                "the kind of its parameter, on the same device mesh"
+            )
+        with torch.no_grad():
+            self.parameter.grad = redistribute(placements=theirs)
+        return self.parameter.grad
 
 
 class Removable(Protocol):
@@ -128,31 +234,36 @@ class HandleGroup:
 
 
 class Engine:
-    """A plain module in one process; the engines for several ranks override what is different there.
+    """How a model is trained on its ranks: where gradients live, which part is here, and when they are final.
+
+    The base class is right for a plain module; the module's docstring says what an engine overrides.
 
     Attributes:
+        label: what messages call the engine.
         model: the user's own model, inside the engine's wrapper if it has one.
         ranks: the global ranks whose gradients belong together, in order.
-        position: this rank's place among them.
+        position: this rank's index in ``ranks``.
         shards: every parameter of the model, in the same order on every rank.
-        has_named_state: whether the optimizer's state is kept by parameter, not by partition.
+        trains_alone: whether each process trains a model of its own, as far as the engine knows, though there may be
+            several processes.
         may_step_unreduced: whether ranks may step with gradients that nobody reduced, each for itself (local SGD).
+        has_named_state: whether the optimizer keeps its state by parameter, not by partition.
         can_exclude_parameters: whether single parameters can be left out of a step (``skip.exclude_from_step``).
     """
 
     label: ClassVar[str] = "a plain module"
-    can_exclude_parameters: bool = True
+    trains_alone: ClassVar[bool] = False
     may_step_unreduced: ClassVar[bool] = False
     has_named_state: bool = True
-
-    #: Whether each process trains a model of its own, as far as the engine knows, though there may be several.
-    trains_alone: ClassVar[bool] = False
+    can_exclude_parameters: bool = True
 
     def __init__(self, model: nn.Module, ranks: Sequence[int] = (0,), position: int = 0) -> None:
         self.model, self.ranks, self.position = model, tuple(ranks), position
         self.shards = tuple(self._shards())
-        self._places = tuple(self._registered())
-        self._parts = self._modules()
+        self._registered_parameters = tuple(self._find_parameters())
+        self._registered_modules = self._find_modules()
+
+    # -- what an engine says of a model
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -160,19 +271,38 @@ class Engine:
         return True
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        """What this rank has of a parameter."""
+        """What this rank has of a parameter.
+
+        Args:
+            index: the parameter's place in ``shards``. Ranks that have the same elements own them in turn, by index,
+                so that each of them measures a part of the model.
+            name: the parameter's name in the user's model.
+            parameter: what the model has under that name.
+        """
         return Shard(name, parameter, True, "whole", Part.whole(parameter.shape), self.ranks)
 
+    def weight_shards(self) -> Sequence[Shard]:
+        """The parameters as forward uses them, which several ranks may have alike; ``check_replicas`` compares them."""
+        return self.shards
+
+    def has_own_batch(self) -> bool:
+        """Whether each rank computes with a part of the batch of its own, so that ranks' gradients can be compared."""
+        return True
+
+    def is_stable(self, parameter: nn.Parameter) -> bool:
+        """Whether the model holds ``parameter`` itself at all times, so that :meth:`check` may look for it."""
+        return True
+
     def check(self) -> None:
-        """Compare identities: the model must still have the parameters that were attached to.
+        """Check that the model still has the parameters that were attached to; see [Note: the parameters must stay].
 
         Raises:
-            AttachError: when something replaced them since.
+            AttachError: when something replaced one of them.
         """
-        if any(parts.get(key) is not module for parts, key, module in self._parts):
+        if any(parts.get(key) is not module for parts, key, module in self._registered_modules):
             self._refresh()
-        for parameters, key, parameter, name in self._places:
-            # FSDP1 keeps the parameters that it takes and puts another meaning into them; torch marks them.
+        for parameters, key, parameter, name in self._registered_parameters:
+            # FSDP1 keeps the parameters that it takes and gives them another meaning; torch marks them.
             if parameters.get(key) is not parameter or hasattr(parameter, "_fsdp_flattened"):
                 raise AttachError(
                     f"{name!r} is no longer the parameter that was attached to: fully_shard, another engine or "
@@ -180,84 +310,38 @@ class Engine:
                     "engine has taken the model, and make the optimizer after it too"
                 )
 
-    def reason_unreduced(self) -> str:
-        """Why the gradients in memory are not what all ranks would step with; empty when they are.
+    # -- what an engine says of gradients
 
-        Asked at every step and answered alike on all ranks, from what the program did and not from which elements a
-        rank has: a rank that raises alone leaves the others waiting.
+    def reason_unreduced(self) -> str:
+        """Why the gradients in memory are not those that all ranks would step with; empty if they are.
+
+        It is asked in every step and must be answered alike on all ranks, from what the program did and not from which
+        elements a rank has: if one rank alone raises, the others wait for it in the next collective.
         """
         return ""
 
-    def inner_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer whose ``step`` makes the update.
-
-        Raises:
-            UsageError: when there is none, or none that hooks could be put on.
-        """
-        if optimizer is None:
-            raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
-        return inner_optimizer(optimizer)
-
     def gradient_scale(self) -> float | torch.Tensor | None:
-        """What gradients in memory are multiplied by, known without waiting; None for 1, unless the engine scales.
+        """What gradients in memory are multiplied by, known without waiting; None if the engine does not scale.
 
-        Divided by it they are those of the user's loss: local ones when their hooks are called, final ones when
+        Divided by it they are the gradients of the user's loss: local ones when their hooks are called, final ones when
         rules see them. A tensor has no dimensions and is on the device.
         """
         return None
 
-    def weight_shards(self) -> Sequence[Shard]:
-        """The parameters as the model has them in memory, which several ranks may have alike."""
-        return self.shards
-
-    def has_own_batch(self) -> bool:
-        """Whether each rank has a share of the batch of its own, so that ranks' own gradients can be compared."""
-        return True
-
-    def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
-        """The parameters that ``optimizer`` updates, as they are in ``shards``."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def is_updated(self, index: int) -> bool:
-        """Whether a shard may be updated at all; False where the engine's own optimizer was not given it."""
-        return True
-
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        """Have ``run(optimizer, args, kwargs)`` called when gradients are final, just before the update.
-
-        It may return a bool tensor without dimensions on the device: where that is true, the optimizer does not
-        move in this step (see :mod:`disthooks.engines.skip`).
-
-        Args:
-            optimizer: the one that steps.
-            run: in a step with a closure it is called when the closure is done.
-            again: what is done when the closure is called again in the same step.
-        """
-        hooks = StepHooks.of(inner_optimizer(optimizer))
-        return hooks.add(hooks.before, StepCallback(run, on_repeat))
-
-    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
-        """Run what :meth:`before_step` was given now; the step that comes next does not run it again."""
-        StepHooks.of(inner_optimizer(optimizer)).now(scaler)
-
-    def before_any_step(self, run: BeforeStep) -> Removable:
-        """Have ``run`` called before any optimizer steps, and before what :meth:`before_step` runs.
-
-        Where a closure is called several times in a step, ``run`` is called after each time.
-        """
-        return before_any_step(run)
-
-    def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
-        """Have ``run()`` called when the update has been made, once a step."""
-        hooks = StepHooks.of(inner_optimizer(optimizer))
-        return hooks.add(hooks.after, run)
+    def is_first_gradient(self, index: int) -> bool:
+        """Whether the gradient that a local hook is called with is known to be the first since the last step."""
+        return self.shards[index].parameter.grad is None
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
-        """Have ``hook(index, grad)`` called on this rank's own gradients before any reduction.
+        """Call ``hook(index, grad)`` with this rank's own gradients, before any reduction.
 
-        It is called once in every backward that reaches the parameter; what it returns, unless None, takes the
-        gradient's place. ``wanted`` are indices into ``shards``. A frozen parameter gets its hook too, which is called
-        once it needs gradients. A gradient that passes unseen is an error from backward, or with ``must=False`` is not.
+        The hook is called once in every backward that reaches the parameter; see [Note: hooks on leaves]. A frozen
+        parameter gets its hook too, which is called once the parameter needs gradients.
+
+        Args:
+            wanted: indices into ``shards``.
+            hook: what it returns, unless None, takes the gradient's place.
+            must_fire: whether a gradient that no hook has seen is an error, raised from backward.
         """
         handles = []
         for i in wanted:
@@ -267,48 +351,95 @@ class Engine:
                     handles.append(parameter.register_hook(functools.partial(hook, i)))  # type: ignore[no-untyped-call]
         return handles
 
-    def is_first_gradient(self, index: int) -> bool:
-        """Whether the gradient that a local hook is called with is known to be the first since the last step."""
-        return self.shards[index].parameter.grad is None
+    # -- what an engine says of the optimizer and its step
 
-    def is_stable(self, parameter: nn.Parameter) -> bool:
-        """Whether the model holds ``parameter`` itself at all times, so that :meth:`check` may look for it."""
+    def inner_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer whose ``step`` makes the update, inside what the user gave.
+
+        Raises:
+            UsageError: when there is none, or none that hooks could be put on.
+        """
+        if optimizer is None:
+            raise UsageError(f"which optimizer? {self.label} needs it: gradients(model, optimizer, ...)")
+        return inner_optimizer(optimizer)
+
+    def optimizer_parameters(self, optimizer: Any) -> list[nn.Parameter]:
+        """The parameters that ``optimizer`` updates, as they are in ``shards``."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def is_updated(self, index: int) -> bool:
+        """Whether a shard may be updated at all; False if the engine's own optimizer was not given its parameter."""
         return True
+
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
+        """Call ``run(optimizer, args, kwargs)`` when gradients are final, just before the update.
+
+        ``run`` may return a bool tensor without dimensions on the device: if it is true, the optimizer leaves its
+        parameters and its state as they are in this step (:mod:`disthooks.engines.skip`).
+
+        Args:
+            optimizer: the optimizer that steps.
+            run: in a step with a closure it is called when the closure is done.
+            on_repeat: what is done when the step calls its closure again.
+        """
+        hooks = StepHooks.of(inner_optimizer(optimizer))
+        return hooks.add(hooks.before, StepCallback(run, on_repeat))
+
+    def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
+        """Run now what :meth:`before_step` was given; the step that comes next does not run it again."""
+        StepHooks.of(inner_optimizer(optimizer)).prepare(scaler)
+
+    def before_any_step(self, run: BeforeStep) -> Removable:
+        """Call ``run`` before any optimizer steps, and before what :meth:`before_step` runs.
+
+        If a step calls its closure several times, ``run`` is called after each time.
+        """
+        return before_any_step(run)
+
+    def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
+        """Call ``run()`` when the update has been made, once a step."""
+        hooks = StepHooks.of(inner_optimizer(optimizer))
+        return hooks.add(hooks.after, run)
+
+    # -- where parameters are registered
 
     def _shards(self) -> list[Shard]:
         named = enumerate(self.model.named_parameters())
         return [self.shard(i, canonical_name(name), parameter) for i, (name, parameter) in named]
 
-    def _modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
+    def _find_parameters(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
+        """For each stable parameter: the dict that has it, its key there, itself and its name."""
+        found = []
+        for path, module in self.model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and self.is_stable(parameter):
+                    found.append((module._parameters, key, parameter, canonical_name(f"{path}.{key}".lstrip("."))))
+        return found
+
+    def _find_modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
         pairs = [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items()]
-        return [(of, key, part) for of, key, part in pairs if part is not None]  # some have no truth value
+        # Compared with None, because an empty container is false.
+        return [(of, key, part) for of, key, part in pairs if part is not None]
 
     def _refresh(self) -> None:
-        """A module was replaced: by a wrapper around the same parameters, which is fine, or by another one."""
-        now = {id(parameter) for _, _, parameter, _ in self._registered()}
-        gone = [name for _, _, parameter, name in self._places if id(parameter) not in now]
+        """Look parameters up anew, since a module was replaced; raise if a parameter left with it."""
+        now = {id(parameter) for _, _, parameter, _ in self._find_parameters()}
+        gone = [name for _, _, parameter, name in self._registered_parameters if id(parameter) not in now]
         if gone:
             raise AttachError(
                 f"{gone[0]!r} is no longer in the model: since hooks were attached an engine took it, or the module "
                 f"that held it was replaced ({self.label}); attach after the engine has taken the model and after "
                 "changing it, and make the optimizer after it too"
             )
-        self._places, self._parts = tuple(self._registered()), self._modules()
-
-    def _registered(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
-        places = []
-        for path, module in self.model.named_modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None and self.is_stable(parameter):
-                    places.append((module._parameters, key, parameter, canonical_name(f"{path}.{key}".lstrip("."))))
-        return places
+        self._registered_parameters, self._registered_modules = tuple(self._find_parameters()), self._find_modules()
 
 
 @contextlib.contextmanager
 def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
-    """Have ``parameter`` need gradients inside, since torch takes no hook for one that does not; whether it can.
+    """Inside, ``parameter`` needs gradients, if it can: torch takes no hook for one that does not.
 
-    A hook stays where it is when the parameter is frozen again, and it is called when a gradient comes.
+    The hook stays when the parameter is frozen again, and is called when a gradient comes. Gives whether a hook can be
+    put on. See [Note: hooks on leaves].
 
     >>> weight = nn.Parameter(torch.ones(1), requires_grad=False)
     >>> with needing_gradients(weight) as able:
@@ -331,12 +462,13 @@ def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer whose ``step`` makes the update: ``optimizer``, or the one inside a wrapper around it.
+    """The optimizer whose ``step`` makes the update: ``optimizer``, or the one inside wrappers around it.
 
     Raises:
         AttachError: when there is none that torch's hooks could be put on.
     """
-    # accelerate's AcceleratedOptimizer inherits the method, and not what it needs: that is made in __init__.
+    # accelerate's AcceleratedOptimizer inherits torch's methods but not what they need, which __init__ makes. So the
+    # hooks themselves are looked for in the object, and not the method that adds one.
     while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
@@ -350,7 +482,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 @register("engine")
 class Plain(Engine):
-    """A module that no engine has taken; among several processes each has one that it trains by itself."""
+    """A module that no engine has taken. Several processes may have one each, which they train by themselves."""
 
     trains_alone = True
 
@@ -360,7 +492,10 @@ class Plain(Engine):
 
 @register("engine")
 class DataParallel(Engine):
-    """The module inside: backward of the broadcast sums the replicas' gradients before any hook sees them."""
+    """``nn.DataParallel``: replicas in threads of one process, whose gradients are summed into the module inside.
+
+    The backward of the broadcast sums the replicas' gradients before any hook of the module's parameters sees them.
+    """
 
     label = "DataParallel"
     trains_alone = True
@@ -370,107 +505,4 @@ class DataParallel(Engine):
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
-        """An ``nn.DataParallel``."""
         return is_of_class(model, "DataParallel")
-
-
-@register("engine")
-class Ddp(Engine):
-    """The ranks take turns at owning parameters, so each measures its part and none measures all."""
-
-    label = "DDP"
-    may_step_unreduced = True
-
-    def __init__(self, model: nn.Module) -> None:
-        wrapper: Any = model
-        ranks = dist.get_process_group_ranks(wrapper.process_group)
-        self._ignored = frozenset(map(canonical_name, wrapper.parameters_to_ignore))
-        self._wrapper = wrapper
-        # How many parameters DDP found in need of gradients when it was made: it reduces those, and no others later.
-        self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
-        self._prepares = True  # the last forward, for a backward that reduces
-        self._reduces = True  # the last backward
-        super().__init__(unwrap_engine(model), ranks, dist.get_rank(wrapper.process_group))
-        self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
-        self._must_be_reduced()
-
-    @classmethod
-    def recognises(cls, model: nn.Module) -> bool:
-        """A ``DistributedDataParallel``."""
-        return is_of_class(model, "DistributedDataParallel")
-
-    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        """Whole on every rank; the ranks own them in turn."""
-        if name in self._ignored:
-            raise AttachError(
-                f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
-                "one to measure; let DDP have it"
-            )
-        if hasattr(parameter, "device_mesh"):
-            raise AttachError(
-                f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
-                "fully_shard with a two-dimensional mesh in place of DDP"
-            )
-        mine = index % len(self.ranks) == self.position
-        return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
-
-    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        """Also notice which backward DDP reduces."""
-        begins = self._wrapper.register_forward_pre_hook(UncopiedHook(self._begin_forward))
-        ends = self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))
-        return HandleGroup(super().before_step(optimizer, run, on_repeat), HandleGroup(begins, ends))
-
-    def reason_unreduced(self) -> str:
-        """After a forward and backward inside ``no_sync()``, as local SGD steps: each rank has its own gradients."""
-        if self._reduces:
-            return ""
-        return (
-            f"the last backward was of a forward inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has "
-            "gradients of its own, which nobody reduced, and there is none that rules could act on alike. Run the last "
-            "micro-batch of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, "
-            "or remove() the attachment"
-        )
-
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        # DDP asks the same in its forward, and prepares its reducer or does not.
-        self._prepares = bool(self._wrapper.require_backward_grad_sync)
-
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        # The backward counts, not the forward: a rank may compute a metric inside no_sync(), without a backward.
-        if not torch.is_grad_enabled():
-            return
-        found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
-        if not found:  # in an object that DDP does not look into either
-            self._reduces = self._prepares
-        for tensor in found:
-            tensor.register_hook(functools.partial(self._begin_backward, self._prepares))
-
-    def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
-        self._reduces = reduces
-
-    def check(self) -> None:
-        """Also raise AttachError where DDP does not reduce a gradient, and under ``join()``.
-
-        Under ``join()`` a rank that has no inputs left takes no step, and is waited for.
-        """
-        if self._wrapper._join_config.enable:
-            raise AttachError(
-                "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
-                "statistics: give every rank the same number of steps, or remove() the attachment before join()"
-            )
-        super().check()
-        if any(shard.parameter.requires_grad for shard in self._frozen):
-            self._must_be_reduced()
-
-    def _must_be_reduced(self) -> None:
-        """Raise where more parameters need gradients than did when DDP took the model."""
-        needing = sum(shard.parameter.requires_grad for shard in self.shards)
-        if not 0 < self._reduced < needing:
-            return
-        thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]
-        which = f"{thawed[0]!r} was" if thawed else f"{needing - self._reduced} of the parameters were"
-        raise AttachError(
-            f"{which} frozen when DDP took the model, and DDP never reduces a gradient that comes later: every rank "
-            "would train another model. Unfreeze before DDP takes the model (and freeze after it what is to rest), or "
-            "make DDP anew and attach to that"
-        )

@@ -15,9 +15,8 @@ from torch import nn
 
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._registry import register
-from disthooks.engines.base import Engine, Removable
+from disthooks.engines.base import Engine, Part, Removable, Shard
 from disthooks.engines.optimizer_step import BeforeStep, CallbackHandle, OnRepeat
-from disthooks.engines.shard import Part, Shard
 from disthooks.engines.skip import end_step, remove_excluded
 from disthooks.engines.zero_shards import Bf16, Masters, Partitions, Zero3, Zero12, ZeroShard, shape_of
 from disthooks.errors import AttachError

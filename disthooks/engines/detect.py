@@ -1,4 +1,13 @@
-"""Which engine has taken a model."""
+"""Which engine has taken a model, and what no engine can be attached to.
+
+A model is refused if hooks would not fire on it: the error says what works. Never hooks that do nothing.
+"""
+
+# [Note: engines are asked in turn]
+# All engines that `@register("engine")` has decorated are asked whether they recognise a model, and the first that does
+# has it. `DataParallel` comes first, because it needs no torch.distributed; then the library's engines in the order of
+# their names, of which at most one recognises a model; then those of other packages; and `Plain`, which takes any
+# module. Modules of engines are imported when a model is looked at, and not before: FSDP2's takes a second.
 
 from __future__ import annotations
 
@@ -9,21 +18,18 @@ import torch
 from torch import nn
 
 from disthooks._match import is_of_class, unwrap_to_engine
+from disthooks._ranks import has_several_ranks
 from disthooks._registry import other_kinds, own_kinds
-from disthooks.engines.base import (
-    DataParallel,
-    Engine,
-    Plain,
-    refuse_lazy,
-    refuse_mixed,
-    refuse_nested,
-    refuse_unwrapped,
-)
+from disthooks._torch import ddp_under_way
+from disthooks.engines.base import DataParallel, Engine, Plain
 from disthooks.errors import AttachError
 
 
 def detect_engine(model: nn.Module) -> Engine:
-    """The engine of ``model``, which stays as it is; parameters that FSDP2 holds gathered are sharded again.
+    """The engine of ``model``, with its shards.
+
+    The model stays as it is, except that parameters that FSDP2 holds gathered are sharded again. Finding an engine
+    looks at every module and parameter, so whoever attaches finds it once and passes it down.
 
     Raises:
         UsageError: when ``model`` is no module.
@@ -36,7 +42,7 @@ def detect_engine(model: nn.Module) -> Engine:
     """
     model = unwrap_to_engine(model)
     refuse_lazy(model)
-    found = next(kind for kind in _kinds() if kind.recognises(model))(model)
+    found = next(kind for kind in engine_kinds() if kind.recognises(model))(model)
     refuse_nested(found.model)
     refuse_mixed(found)
     if not is_of_class(model, "DeepSpeedEngine"):
@@ -46,10 +52,84 @@ def detect_engine(model: nn.Module) -> Engine:
     return found
 
 
-def _kinds() -> Iterator[type[Engine]]:
-    """The engines of this library, those of installed packages, and the plain one, which takes any module."""
+def engine_kinds() -> Iterator[type[Engine]]:
+    """Every engine, in the order in which they are asked; see [Note: engines are asked in turn]."""
     yield DataParallel
     if torch.distributed.is_available():
         yield from (cast("type[Engine]", kind.made) for kind in own_kinds("engine") if kind.made is not Plain)
     yield from (cast("type[Engine]", kind.made) for kind in other_kinds("engine"))
     yield Plain
+
+
+def refuse_unwrapped(model: nn.Module) -> None:
+    """Raise AttachError when DeepSpeed has taken the parameters of ``model`` and this is not its engine."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
+            raise AttachError(
+                f"DeepSpeed has partitioned {name!r}, and no optimizer of torch ever steps it: pass the engine that "
+                "deepspeed.initialize returned, not the model inside it"
+            )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise AttachError when a lazy module in ``model`` has not made its parameters yet."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise AttachError(
+                f"{name!r} has no shape yet, because a lazy module makes its parameters in its first forward: run the "
+                "model once on an example before the optimizer is made, then attach"
+            )
+
+
+def refuse_nested(model: nn.Module) -> None:
+    """Raise AttachError when a part of ``model`` is in a wrapper of its own."""
+    for name, module in model.named_modules():
+        if name and is_of_class(module, "DistributedDataParallel", "DataParallel", "DeepSpeedEngine"):
+            raise AttachError(
+                f"{name!r} is wrapped in {type(module).__name__} and the rest of the model is not: attach to "
+                f"that module with an optimizer of its own, or wrap the whole model"
+            )
+
+
+def refuse_mixed(engine: Engine) -> None:
+    """Raise AttachError when a part of the model is FSDP1's, and another engine has the whole, or another part."""
+    kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
+    for name, module in engine.model.named_modules():
+        for label, kind in kinds.items():
+            if is_of_class(module, kind) and label != engine.label:
+                raise AttachError(
+                    f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
+                    "gradient there cannot be told; use one of them for the whole model"
+                )
+
+
+_REPLICATE = "torch.distributed._composable.replicate"
+
+
+def refuse_replicate(engine: Engine) -> None:
+    """Raise AttachError when torch's old ``replicate`` reduces gradients of a module that looks like a plain one."""
+    if not engine.trains_alone or not has_several_ranks():
+        return
+    for name, module in engine.model.named_modules():
+        if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
+            raise AttachError(
+                f"{name or 'the model'!r} is in torch.distributed._composable.replicate, which reduces its gradients "
+                "and does not say with whom: NaN would be blamed on the wrong rank, and every rank would write to the "
+                "sinks; use nn.parallel.DistributedDataParallel, or fully_shard, and attach to what that returns"
+            )
+
+
+def refuse_reduced(engine: Engine) -> None:
+    """Raise AttachError when DDP runs the forward from which this is called, and so reduces its gradients."""
+    ddp = ddp_under_way()
+    if ddp is None:
+        return
+    left_out = set(ddp.parameters_to_ignore)
+    reduced = {id(parameter) for name, parameter in ddp.module.named_parameters() if name not in left_out}
+    for shard in engine.shards:
+        if id(shard.parameter) in reduced and shard.parameter.requires_grad:
+            raise AttachError(
+                f"DDP reduces the gradient of {shard.name!r} over ranks, and gradients() was attached to the module "
+                "inside it: each rank would measure by itself, call itself the first and write to the sinks; attach "
+                "after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
+            )

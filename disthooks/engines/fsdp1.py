@@ -22,9 +22,8 @@ from disthooks._handles import weak_method
 from disthooks._match import canonical_name, is_of_class
 from disthooks._registry import register
 from disthooks._torch import backward_id
-from disthooks.engines.base import Engine, HandleGroup, LocalHook, Removable
+from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
-from disthooks.engines.shard import Part, Shard
 from disthooks.errors import AttachError, UsageError
 
 

@@ -18,8 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._match import is_of_class
 from disthooks._registry import register
-from disthooks.engines.base import Engine, LocalHook, Removable, needing_gradients
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Engine, LocalHook, Part, Removable, Shard, needing_gradients
 from disthooks.errors import AttachError
 
 

@@ -1,4 +1,8 @@
-"""One hook before and one after the steps of an optimizer, for all that is attached to it."""
+"""The step of a torch optimizer: what runs before and after it, and whether it is made.
+
+:class:`StepHooks` is what an optimizer has when anything is attached to it. ``before_any_step`` is for what runs before
+the steps of all optimizers.
+"""
 
 from __future__ import annotations
 
@@ -16,89 +20,112 @@ from disthooks._torch import Inner, gives_scaler, sequence_number, step_wrapper,
 from disthooks.engines.skip import Witness, end_step, remove_excluded, should_skip
 from disthooks.errors import UsageError
 
+# [Note: one step hook for all]
+# Everything that is attached to an optimizer shares one pre-hook and one post-hook of torch's. Several attachments may
+# watch the same optimizer: all of their functions see the gradients of one moment, before any of them decides that the
+# step is skipped; one restore follows the step; and gradients that were begun early (`begin_step`, or the loop's own
+# clipping) are begun once for all of them. The hooks are found among the optimizer's own (`StepHooks.find`), because a
+# table of optimizers would keep each model alive that was ever attached.
+#
 # [Note: the step itself]
 # torch puts a wrapper around the step of each class of optimizers, which calls the hooks and then the class's own
-# function. Hooks before and after the step are torch's. A hook cannot keep the step from being made, and nothing
-# tells it that a step raised. So the function that the wrapper calls has one of ours in its place while anything is
-# attached to an optimizer of the class (_Seam). It asks the optimizer that steps for its StepHooks, and is the plain
-# function for all others. It knows which steps are under way, leaves a step out by not calling the function, and puts
-# back what was taken away for the step, however the step ends.
-# To set `optimizer.step` would do the same for those who call that attribute. accelerate keeps the method that it found
-# and puts it back in every step, a learning rate schedule calls the function that it found, copies and pickles take
-# what is in the object: all of them go through torch's wrapper.
+# function. A hook cannot keep the step from being made, and nothing tells a hook that a step raised. So while anything
+# is attached to an optimizer of a class, the function that the wrapper calls is replaced by one of ours (`_StepPatch`).
+# It asks the optimizer that steps for its StepHooks, and is the plain function for all other optimizers. It knows which
+# steps are under way, skips a step by not calling the plain function, and puts back what was taken away for the step,
+# however the step ends.
+# Setting `optimizer.step` would do this only for callers of that attribute. accelerate keeps the method that it found
+# and puts it back in every step, a learning rate schedule calls the function that it found, and copies and pickles take
+# what is in the object. All of them go through torch's wrapper.
+#
+# [Note: steps with a closure]
+# A closure makes the gradients inside the step. So the closure is wrapped, and functions run when it is done. If they
+# decide that the step is skipped, an exception (`_SkipStep`) leaves the optimizer's step from inside the closure: the
+# optimizer must not have changed anything before it called the closure, which `skip.Witness` checks. LBFGS calls its
+# closure again for each point of its line search and uses all of these gradients, so there is no one set of gradients
+# that a rule could act on; `OnRepeat` says what is done then.
+#
+# [Note: a step that was begun]
+# `prepare` runs the functions before the optimizer's step, because the loop is about to clip. The step that follows
+# must not run them again, but it may never follow: a GradScaler keeps it back, or the loop goes on with the next batch.
+# `PreparedStep` decides whether the optimizer still has the gradients that it was begun with. A gradient that was
+# replaced by another tensor tells; so does a post-accumulate hook that fired, for DDP (`gradient_as_bucket_view`) and
+# `zero_grad(set_to_none=False)` put the next gradient into the same tensor. Not every backward reaches every parameter,
+# so two of them are watched. A parameter that was frozen since its backward keeps its gradient, gets no other, and
+# torch takes no hook for it. FSDP1 calls no hooks after accumulating, so there only the graph's sequence number tells.
+# Gradients are held by torch's weak reference: what Python's gives back of a tensor may be freed while it is used.
 
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
-#: What is done where the closure of one step is called again, as LBFGS does: the step is refused, the first call alone
-#: counts, or each call does.
+#: What is done if a step calls its closure again, as LBFGS does: refuse the step, count the first call alone, or count
+#: each call. See [Note: steps with a closure].
 OnRepeat = Literal["refuse", "first", "each"]
 
 
 class StepCallback(NamedTuple):
-    """A function that runs before a step, and what to do with it when the step calls a closure again."""
+    """A function that runs before a step, and what is done with it if the step calls its closure again."""
 
     run: BeforeStep
     on_repeat: OnRepeat = "refuse"
 
 
 class PreparedStep:
-    """A step that was begun before the optimizer was called.
+    """A step that was begun before the optimizer was called; see [Note: a step that was begun].
 
     Attributes:
-        decision: whether the optimizer is to leave the step out.
+        decision: whether the optimizer must skip the step.
     """
 
     def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
         self.decision = decision
         found = list(_with_grads(optimizer))
-        # Not Python's weak reference: what that gives back of a tensor may be freed under one's hands.
         self._grad = TensorWeakRef(found[0].grad) if found else None
-        self._added = False
-        # DDP puts the next gradient into the same tensor (gradient_as_bucket_view), zero_grad(set_to_none=False) leaves
-        # it there. Not every backward reaches every parameter: two of them are watched. One that was frozen since its
-        # backward keeps its gradient, gets no other, and torch takes no hook for it.
-        growing = [parameter for parameter in found if parameter.requires_grad]
-        ends = {id(parameter): parameter for parameter in (*growing[:1], *growing[-1:])}.values()
+        self._has_new_gradient = False
+        trained = [parameter for parameter in found if parameter.requires_grad]
+        ends = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
         self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in ends]
-        self._sees = not _of_fsdp1(optimizer)
-        self._place = sequence_number()
+        # FSDP1 marks the parameters that it has, on every rank alike, and calls no hooks after accumulating.
+        flat = (hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
+        self._sees_gradients = not any(flat)
+        self._sequence_number = sequence_number()
 
-    def same_moment(self) -> bool:
-        """Whether nothing was computed since that a backward could go through."""
-        return sequence_number() == self._place
+    def is_same_moment(self) -> bool:
+        """Whether nothing was computed since then that a backward could go through."""
+        return sequence_number() == self._sequence_number
 
-    def same_step(self, optimizer: Any) -> bool:
+    def is_same_step(self, optimizer: Any) -> bool:
         """Whether the optimizer has the gradients that it had.
 
-        A loop may replace them itself, to clip them, and it may compute another loss: both together are a new step.
+        A loop may replace the gradients itself, to clip them, and it may compute another loss. If it did both, this is
+        a new step.
         """
-        if self.same_moment():
+        if self.is_same_moment():
             return True
         now = [parameter.grad for parameter in _with_grads(optimizer)]
         kept = not now if self._grad is None else any(grad is self._grad() for grad in now)
-        return kept and not self._added
+        return kept and not self._has_new_gradient
 
     def is_under_way(self, optimizer: Any) -> bool:
-        """Whether it is certain that no other step has begun: then it is not begun a second time.
+        """Whether it is certain that no other step has begun, so that this one is not begun a second time.
 
-        Each rank computes what it likes in between, a metric to be logged; all of them must decide alike.
+        A rank may compute something of its own in between, such as a metric; all ranks must decide alike.
         """
-        return self.same_moment() or (self._sees and self.same_step(optimizer))
+        return self.is_same_moment() or (self._sees_gradients and self.is_same_step(optimizer))
 
-    def forget(self) -> None:
-        """Take the hooks off."""
+    def remove_hooks(self) -> None:
+        """Take the hooks off its parameters."""
         for handle in self._handles:
             handle.remove()
 
     def _see(self, parameter: torch.Tensor) -> None:
-        self._added = True
+        self._has_new_gradient = True
 
 
 class StepHooks:
-    """What runs before and after each step of one optimizer.
+    """What runs before and after each step of one optimizer; see [Note: one step hook for all].
 
-    All of ``before`` runs first, each on the gradients as they are; then the step is left out if any of it decided so.
-    A closure makes gradients inside the step: all of ``before`` then runs when the closure is done.
+    All of ``before`` runs first, each function on the gradients as they are. Then the step is skipped if any of them
+    decided so. In a step with a closure, ``before`` runs when the closure is done.
 
     Attributes:
         before: called with the optimizer and the arguments of its step.
@@ -109,126 +136,126 @@ class StepHooks:
         self.before: list[StepCallback] = []
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
-        self._begun: PreparedStep | None = None
-        self._left_out, self._calls = False, 0  # of the closure, in the step under way
-        self._waits = False
+        self._prepared: PreparedStep | None = None
+        # Of the step under way: whether it is skipped, and how often its closure was called.
+        self._is_skipped, self._calls = False, 0
+        self._has_closure = False
         self._witness: Witness | None = None
-        self._seam = _StepPatch.of(type(optimizer))
-        self._seam.users.add(self)
+        self._patch = _StepPatch.of(type(optimizer))
+        self._patch.users.add(self)
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
         ]
-        _all.add(self)
+        _existing.add(self)
 
     @classmethod
-    def found(cls, optimizer: Any) -> StepHooks | None:
-        """The one of ``optimizer``, if there is one.
-
-        It is found among the optimizer's own hooks: a table of all of them would keep every model that is attached.
-        """
+    def find(cls, optimizer: Any) -> StepHooks | None:
+        """The hooks of ``optimizer``; None if nothing is attached to it."""
         owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
         return next((owner for owner in owners if isinstance(owner, cls)), None)
 
     @classmethod
     def of(cls, optimizer: Any) -> StepHooks:
-        """The one of ``optimizer``, made when it is first asked for."""
-        return cls.found(optimizer) or cls(optimizer)
+        """The hooks of ``optimizer``, made when they are first asked for."""
+        return cls.find(optimizer) or cls(optimizer)
 
     def add(self, to: list[Any], run: Any) -> CallbackHandle:
-        """Put ``run`` at the end of ``before`` or ``after``; gives what takes it off."""
+        """Put ``run`` at the end of ``before`` or ``after``; the handle takes it off."""
         to.append(run)
         return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
-        """With nothing left to run, take the hooks off and put back what a step that was never made had taken."""
+        """If nothing is left to run, take the hooks off and restore what a step that was never made has excluded."""
         optimizer = self._optimizer()
-        if self.before or self.after or optimizer is None or _everywhere.before:
+        if self.before or self.after or optimizer is None or _all_optimizers.before:
             return
         for handle in self._handles:
             handle.remove()
-        self._seam.leave(self)
-        self._ended()
+        self._patch.leave(self)
+        self._take_prepared()
         if not _is_stepping(optimizer):
             end_step(optimizer)
 
     @gives_scaler("scaler")
-    def now(self, scaler: Any = None) -> None:
-        """Run ``before`` now; the step that comes next does not run it again, nor does a second call before it.
+    def prepare(self, scaler: Any = None) -> None:
+        """Run ``before`` now; neither the step that comes next nor a second call before it runs it again.
 
         A step that was begun and never made, because a ``GradScaler`` kept it back, does not count.
+        See [Note: a step that was begun].
 
         Args:
             scaler: the ``GradScaler`` that has unscaled the optimizer's gradients.
         """
         optimizer = self._optimizer()
-        again = self._calls > 1  # of a closure: what runs again, runs when the closure is done
-        if optimizer is not None and not again and not (self._begun and self._begun.is_under_way(optimizer)):
-            self._ended()
-            self._begun = PreparedStep(optimizer, self._run(optimizer, (), {}))
+        if optimizer is None or self._calls > 1:  # in a repeated closure, functions run when the closure is done
+            return
+        if self._prepared is None or not self._prepared.is_under_way(optimizer):
+            self._take_prepared()
+            self._prepared = PreparedStep(optimizer, self._run(optimizer, (), {}))
 
     def make(self, true: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Have ``true`` make the step, unless it is to be left out."""
-        if _is_stepping(optimizer):  # super().step()
+        """Make the step by calling ``true``, unless the step is skipped; see [Note: the step itself]."""
+        if _is_stepping(optimizer):  # this call is super().step()
             return true(*args, **kwargs)
         stack = _stack()
         stack.append(optimizer)
         try:
-            if self._left_out:
+            if self._is_skipped:
                 return None
             remove_excluded(optimizer)
             result = true(*args, **kwargs)
-            if self._waits and not self._calls:
+            if self._has_closure and not self._calls:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step(closure) never called its closure, so nothing that is attached "
                     "saw this step: run backward first and call step() without a closure"
                 )
             return result
-        except _LeftOut as left:
-            if left.hooks is not self:
+        except _SkipStep as skipped:
+            if skipped.hooks is not self:
                 raise
-            return left.loss
+            return skipped.loss
         finally:
             stack.pop()
             end_step(optimizer)
-            self._left_out, self._calls, self._witness = False, 0, None
+            self._is_skipped, self._calls, self._witness = False, 0, None
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _is_stepping(optimizer):
             return None
-        self._left_out, self._calls, self._witness = False, 0, None
+        self._is_skipped, self._calls, self._witness = False, 0, None
         given = wrap_closure(functools.partial(self._call, optimizer, args, kwargs), args, kwargs)
-        self._waits = given is not None
+        self._has_closure = given is not None
         if given is None:
-            self._left_out = self._decide(optimizer, args, kwargs)
+            self._is_skipped = self._decide(optimizer, args, kwargs)
         else:
             self._check_again(optimizer, _calls_again(optimizer))
             self._witness = Witness(optimizer)
         return given
 
     def _call(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
-        """The closure of a step, which makes gradients inside it; they are final when it is done."""
+        """Run the closure of a step, and then ``before``; see [Note: steps with a closure]."""
         self._calls += 1
         if self._calls > 1:
             return self._call_again(optimizer, args, kwargs, closure)
-        earlier = self._begun
+        earlier = self._prepared
         try:
             loss = closure()
         except BaseException:
-            self._ended()
+            self._take_prepared()
             raise
-        if earlier is not None and earlier is self._begun and not earlier.is_under_way(optimizer):
-            self._ended()  # of gradients that were there before; a closure may have made none, as Lightning's own
+        if earlier is not None and earlier is self._prepared and not earlier.is_under_way(optimizer):
+            self._take_prepared()  # it is of earlier gradients; Lightning's own closure makes none, and keeps it
         if self._decide(optimizer, args, kwargs):
             self._must_be_untouched(optimizer)
-            raise _LeftOut(self, loss)
+            raise _SkipStep(self, loss)
         remove_excluded(optimizer)
         return loss
 
     def _call_again(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
         self._check_again(optimizer, True)
         loss = closure()
-        for each in [*_everywhere.before, *self.before]:
+        for each in [*_all_optimizers.before, *self.before]:
             if each.on_repeat == "each":
                 each.run(optimizer, args, kwargs)
         return loss
@@ -243,7 +270,7 @@ class StepHooks:
             )
 
     def _must_be_untouched(self, optimizer: Any) -> None:
-        if self._witness is not None and not self._witness.untouched(optimizer):
+        if self._witness is not None and not self._witness.is_untouched(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} changed its parameters, its groups or its state before it called the "
                 "closure of its step, so the step cannot be left out as if it had never begun: run backward first and "
@@ -251,25 +278,26 @@ class StepHooks:
             )
 
     def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
-        """Have it decided, if it is not yet; whether the step must not be made."""
-        begun = self._ended()
-        same = begun is not None and begun.same_step(optimizer)
-        decision = begun.decision if begun and same else self._run(optimizer, args, kwargs)
-        return decision is not None and should_skip(decision, optimizer)  # not earlier: a GradScaler writes over it
+        """Run ``before``, unless it has run for these gradients; gives whether the step is skipped."""
+        prepared = self._take_prepared()
+        is_same = prepared is not None and prepared.is_same_step(optimizer)
+        decision = prepared.decision if prepared and is_same else self._run(optimizer, args, kwargs)
+        # The optimizer is told now and not in prepare(), because a GradScaler would write over what it is told.
+        return decision is not None and should_skip(decision, optimizer)
 
-    def _ended(self) -> PreparedStep | None:
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            begun.forget()
-        return begun
+    def _take_prepared(self) -> PreparedStep | None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.remove_hooks()
+        return prepared
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Whether the step is to be left out."""
-        end_step(optimizer, restore=False)  # of a step that was never made: its gradients are of the past
+        """Run ``before``; gives whether the step is skipped, as a tensor on the device, or None."""
+        end_step(optimizer, restore=False)  # an earlier step was never made, and its gradients are of the past
         try:
-            decisions = [each.run(optimizer, args, kwargs) for each in [*_everywhere.before, *self.before]]
+            decisions = [each.run(optimizer, args, kwargs) for each in [*_all_optimizers.before, *self.before]]
         except BaseException:
-            end_step(optimizer)  # there is no step, so what one of them took away for it comes back
+            end_step(optimizer)  # there is no step now, so what one of them excluded from it comes back
             raise
         made = [decision for decision in decisions if decision is not None]
         return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
@@ -280,11 +308,11 @@ class StepHooks:
                 run()
 
 
-_all: weakref.WeakSet[StepHooks] = weakref.WeakSet()
+_existing: weakref.WeakSet[StepHooks] = weakref.WeakSet()
 
 
-class _LeftOut(BaseException):
-    """Ends a step from within its closure; no optimizer means to catch it."""
+class _SkipStep(BaseException):
+    """Ends a step from within its closure. It is no Exception, so that no optimizer catches it."""
 
     def __init__(self, hooks: StepHooks, loss: Any) -> None:
         super().__init__()
@@ -294,8 +322,8 @@ class _LeftOut(BaseException):
 class _AllOptimizers:
     """What runs before the steps of all optimizers, ahead of what is attached to one of them.
 
-    Each optimizer that steps is given a :class:`StepHooks` for it; a hook that is put on by a global one is called in
-    the same step.
+    A global hook of torch's gives each optimizer that steps a :class:`StepHooks`. torch calls a hook that a global hook
+    puts on in the same step.
     """
 
     def __init__(self) -> None:
@@ -304,7 +332,7 @@ class _AllOptimizers:
 
     def add(self, run: BeforeStep) -> CallbackHandle:
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._ready)
+            self._handle = register_optimizer_step_pre_hook(self._make_hooks)
         each = StepCallback(run, "each")
         self.before.append(each)
         return CallbackHandle(self, self.before, each)
@@ -313,26 +341,26 @@ class _AllOptimizers:
         if not self.before and self._handle is not None:
             self._handle.remove()
             self._handle = None
-            for hooks in list(_all):
+            for hooks in list(_existing):
                 hooks.leave()
 
-    def _ready(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _make_hooks(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         StepHooks.of(optimizer)
 
 
-_everywhere = _AllOptimizers()
+_all_optimizers = _AllOptimizers()
 
 
 def before_any_step(run: BeforeStep) -> CallbackHandle:
-    """Have ``run`` called before any optimizer steps, and before what is attached to that optimizer."""
-    return _everywhere.add(run)
+    """Call ``run`` before any optimizer steps, and before what is attached to that optimizer."""
+    return _all_optimizers.add(run)
 
 
 class _StepPatch:
     """Our function in the place of the one that torch's wrapper calls for a class; see [Note: the step itself].
 
     Attributes:
-        users: those that need it.
+        users: the hooks of the optimizers that need it.
     """
 
     def __init__(self, inner: Inner) -> None:
@@ -343,46 +371,46 @@ class _StepPatch:
 
     @classmethod
     def of(cls, kind: type[Any]) -> _StepPatch:
-        """The one of a class, or of the class whose step it inherits."""
+        """The patch of a class, or of the class whose step it inherits."""
         inner = Inner(step_wrapper(kind))
-        found = getattr(inner.function, "seam", None)
+        found = getattr(inner.function, "patch", None)
         return found if isinstance(found, cls) else cls(inner)
 
     def leave(self, hooks: StepHooks) -> None:
-        """The last one puts back the function that was there, unless somebody has put another one in its place."""
+        """Forget ``hooks``. The last one puts back torch's function, unless somebody has replaced it since."""
         self.users.discard(hooks)
         if not self.users and self._inner.function is self._mine:
             self._inner.function = self._true
 
 
-def _stepping(true: Callable[..., Any], seam: _StepPatch) -> Callable[..., Any]:
+def _stepping(true: Callable[..., Any], patch: _StepPatch) -> Callable[..., Any]:
     @functools.wraps(true)
     @uncompiled("what is attached decides on the host about the step", callees=False)
     def step(*args: Any, **kwargs: Any) -> Any:
-        hooks = StepHooks.found(args[0])
+        hooks = StepHooks.find(args[0])
         return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
 
-    step.__dict__["seam"] = seam
+    step.__dict__["patch"] = patch
     return step
 
 
-class Leaves(Protocol):
-    """What runs functions, and leaves when there are none."""
+class Runner(Protocol):
+    """What runs functions, and takes its own hooks off when there are none left."""
 
     def leave(self) -> None:
-        """Leave, if there is nothing left to run."""
+        """Take the hooks off, if nothing is left to run."""
 
 
 class CallbackHandle:
-    """One function that a :class:`StepHooks`, or another one that leaves, runs."""
+    """Takes one function off a :class:`Runner`."""
 
-    def __init__(self, runner: Leaves, of: list[Any], run: Any) -> None:
-        self._runner, self._of, self._run = runner, of, run
+    def __init__(self, runner: Runner, functions: list[Any], run: Any) -> None:
+        self._runner, self._functions, self._run = runner, functions, run
 
     def remove(self) -> None:
-        """Take it off; the last one takes the hooks with it."""
-        if self._run in self._of:
-            self._of.remove(self._run)
+        """Take the function off; the last one takes the hooks with it."""
+        if self._run in self._functions:
+            self._functions.remove(self._run)
             self._runner.leave()
 
 
@@ -397,20 +425,20 @@ def _stack() -> list[Any]:
 
 
 def optimizers_stepping() -> list[Any]:
-    """The optimizers whose step this thread is making, innermost first, of those that anything is attached to.
+    """The optimizers with something attached whose step this thread is making, innermost first.
 
-    A step may run another one: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
+    One step may run another: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
     """
     return _stack()[::-1]
 
 
 def _is_stepping(optimizer: Any) -> bool:
-    """Whether a step of the same optimizer is under way: this one is a part of it, as in ``super().step()``."""
+    """Whether a step of ``optimizer`` is under way, so that another call is a part of it: ``super().step()``."""
     return any(one is optimizer for one in _stack())
 
 
 def _calls_again(optimizer: Any) -> bool:
-    """Whether it is known before the step that the optimizer calls its closure more than once."""
+    """Whether the optimizer is known to call its closure more than once in a step."""
     return isinstance(optimizer, torch.optim.LBFGS) and any(
         group["max_iter"] > 1 or group["line_search_fn"] is not None for group in optimizer.param_groups
     )
@@ -420,13 +448,8 @@ def _with_grads(optimizer: Any) -> Iterator[Any]:
     return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
-def _of_fsdp1(optimizer: Any) -> bool:
-    """Whether FSDP1 has the parameters: it calls no hooks after accumulating. It marks them, on every rank alike."""
-    return any(hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
-
-
 def wrap_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments of a step with ``inside(closure)`` in place of its closure; None when it has none."""
+    """The arguments of a step with ``inside(closure)`` in place of its closure; None if it has none."""
     found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
     if found:
         return (*args[: found[0]], functools.partial(inside, args[found[0]]), *args[found[0] + 1 :]), kwargs

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Part, Shard
 
 
 @dataclass(frozen=True)

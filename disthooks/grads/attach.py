@@ -33,9 +33,9 @@ from torch import nn
 from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern
 from disthooks._ranks import describe, has_several_ranks
-from disthooks.engines.base import Engine, refuse_replicate
+from disthooks.engines.base import Engine
 from disthooks.engines.clipping import before_clipping
-from disthooks.engines.detect import detect_engine
+from disthooks.engines.detect import detect_engine, refuse_replicate
 from disthooks.engines.optimizer_step import OnRepeat
 from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import AttachError, UsageError

@@ -12,10 +12,9 @@ from torch import nn
 
 from disthooks._handles import Attachment, UncopiedHook, first_names, weak_method
 from disthooks._match import Pattern, as_patterns, match
-from disthooks.engines.base import Engine
+from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import detect_engine
 from disthooks.engines.optimizer_step import optimizers_stepping
-from disthooks.engines.shard import Shard
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads.step import refuse_scaled
 

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from disthooks._match import Pattern, as_patterns, match
-from disthooks.engines.base import Engine
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Engine, Shard
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Local, Measure, Stat

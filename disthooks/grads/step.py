@@ -26,8 +26,8 @@ from torch import nn
 
 from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
-from disthooks.engines.base import Engine, refuse_reduced, refuse_replicate
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Engine, Shard
+from disthooks.engines.detect import refuse_reduced, refuse_replicate
 from disthooks.errors import AttachError, UsageError
 from disthooks.grads import collectives
 from disthooks.grads.collectives import StepCounts

@@ -134,7 +134,7 @@ class Seams:
         try:
             loss = closure()
             self._listener.steps(optimizer)
-            hooks.now()
+            hooks.prepare()
         finally:
             hooks.leave()
         return loss

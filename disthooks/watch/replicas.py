@@ -19,9 +19,8 @@ from disthooks._hashing import Checksums, signed64, splitmix64
 from disthooks._match import canonical_name
 from disthooks._ranks import global_rank, world_ranks
 from disthooks._tensors import exotic, local_part
-from disthooks.engines.base import Engine
+from disthooks.engines.base import Engine, Shard
 from disthooks.engines.detect import detect_engine
-from disthooks.engines.shard import Shard
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
 from disthooks.grads.plan import optimized_shards

@@ -15,7 +15,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import _handles
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from tests.support.engines import close, whole
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks

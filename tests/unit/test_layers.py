@@ -48,7 +48,7 @@ def test_imports_keep_the_contracts() -> None:
     ("file", "line"),
     [
         ("saved/report.py", "from disthooks.engines import base"),
-        ("engines/shard.py", "def f():\n    from disthooks.saved import report"),
+        ("engines/ddp.py", "def f():\n    from disthooks.saved import report"),
         ("grads/plan.py", "if TYPE_CHECKING:\n    from disthooks.config import plan"),
         ("_tensors.py", "from disthooks.saved import report"),  # grads would know saved, through _tensors
         ("watch/trace.py", "import transformers"),

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import Rule, State, Work, number
 from disthooks.grads.rules.clip import clip_to

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.stats.base import Measure
 
@@ -76,7 +76,7 @@ class Rule:
     """A rewrite of gradients; frozen, with its state in the attachment.
 
     A rank may hold any part of a gradient, so rewriting is elementwise, or depends on nothing but measured values,
-    the state and which elements they are (:class:`~disthooks.engines.shard.Part`). It never waits for the device.
+    the state and which elements they are (:class:`~disthooks.engines.base.Part`). It never waits for the device.
 
     Attributes:
         rewrites: whether it changes gradients; what a later rule measures must then be measured anew.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, check_whole, number
 from disthooks.grads.stats.base import Measure, onto, wide

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, Work, number
 

@@ -11,7 +11,7 @@ import torch
 
 from disthooks._hashing import GOLDEN, mix64_, signed64
 from disthooks._registry import register
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Part, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, check_whole, number
 from disthooks.grads.stats.base import wide

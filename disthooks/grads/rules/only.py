@@ -10,7 +10,7 @@ import torch
 
 from disthooks._match import Pattern, as_patterns, match
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, as_rule
 from disthooks.grads.stats.base import Measure

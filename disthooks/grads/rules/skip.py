@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import NonFiniteError, UsageError
 from disthooks.grads.rules.base import Rule, State, Work
 from disthooks.grads.stats.across_ranks import NonFiniteUnreduced

@@ -19,8 +19,7 @@ import torch
 
 from disthooks._match import match
 from disthooks._registry import register
-from disthooks.engines.base import Engine
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.sortable import NO_NUMBER, from_sortable, rank_of, to_sortable, with_rank
 from disthooks.grads.stats.base import (

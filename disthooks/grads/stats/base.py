@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from disthooks.engines.base import Engine
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
 
 Merge = Literal["sum", "max"]

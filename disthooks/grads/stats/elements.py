@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.base import Engine
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Engine, Part, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.sortable import from_sortable, to_sortable
 from disthooks.grads.stats.base import (

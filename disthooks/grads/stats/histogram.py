@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.grads.stats.base import Local, Measure, Merge, Per, onto, real
 
 _LOWEST, _HIGHEST = -64, 32  # powers of two

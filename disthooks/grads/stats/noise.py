@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.base import Engine
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Engine, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.stats.across_ranks import RankNorms
 from disthooks.grads.stats.base import Found, Measure, Stat, State, check_own_data

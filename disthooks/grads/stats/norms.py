@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disthooks._registry import register
-from disthooks.engines.shard import Shard
+from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.sortable import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import disthooks as dh
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Part, Shard
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.rules import Work
 from disthooks.grads.stats.base import Local, LocalStats

@@ -13,7 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks._hashing import GOLDEN, mix64_, signed64
-from disthooks.engines.shard import Part, Shard
+from disthooks.engines.base import Part, Shard
 from disthooks.grads.rules import Work
 from disthooks.grads.rules import noise as module
 from disthooks.grads.rules.noise import normal, places

@@ -1,0 +1,130 @@
+"""``DistributedDataParallel``: every rank ends backward with the same whole gradients."""
+
+# [Note: the last backward of DDP]
+# Whether gradients are reduced is decided by the forward: inside `no_sync()` DDP does not prepare its reducer, and the
+# backward of that forward leaves each rank with its own gradients. What counts for a step is the last backward and not
+# the last forward, because a rank may compute a metric inside `no_sync()` that has no backward. So a forward hook puts
+# a tensor hook on the outputs, in which the forward's answer becomes that of the backward that reaches them.
+#
+# [Note: what DDP reduces]
+# DDP counts the parameters that need gradients when it is made, and reduces those. A parameter that is unfrozen later
+# gets a gradient that nobody reduces: every rank would train another model, and a norm would be of one rank only.
+# The count is in the data that DDP keeps for its log (`_get_ddp_logging_data`); it has no public name.
+#
+# [Note: join]
+# Under `join()` a rank that has no inputs left takes no step any more, while the others wait for its part of the
+# statistics. They would wait for ever, so a step under `join()` is refused.
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import _find_tensors
+
+from disthooks._handles import UncopiedHook
+from disthooks._match import canonical_name, is_of_class, unwrap_engine
+from disthooks._registry import register
+from disthooks.engines.base import Engine, HandleGroup, Part, Removable, Shard
+from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
+from disthooks.errors import AttachError
+
+
+@register("engine")
+class Ddp(Engine):
+    """``DistributedDataParallel``: every rank ends backward with the same whole gradients.
+
+    The ranks own the parameters in turn, so each rank measures its part of them and none measures all.
+    """
+
+    label = "DDP"
+    may_step_unreduced = True
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapper: Any = model
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        self._ignored = frozenset(map(canonical_name, wrapper.parameters_to_ignore))
+        self._wrapper = wrapper
+        # See [Note: what DDP reduces].
+        self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
+        self._last_forward_prepares = True
+        self._last_backward_reduces = True
+        super().__init__(unwrap_engine(model), ranks, dist.get_rank(wrapper.process_group))
+        self._frozen = [shard for shard in self.shards if not shard.parameter.requires_grad]
+        self._check_all_reduced()
+
+    @classmethod
+    def recognises(cls, model: nn.Module) -> bool:
+        return is_of_class(model, "DistributedDataParallel")
+
+    def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
+        if name in self._ignored:
+            raise AttachError(
+                f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
+                "one to measure; let DDP have it"
+            )
+        if hasattr(parameter, "device_mesh"):
+            raise AttachError(
+                f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
+                "fully_shard with a two-dimensional mesh in place of DDP"
+            )
+        mine = index % len(self.ranks) == self.position
+        return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
+
+    def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
+        # See [Note: the last backward of DDP].
+        begins = self._wrapper.register_forward_pre_hook(UncopiedHook(self._begin_forward))
+        ends = self._wrapper.register_forward_hook(UncopiedHook(self._end_forward))
+        return HandleGroup(super().before_step(optimizer, run, on_repeat), begins, ends)
+
+    def reason_unreduced(self) -> str:
+        if self._last_backward_reduces:
+            return ""
+        return (
+            f"the last backward was of a forward inside DDP's no_sync(), so each of the ranks {list(self.ranks)} has "
+            "gradients of its own, which nobody reduced, and there is none that rules could act on alike. Run the last "
+            "micro-batch of a step outside of no_sync(); for local SGD, where ranks step by themselves, give no rules, "
+            "or remove() the attachment"
+        )
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        # DDP asks the same in its forward, and prepares its reducer or does not.
+        self._last_forward_prepares = bool(self._wrapper.require_backward_grad_sync)
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        if not found:  # the output is an object that DDP does not look into either
+            self._last_backward_reduces = self._last_forward_prepares
+        for tensor in found:
+            tensor.register_hook(functools.partial(self._begin_backward, self._last_forward_prepares))
+
+    def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
+        self._last_backward_reduces = reduces
+
+    def check(self) -> None:
+        if self._wrapper._join_config.enable:
+            raise AttachError(
+                "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
+                "statistics: give every rank the same number of steps, or remove() the attachment before join()"
+            )
+        super().check()
+        if any(shard.parameter.requires_grad for shard in self._frozen):
+            self._check_all_reduced()
+
+    def _check_all_reduced(self) -> None:
+        """Raise if a parameter needs gradients that DDP does not reduce; see [Note: what DDP reduces]."""
+        needing = sum(shard.parameter.requires_grad for shard in self.shards)
+        if not 0 < self._reduced < needing:
+            return
+        thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]
+        which = f"{thawed[0]!r} was" if thawed else f"{needing - self._reduced} of the parameters were"
+        raise AttachError(
+            f"{which} frozen when DDP took the model, and DDP never reduces a gradient that comes later: every rank "
+            "would train another model. Unfreeze before DDP takes the model (and freeze after it what is to rest), or "
+            "make DDP anew and attach to that"
+        )
