@@ -35,8 +35,8 @@ from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
 from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Packed
 from disthooks.saved.pipeline import OpenPipeline
-from disthooks.saved.recompute.context import Again, Recomputed
-from disthooks.saved.recompute.graph import note
+from disthooks.saved.recompute.context import RecomputeContext, Recomputed
+from disthooks.saved.recompute.graph import annotate
 from disthooks.saved.stores.base import Functions
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 
@@ -78,7 +78,7 @@ class SavedTensorHooks:
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
         self._pipeline, self._contents, self._module_name = pipeline, pipeline.contents, module_name
         self._weights = _NO_WEIGHTS if module is None else ModuleWeights(module)
-        self._recompute = None if pipeline.recompute is None else Again(pipeline, module_name, module)
+        self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
         self._thread = threading.get_ident()
         self._sequence = -1  # number of the operator that saved something last
         self._has_inner = False  # whether another attachment took what was saved in a part of the call
@@ -150,7 +150,7 @@ class SavedTensorHooks:
         found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
         if found is not None and self._has_same_contents(found[0], tensor, found[1]):
             if self._recompute is not None:
-                note(tensor, *found)
+                annotate(tensor, *found)
             return self._count(tensor, _SHARED, tensor.nbytes, found[0].handle(found[1]))
         decision = self._decide(tensor, owner)
         if decision.fate == "keep":
@@ -215,7 +215,7 @@ class SavedTensorHooks:
         is_alias = alias is not tensor and decision.reason not in _WEIGHTS and exotic(alias) is None
         kept = InPlace(alias, self._module_name, decision.reason, is_alias)
         if self._recompute is not None and exotic(alias) is None:
-            note(tensor, kept, Layout.of(alias))
+            annotate(tensor, kept, Layout.of(alias))
         return self._count(tensor, decision, _nbytes(tensor), kept)
 
     def _find_or_wrap(self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool) -> Handle:
@@ -322,13 +322,13 @@ class SavedTensorHooks:
         self._pending.append(weakref.ref(packed))
 
     def _annotate(
-        self, recompute: Again, tensor: torch.Tensor, owner: torch.Tensor, packed: Packed, layout: Layout
+        self, recompute: RecomputeContext, tensor: torch.Tensor, owner: torch.Tensor, packed: Packed, layout: Layout
     ) -> None:
         """Annotate the node that produced ``tensor``, so that Recompute finds its packed value."""
-        note(tensor, packed, layout)
+        annotate(tensor, packed, layout)
         recompute.remember(tensor)
         if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
-            note(owner, packed, Layout.of(owner))
+            annotate(owner, packed, Layout.of(owner))
 
     def _count(self, tensor: torch.Tensor, decision: Decision, nbytes: int, handle: _Held) -> _Held:
         """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back. All of ``pack`` ends here.

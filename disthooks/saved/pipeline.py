@@ -14,7 +14,7 @@ from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import ContentIndex
 from disthooks.saved.counters import Counters
-from disthooks.saved.recompute.verify import Place, Proofs, Recompute
+from disthooks.saved.recompute.verify import Proofs, Recompute, Verification
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
 
@@ -80,7 +80,7 @@ class OpenPipeline:
         counters: of the attachment.
         contents: finds what is packed already.
         is_lossless: whether no codec loses anything.
-        places: those of the ``proofs`` that came up in this attachment.
+        verifications: those of the ``proofs`` that came up in this attachment.
     """
 
     __slots__ = (
@@ -89,11 +89,11 @@ class OpenPipeline:
         "contents",
         "counters",
         "is_lossless",
-        "places",
         "proofs",
         "recompute",
         "stages",
         "store",
+        "verifications",
     )
 
     def __init__(self, stages: Pipeline, proofs: Proofs | None = None) -> None:
@@ -101,14 +101,14 @@ class OpenPipeline:
         self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
         self.counters, self.contents = Counters(), ContentIndex()
-        self.proofs, self.places = proofs or Proofs(), dict[Any, Place]()
+        self.proofs, self.verifications = proofs or Proofs(), dict[Any, Verification]()
 
     def __reduce__(self) -> tuple[type[OpenPipeline], tuple[Pipeline]]:
         return OpenPipeline, (self.stages,)  # a copy of a module has saved nothing yet
 
     def report(self, names: Sequence[str] = ()) -> SavedReport:
         """What the attachment did so far, with its store's own reports; ``names`` are the attached modules."""
-        is_idle = self.recompute is not None and not self.places
+        is_idle = self.recompute is not None and not self.verifications
         return self.counters.report(self.store, names, is_idle)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import disthooks as dh
-from disthooks.saved.recompute.verify import Place
+from disthooks.saved.recompute.verify import Verification
 from tests.support.sim import simulated
 
 
@@ -221,14 +221,14 @@ def test_a_place_that_is_not_right_any_more_raises_once_the_device_says_so(when:
 @pytest.mark.usefixtures("ahead")
 def test_what_was_never_proven_never_drops(device: torch.device) -> None:
     """Zeros prove nothing: what was compared and is right may go, and what was not compared stays."""
-    place, zeros = Place("here", always=False), torch.zeros(64, 64, device=device)
-    ways = [place.way(lambda _: zeros.clone(), 1, zeros) for _ in range(20)]
+    place, zeros = Verification("here", always=False), torch.zeros(64, 64, device=device)
+    ways = [place.choose_variant(lambda _: zeros.clone(), 1, zeros) for _ in range(20)]
     assert ways == [0] * 8 + [None] * 12
-    assert not place.proven
-    other = Place("here", always=False)
+    assert not place.is_proven
+    other = Verification("here", always=False)
     numbers = torch.arange(4096.0).to(device)
-    assert [other.way(lambda _: numbers + 1, 1, numbers) for _ in range(20)] == [None] * 20
-    assert other.differs
+    assert [other.choose_variant(lambda _: numbers + 1, 1, numbers) for _ in range(20)] == [None] * 20
+    assert other.is_different
 
 
 def test_proofs_do_not_hold_a_model(device: torch.device) -> None:

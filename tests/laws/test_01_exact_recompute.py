@@ -260,7 +260,7 @@ def test_the_number_of_threads_in_backward_does_not_matter(tmp_path: pathlib.Pat
 
 
 def test_a_formula_that_is_wrong_drops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def wrong(node: formulas.Reader, find: object) -> Call:
+    def wrong(node: formulas.NodeReader, find: object) -> Call:
         return Call("wrong", [node.operand(0, "self")], (lambda x: F.silu(x) + 1e-7, lambda x: x[0]))
 
     monkeypatch.setitem(formulas.FORMULAS, "SiluBackward0", wrong)

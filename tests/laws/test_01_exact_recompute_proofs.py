@@ -14,7 +14,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.recompute import verify
-from disthooks.saved.recompute.verify import Place, Proofs
+from disthooks.saved.recompute.verify import Proofs, Verification
 
 
 class Behind(nn.Module):
@@ -124,7 +124,7 @@ def test_a_view_of_a_weight_is_copied_as_the_weight_is() -> None:
 def test_two_threads_that_prove_a_place_at_once_agree() -> None:
     """The second thread finds that its first attempt differs, when the other thread has proven the place already."""
     original, both = torch.arange(1024.0), threading.Barrier(2)
-    place, found = Place("here", always=False), []
+    place, found = Verification("here", always=False), []
 
     def attempt(way: int) -> torch.Tensor:
         if way == 0:
@@ -133,7 +133,7 @@ def test_two_threads_that_prove_a_place_at_once_agree() -> None:
 
     def ask() -> None:
         try:
-            found.append(place.way(attempt, 2, original))
+            found.append(place.choose_variant(attempt, 2, original))
         except StoreError as error:
             found.append(error)
 
@@ -143,8 +143,8 @@ def test_two_threads_that_prove_a_place_at_once_agree() -> None:
     for each in threads:
         each.join()
     assert found == [1, 1]
-    assert place.way(attempt, 2, original) == 1
-    assert place.proven
+    assert place.choose_variant(attempt, 2, original) == 1
+    assert place.is_proven
 
 
 class Named(torch.autograd.Function):
@@ -225,8 +225,8 @@ def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch
     names.clear()
     gc.collect()
     assert alive() is None
-    monkeypatch.setattr(verify, "MOST", 10)
+    monkeypatch.setattr(verify, "MOST_PLACES", 10)
     many = Proofs()
     for number in range(100):
-        many.place(("here", number), "here", False)
+        many.verification(("here", number), "here", False)
     assert len(many._places) <= 10

@@ -1,10 +1,11 @@
-"""What each node of the graph computed, for those that are cheap to compute again.
+"""Formulas: how to compute the output of a graph node again, for operators that are cheap.
 
-To add one: a function of a :class:`Reader` under ``@formula(name of the node)``, which gives a :class:`Call`. It may
-raise ``Unknown`` wherever the graph does not tell all there is to know. Only elementwise functions, and norms by
-statistics that are saved or that belong to one row: a sum that threads or blocks share may be other bits the next
-time. All that selects a kernel besides the tensors goes into ``key``. Where several ways may give the bits of the
-original, list them in ``runs``: the one that is proven is taken.
+To add one, write a function of a :class:`NodeReader` under ``@formula(name of the node)`` that returns a :class:`Call`,
+and a line in ``tests/unit/saved/test_formulas.py``. It raises ``NotComputable`` if the graph does not tell everything
+that it needs. Only elementwise functions are here, and norms whose statistics are saved or belong to one row: a sum
+that threads or blocks share may have other bits the next time. Everything that selects a kernel, besides the tensors,
+goes into ``key``. If several variants may give the bits of the original, list them in ``runs``: the variant that is
+proven is used. See [Note: how recompute is proven] in ``verify.py``.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ import torch
 import torch.nn.functional as F
 
 from disthooks.saved.packed import InPlace
-from disthooks.saved.recompute.graph import Reader, Saved, Source, Unknown
+from disthooks.saved.recompute.graph import NodeReader, NotComputable, Saved, Source
 
 Run = Callable[..., torch.Tensor]
 _aten: Any = torch.ops.aten
 
 
 class Norm(NamedTuple):
-    """What the graph does not tell of a norm, by the module that has its weight."""
+    """The arguments of a norm that the graph does not have, read from the module that has its weight."""
 
     eps: float | None
     bias: torch.Tensor | None
 
 
 class Call(NamedTuple):
-    """How a value was computed.
+    """The call of an operator that computes a value.
 
     Attributes:
-        name: for reports.
-        args: of what.
-        runs: ways to do it, the likeliest first; each takes the tensors of ``args``.
+        name: the operator's name, for reports.
+        args: the tensors that it is computed from.
+        runs: functions of the tensors in ``args``, one for each variant, the likeliest first.
         key: all other arguments.
-        cost: operators that read or write all elements; a view costs nothing.
+        cost: how many operators read or write all elements; a view costs nothing.
     """
 
     name: str
@@ -49,14 +50,15 @@ class Call(NamedTuple):
 
 
 Finder = Callable[[Saved | None], Norm]
-Formula = Callable[[Reader, Finder], Call]
+Formula = Callable[[NodeReader, Finder], Call]
 FORMULAS: dict[str, Formula] = {}
 
 
 def formula(*names: str) -> Callable[[Formula], Formula]:
-    """The decorated function says what nodes of these ``names`` computed.
+    """Decorator: the function is the formula of the nodes with these ``names``.
 
-    It is given the node, and what finds the :class:`Norm` of a weight that the node saved.
+    The function gets the reader of the node, and a function that gives the :class:`Norm` of a weight that the node
+    saved.
     """
 
     def add(function: Formula) -> Formula:
@@ -90,7 +92,7 @@ _UNARY: dict[str, tuple[str, Run, tuple[str, ...]]] = {  # the name, the functio
 
 
 def _unary(name: str, function: Run, arguments: tuple[str, ...]) -> Formula:
-    def read(node: Reader, find: Finder) -> Call:
+    def read(node: NodeReader, find: Finder) -> Call:
         found = tuple(node.number(each) for each in arguments)
         return Call(name, [node.operand(0, "self")], (lambda x: function(x, *found),), found)
 
@@ -104,46 +106,47 @@ for _node, _about in _UNARY.items():
 
 
 @formula("AddBackward0")
-def add(node: Reader, find: Finder) -> Call:
-    """A residual; of a constant that is added the graph knows nothing."""
+def add(node: NodeReader, find: Finder) -> Call:
+    """A residual. If a constant is added, the graph does not have it, and the sum is not computable."""
     alpha = node.number("alpha")
     return Call("add", [node.input(0), node.input(1)], (lambda x, y: torch.add(x, y, alpha=alpha),), (alpha,))
 
 
 @formula("SubBackward0")
-def subtract(node: Reader, find: Finder) -> Call:
-    """The same with a minus."""
+def subtract(node: NodeReader, find: Finder) -> Call:
+    """A difference, with the limits of a sum."""
     alpha = node.number("alpha")
     return Call("sub", [node.input(0), node.input(1)], (lambda x, y: torch.sub(x, y, alpha=alpha),), (alpha,))
 
 
 @formula("MulBackward0")
-def mul(node: Reader, find: Finder) -> Call:
-    """A gate, a scale, a dropout's mask: a constant is saved, and so known."""
+def mul(node: NodeReader, find: Finder) -> Call:
+    """A gate, a scale or a dropout's mask. A constant factor is saved by the node, so the graph has it."""
     return Call("mul", [node.operand(0, "self"), node.operand(1, "other")], (torch.mul,))
 
 
 @formula("DivBackward0")
-def div(node: Reader, find: Finder) -> Call:
-    """A quotient, where the divisor is saved."""
+def div(node: NodeReader, find: Finder) -> Call:
+    """A quotient, if the node saved the divisor."""
     return Call("div", [node.operand(0, "self"), node.operand(1, "other")], (torch.div,))
 
 
 @formula("NativeDropoutBackward0")
-def dropout(node: Reader, find: Finder) -> Call:
-    """By the mask, which is saved: bool, a byte for each element.
+def dropout(node: NodeReader, find: Finder) -> Call:
+    """A product with the mask, which the node saved: bool, one byte for each element (decision 88).
 
-    Whether ``native_dropout`` was given ``train=False`` the graph does not tell. Then nothing is masked and nothing is
-    scaled; a mask at random has a gap, but for one time in exp(64).
+    The graph does not tell whether ``native_dropout`` got ``train=False``. With ``train=False`` the mask is all True
+    and nothing is scaled. A random mask is all True with a probability below exp(-64), for which tensors are too small
+    here.
     """
     p = node.number("p")
     if math.prod(node.shape) * p < 64:
-        raise Unknown
+        raise NotComputable
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     rounded = 0.0 if p == 1 else float(torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").reciprocal())
-    runs = [lambda x, mask: x * (mask.to(x.dtype) * scale)]  # as on a CPU
+    runs = [lambda x, mask: x * (mask.to(x.dtype) * scale)]  # the CPU's operator
     if node.device.type != "cpu":
-        runs.insert(0, lambda x, mask: _aten.native_dropout_backward(x, mask, rounded))  # forward's product, too
+        runs.insert(0, lambda x, mask: _aten.native_dropout_backward(x, mask, rounded))  # forward has the same product
     return Call("dropout", [node.input(0), node.saved("result1")], tuple(map(_unless_off, runs)), (p,), 2)
 
 
@@ -155,9 +158,10 @@ def _unless_off(run: Run) -> Run:
 
 
 def _folded(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invstd: torch.Tensor) -> torch.Tensor:
-    """By the saved statistics: in eval mode, with all of the scale in the weight, a CPU multiplies the same numbers.
+    """Batch norm by its saved statistics, in eval mode, with the whole scale in the weight (decision 80).
 
-    No reduction is run again: its bits would depend on the number of threads.
+    On a CPU this multiplies the same numbers as training mode. No reduction runs again: its bits would depend on the
+    number of threads.
     """
     weight = invstd if weight is None else invstd * weight
     bias = None if bias is None else bias.to(mean.dtype)
@@ -166,9 +170,9 @@ def _folded(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invstd:
 
 
 @formula("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
-def batch_norm(node: Reader, find: Finder) -> Call:
-    """From its input and the statistics that it saved; in eval mode by running it again."""
-    weight = node.saved("weight", copied=True)
+def batch_norm(node: NodeReader, find: Finder) -> Call:
+    """In training mode computed from the input and the saved statistics; in eval mode the operator runs again."""
+    weight = node.saved("weight", must_copy=True)
     if node.is_given(2):
         bias: Source | None = node.input(2)
     else:
@@ -176,7 +180,7 @@ def batch_norm(node: Reader, find: Finder) -> Call:
     x = node.operand(0, "input")
     eps, training = _eps_and_mode(node)
     if not training:
-        mean, var = node.saved("running_mean", copied=True), node.saved("running_var", copied=True)
+        mean, var = node.saved("running_mean", must_copy=True), node.saved("running_var", must_copy=True)
         return Call(
             "batch_norm",
             [x, weight, bias, mean, var],
@@ -188,7 +192,7 @@ def batch_norm(node: Reader, find: Finder) -> Call:
         )
     mean, invstd = _statistics(node)
     runs: tuple[Run, ...] = (_folded,)
-    if node.device.type != "cpu":  # the kernel that the native one uses; then cuDNN's own, which is deterministic
+    if node.device.type != "cpu":  # first the kernel of the native operator, last cuDNN's own, which is deterministic
         runs = (
             lambda x, w, b, m, s: torch.batch_norm_elemt(x, w, b, m, s, eps),
             _folded,
@@ -197,29 +201,31 @@ def batch_norm(node: Reader, find: Finder) -> Call:
     return Call("batch_norm", [x, weight, bias, mean, invstd], runs, (eps, training, node.device.type))
 
 
-def _eps_and_mode(node: Reader) -> tuple[float, bool]:
+def _eps_and_mode(node: NodeReader) -> tuple[float, bool]:
     try:
         return node.number("eps"), node.number("training")
-    except Unknown:
-        return node.number("epsilon"), node.number("training")  # cuDNN's and MIOpen's name
+    except NotComputable:
+        return node.number("epsilon"), node.number("training")  # the name that cuDNN and MIOpen use
 
 
-def _statistics(node: Reader) -> tuple[Saved | None, Saved | None]:
+def _statistics(node: NodeReader) -> tuple[Saved | None, Saved | None]:
     mean, invstd = node.saved("result1"), node.saved("result2")
     if mean is None or invstd is None:
-        raise Unknown
+        raise NotComputable
     return mean, invstd
 
 
 @formula("NativeLayerNormBackward0")
-def layer_norm(node: Reader, find: Finder) -> Call:
-    """Run again, a row is one thread's. The graph has no eps: one that was guessed might give the same bits for the
-    first batch, and others later. So it is that of the module that has the weight.
+def layer_norm(node: NodeReader, find: Finder) -> Call:
+    """The operator runs again: one thread computes a whole row, so the bits do not depend on the number of threads.
+
+    The graph does not have eps. A guessed eps might give the same bits for the first batch and others later, so eps is
+    read from the module that has the weight.
     """
-    weight, bias = node.saved("weight", copied=True), node.saved("bias", copied=True)
+    weight, bias = node.saved("weight", must_copy=True), node.saved("bias", must_copy=True)
     shape, eps = list(node.number("normalized_shape")), find(weight).eps
     if eps is None:
-        raise Unknown
+        raise NotComputable
     return Call(
         "layer_norm",
         [node.operand(0, "input"), weight, bias],
@@ -229,9 +235,9 @@ def layer_norm(node: Reader, find: Finder) -> Call:
 
 
 @formula("FusedRmsNormBackward0")
-def rms_norm(node: Reader, find: Finder) -> Call:
-    """As layer norm; an eps of None is the smallest of the dtype."""
-    weight = node.saved("weight", copied=True)
+def rms_norm(node: NodeReader, find: Finder) -> Call:
+    """The operator runs again, as for layer norm. An eps of None means the smallest step of the dtype."""
+    weight = node.saved("weight", must_copy=True)
     shape, eps = list(node.number("normalized_shape")), find(weight).eps
     return Call(
         "rms_norm",
@@ -242,9 +248,9 @@ def rms_norm(node: Reader, find: Finder) -> Call:
 
 
 @formula("NativeGroupNormBackward0")
-def group_norm(node: Reader, find: Finder) -> Call:
-    """Run again; the graph has all but the bias where that is frozen."""
-    weight = node.saved("weight", copied=True)
+def group_norm(node: NodeReader, find: Finder) -> Call:
+    """The operator runs again. The graph has every argument except a frozen bias, which the module has."""
+    weight = node.saved("weight", must_copy=True)
     bias = node.input(2) if node.is_given(2) else None if weight is None else _constant(find(weight).bias)
     numbers = tuple(node.number(name) for name in ("N", "C", "HxW", "group", "eps"))
     return Call(
@@ -256,78 +262,78 @@ def group_norm(node: Reader, find: Finder) -> Call:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """As ``group_norm`` has it: on a CPU other kernels take channels last."""
+    """``x`` as ``group_norm`` makes it contiguous: on a CPU tensors in channels-last format go to other kernels."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return x if x.is_cpu and last is not None and x.is_contiguous(memory_format=last) else x.contiguous()
 
 
 def _constant(tensor: torch.Tensor | None) -> Saved | None:
-    return None if tensor is None else Saved(InPlace(tensor, ""), copied=True)
+    return None if tensor is None else Saved(InPlace(tensor, ""), must_copy=True)
 
 
 # -- casts and copies
 
 
 @formula("ToCopyBackward0")
-def cast(node: Reader, find: Finder) -> Call:
-    """To another dtype, on the same device: autocast's copy of an activation."""
+def cast(node: NodeReader, find: Finder) -> Call:
+    """A cast to another dtype on the same device, as autocast does to an activation."""
     source = node.input(0)
     if node.device_of(source) != node.device:
-        raise Unknown
+        raise NotComputable
     dtype = node.dtype
     return Call("cast", [source], (lambda x: x.to(dtype),), (dtype,))
 
 
 @formula("CloneBackward0")
-def clone(node: Reader, find: Finder) -> Call:
-    """``contiguous()``, mostly, or ``clone()``: which of them the layout of what comes of it has to tell."""
+def clone(node: NodeReader, find: Finder) -> Call:
+    """``contiguous()`` or ``clone()``: the layout of the original tells which of the two variants it was."""
     return Call("clone", [node.input(0)], (lambda x: x.contiguous(), torch.clone))
 
 
-# -- views; each of its own value, so the base may be any
+# -- views; a view is computed from the value it was made of, whatever the base of that is
 
 
 @formula("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1")
 @formula("SqueezeBackward2", "UnsqueezeBackward0")
-def view(node: Reader, find: Finder) -> Call:
+def view(node: NodeReader, find: Finder) -> Call:
     """Another shape for the same elements, in the same order."""
     shape = node.shape
     return Call("view", [node.input(0)], (lambda x: x.reshape(shape),), (shape,), 0)
 
 
 @formula("ExpandBackward0")
-def expand(node: Reader, find: Finder) -> Call:
-    """Repeated without a copy."""
+def expand(node: NodeReader, find: Finder) -> Call:
+    """Dimensions of one repeated without a copy."""
     shape = node.shape
     return Call("expand", [node.input(0)], (lambda x: x.expand(shape),), (shape,), 0)
 
 
 @formula("TransposeBackward0")
-def transpose(node: Reader, find: Finder) -> Call:
+def transpose(node: NodeReader, find: Finder) -> Call:
     """Two dimensions exchanged."""
     dims = _signed(node.number("dim0")), _signed(node.number("dim1"))
     return Call("transpose", [node.input(0)], (lambda x: x.transpose(*dims),), dims, 0)
 
 
 @formula("TBackward0")
-def t(node: Reader, find: Finder) -> Call:
+def t(node: NodeReader, find: Finder) -> Call:
     """A matrix transposed."""
     return Call("t", [node.input(0)], (lambda x: x.t(),), (), 0)
 
 
 @formula("PermuteBackward0")
-def permute(node: Reader, find: Finder) -> Call:
+def permute(node: NodeReader, find: Finder) -> Call:
     """Dimensions in another order."""
     dims = tuple(_signed(dim) for dim in node.number("dims"))
     return Call("permute", [node.input(0)], (lambda x: x.permute(dims),), dims, 0)
 
 
 @formula("AliasBackward0")
-def alias(node: Reader, find: Finder) -> Call:
-    """The same."""
+def alias(node: NodeReader, find: Finder) -> Call:
+    """The same elements in the same shape."""
     return Call("alias", [node.input(0)], (lambda x: x,), (), 0)
 
 
 def _signed(number: int) -> int:
-    """An argument as it was given: nodes hold a negative one as an unsigned number of 64 bits."""
+    """The argument as it was given: a node holds a negative number as an unsigned one of 64 bits."""
     return number - (1 << 64) if number > math.ldexp(1, 63) else number

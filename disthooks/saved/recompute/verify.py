@@ -1,6 +1,7 @@
-"""The stage of a pipeline that asks for it.
+"""``Recompute``, the stage of a pipeline, and the verifications that say where it may drop a tensor.
 
-What was proven of each place: a program there gives the bits of the original, or it does not.
+A *place* is a position in a module where tensors are saved that one program can compute. A :class:`Verification`
+compares what the program computes there with the original, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ from disthooks.errors import DisthooksError, StoreError, UsageError
 @register("recompute")
 @dataclass(frozen=True)
 class Recompute:
-    """Stage: drop a saved tensor that is a cheap function of other saved ones, and compute it again in backward.
+    """Stage: drop a saved tensor that is a cheap function of other saved tensors, and compute it again in backward.
 
-    Lossless, and found from the graph, the model stays as it is: the output of a ReLU behind a batch norm is computed
-    from the input of the batch norm, which is saved anyway. The functions known are in
-    ``disthooks/saved/recompute/formulas.py``. The first time at each place of a module the value is computed at once
-    and compared with the original bit for bit; where it differs the original is stored as if this stage was not
-    there, and ``report().differed`` names the place. On a GPU the host waits for this, until a place is trusted; what
-    was proven is kept as long as the model (of a ``saving`` block: as long as the code that made it).
+    This stage is lossless. It finds the function in the autograd graph, so the model does not change: the output of a
+    ReLU behind a batch norm is computed from the input of the batch norm, which is saved anyway. The functions that it
+    knows are in ``disthooks/saved/recompute/formulas.py``.
+
+    The first tensors of each place in a module are computed at once and compared with the original, bit for bit. If a
+    tensor differs, the original is stored as if this stage was not there, and ``report().differed`` names the place.
+    On a GPU the host waits for these comparisons until the place is trusted. The result of the comparisons is kept as
+    long as the model lives (for a ``saving`` block: as long as the code that made the block).
 
     Args:
-        steps: most operators that are run for one tensor, from what is stored; views are free.
-        check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place, and raises a ``StoreError``
-            where it differs only later: something that the graph does not show had a hand in it. On a GPU nobody waits
-            for these comparisons, and the error comes in backward or in a later step. ``"always"``
-            compares each before it is dropped, for the price of computing everything twice and of waiting for the
-            device: what differs is stored, whenever that is.
+        steps: the largest number of operators that may run to compute one tensor from stored ones. Views are free.
+        check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place. If a trusted place differs
+            later, it raises a ``StoreError``: then something that the graph does not show changes the result. On a GPU
+            the host does not wait for these later comparisons, so the error comes in backward or in a later step.
+            ``"always"`` compares every tensor before it is dropped and stores those that differ. It computes
+            everything twice, and on a GPU the host waits for each comparison.
 
     Raises:
-        UsageError: when ``steps`` is no positive int, or ``check`` none of the two.
+        UsageError: if ``steps`` is not a positive int, or ``check`` is neither of the two words.
 
     >>> import torch
     >>> from disthooks import OnDisk, pipeline, saving
@@ -65,157 +68,199 @@ class Recompute:
             raise UsageError(f"Recompute: check must be 'sampled' or 'always', got {self.check!r}")
 
 
+# [Note: how recompute is proven]
+# A formula is a guess about which kernel made a tensor. Nothing is dropped on a guess: the program of a place is run on
+# the exact inputs and its result is compared with the original, bit for bit. There may be several variants (fused or
+# not, with an eps or another one); those that differ once are never tried again. A place is trusted when one variant is
+# left and at least `_ENOUGH` different numbers were compared, because the zeros of a dry run are the result of any eps
+# and any order of operations. After that the 2nd, 4th, 8th, ... tensor is compared, and a difference is an error:
+# something that the graph does not show takes part, and gradients since the last comparison may be wrong (decision 87).
+
 # [Note: how a proof outlives its attachment]
-# A place is proven by comparing what is computed with the original, which on a device takes a wait of the host. That
-# wait is worth it once: the comparisons before a place is trusted are waited for, and all later ones are not. So
-# proofs are kept by model (`proofs_of`), and a loop that attaches in each step, or opens a `saving(...)` block in each
-# step (`proofs_here`), goes on where it was. A place that is trusted drops its original even in the steps in which it
-# is compared again: memory must not rise in steps 2, 4, 8, ... The answer is read when the place comes up next, in
-# forward or in backward, and a difference raises there. A place that was never proven drops nothing.
+# On a device a comparison makes the host wait. The host waits for the comparisons before a place is trusted, and for
+# none of the later ones. So that it waits only once, verifications are kept by model (`proofs_of`) and, for `saving`
+# blocks, by line of code (`proofs_here`): a loop that attaches in each step goes on where it was. A trusted place drops
+# its original in the steps of a comparison too, because memory must not rise in steps 2, 4, 8, ... The answer of such a
+# comparison is read when the place comes up next, in forward or in backward, and a difference raises there. A place
+# that was never proven drops nothing (decision 97).
 
 
-#: What computes a tensor in the way of that number; None when it cannot now.
-Try = Callable[[int], "torch.Tensor | None"]
+#: Computes a tensor by the variant of that number; gives None if it cannot do so now.
+Attempt = Callable[[int], "torch.Tensor | None"]
 
 
-#: Different numbers that have to be compared, out of at most so many of a tensor, before a place is trusted. Zeros of a
-#: dry run tell nothing: any eps gives them, and any order of operations.
+#: A place is trusted after so many different numbers were compared, counted among at most `_SAMPLE` of each tensor.
 _ENOUGH, _SAMPLE = 256, 4096
-_WAITED = 8  # comparisons of a place that is not trusted that the host waits for
-MOST = 1 << 14  # places: sizes that change all the time make ever new ones
+#: The host waits for so many comparisons of a place that is not trusted yet.
+_WAITED = 8
+#: Verifications that are kept. A model whose sizes change all the time makes new places for ever.
+MOST_PLACES = 1 << 14
 
 
-class _Asked(NamedTuple):
-    ways: list[int]
-    answer: torch.Tensor  # a number for each way, whether it is right, and how many numbers are different
+class _PendingComparison(NamedTuple):
+    """A comparison on a device whose answer the host has not read.
+
+    Attributes:
+        variants: the variants that were compared.
+        answer: int64 in pinned memory: for each variant 1 if it is right, then the count of different numbers.
+        done: the event after which ``answer`` is there.
+    """
+
+    variants: list[int]
+    answer: torch.Tensor
     done: torch.Event
 
 
-class Place:
-    """A program at a place of a module, whose key has all that selects its kernels.
+class Verification:
+    """Whether one program, at one place of a module, gives the bits of the original.
+
+    See [Note: how recompute is proven].
 
     Args:
-        where: for the error.
-        always: whether to compare each time, and wait for the answer.
-        lock: for its decisions, which are rare: replicas in threads share places.
+        where: the place in words, for the error.
+        always: whether every tensor is compared, and the host waits for the answer.
+        lock: guards the decisions. Threads of replicas share verifications, and decisions are rare.
+
+    Attributes:
+        is_proven: one variant is left, and enough numbers were compared.
+        is_different: no variant is right; the tensors of this place are stored.
+        is_broken: a trusted place differed, so what was dropped before may come back wrong.
     """
 
-    __slots__ = ("_always", "_asked", "_due", "_lock", "_seen", "_ways", "broken", "differs", "proven", "where")
+    __slots__ = (
+        "_always",
+        "_candidates",
+        "_lock",
+        "_numbers",
+        "_pending",
+        "_tensors",
+        "is_broken",
+        "is_different",
+        "is_proven",
+        "where",
+    )
 
     def __init__(self, where: str, always: bool, lock: Any = None) -> None:
         self._lock = shared(Order.PLACE) if lock is None else lock
         self.where, self._always = where, always
-        self.proven = self.differs = False
-        self.broken = False  # it was trusted, and differed: what was dropped before may be wrong
-        self._ways: list[int] | None = None  # those that have been right so far; None before the first comparison
-        self._seen = 0  # different numbers that were compared
-        self._due = 0  # times
-        self._asked: _Asked | None = None  # on a device: a comparison whose answer nobody waits for
+        self.is_proven = self.is_different = self.is_broken = False
+        self._candidates: list[int] | None = None  # variants that were always right; None before the first comparison
+        self._numbers = 0  # different numbers that were compared
+        self._tensors = 0  # tensors of this place so far
+        self._pending: _PendingComparison | None = None
 
     @property
-    def settled(self) -> bool:
-        """Whether it is known what it is, or has been asked so often that it may never be."""
-        return self.proven or self.differs or self._due >= 64
+    def is_settled(self) -> bool:
+        """Whether the answer is known, or 64 tensors have not been enough to know it."""
+        return self.is_proven or self.is_different or self._tensors >= 64
 
-    def way(self, attempt: Try, variants: int, original: torch.Tensor) -> int | None:
-        """Which way gives what may take the place of ``original``, of the same layout, now; None if none does.
+    def choose_variant(self, attempt: Attempt, variants: int, original: torch.Tensor) -> int | None:
+        """The variant whose result may take the place of ``original`` now; None if ``original`` has to be stored.
+
+        Args:
+            attempt: computes the tensor by a variant, in the layout of ``original``.
+            variants: how many variants there are.
+            original: the tensor that was saved.
 
         Raises:
-            StoreError: when it differs although it was trusted and has not been compared each time.
+            StoreError: if the result differs although this place was trusted and is not compared each time.
         """
-        capturing = is_capturing(original.device)
-        if not capturing:
-            self._read()
-        if self.differs:
+        is_captured = is_capturing(original.device)
+        if not is_captured:
+            self._read_pending()
+        if self.is_different:
             return None
-        self._due += 1
-        trusted = self.proven and not self._always
-        # In a capture, or while there is no answer to the last question, nothing can be asked.
-        silent = capturing or self._asked is not None
-        if silent or (trusted and self._due.bit_count() != 1):
-            return self._first() if trusted else None
-        return self._compared(attempt, variants, original, trusted)
+        self._tensors += 1
+        is_trusted = self.is_proven and not self._always
+        # A capture allows no comparison, and one place has at most one comparison under way.
+        cannot_compare = is_captured or self._pending is not None
+        if cannot_compare or (is_trusted and self._tensors.bit_count() != 1):
+            return self._first_candidate() if is_trusted else None
+        return self._compare(attempt, variants, original, is_trusted)
 
-    def check(self, device: torch.device) -> None:
-        """Something that was dropped here, on ``device``, is to be computed again.
+    def raise_if_broken(self, device: torch.device) -> None:
+        """Called before a tensor that was dropped here is computed again on ``device``.
 
         Raises:
-            StoreError: when a comparison has told meanwhile that it may be wrong.
+            StoreError: if a comparison has found meanwhile that the result may be wrong.
         """
-        if self._asked is not None and not is_capturing(device):
-            self._read()
-        if self.broken:
+        if self._pending is not None and not is_capturing(device):
+            self._read_pending()
+        if self.is_broken:
             raise self._error()
 
-    def _compared(self, attempt: Try, variants: int, original: torch.Tensor, trusted: bool) -> int | None:
-        ways = list(range(variants)) if self._ways is None else self._ways[: 1 if self.proven else None]
-        same = []
-        for way in ways:
-            computed = _attempted(attempt, way)
-            if computed is None:  # the exact inputs are gone, this time
-                return self._first() if self.proven else None
-            same.append(_same(computed, original))
-        same.append(_different(original))
+    def _compare(self, attempt: Attempt, variants: int, original: torch.Tensor, is_trusted: bool) -> int | None:
+        if self._candidates is None:
+            compared = list(range(variants))
+        else:
+            compared = self._candidates[: 1 if self.is_proven else None]
+        answers = []
+        for variant in compared:
+            computed = _attempted(attempt, variant)
+            if computed is None:  # the exact inputs are gone this time
+                return self._first_candidate() if self.is_proven else None
+            answers.append(_same(computed, original))
+        answers.append(_different_numbers(original))
         if not on_accelerator(original):
-            return self._decide(ways, [int(each) for each in same])
-        numbers = torch.stack([each.to(torch.int64) for each in same])
-        if self._always or (not trusted and self._due <= _WAITED):
-            return self._decide(ways, numbers.tolist())
-        answer = torch.empty(len(same), dtype=torch.int64, device="cpu", pin_memory=True)
+            return self._decide(compared, [int(each) for each in answers])
+        numbers = torch.stack([each.to(torch.int64) for each in answers])
+        if self._always or (not is_trusted and self._tensors <= _WAITED):
+            return self._decide(compared, numbers.tolist())
+        answer = torch.empty(len(answers), dtype=torch.int64, device="cpu", pin_memory=True)
         answer.copy_(numbers, non_blocking=True)
-        self._asked = _Asked(ways, answer, event_on(current_stream(original.device)))
-        return self._first() if trusted else None
+        self._pending = _PendingComparison(compared, answer, event_on(current_stream(original.device)))
+        return self._first_candidate() if is_trusted else None
 
-    def _first(self) -> int | None:
-        ways = self._ways  # another thread may change it
-        return ways[0] if ways else None
+    def _first_candidate(self) -> int | None:
+        candidates = self._candidates  # read once: another thread may change the attribute
+        return candidates[0] if candidates else None
 
-    def _read(self) -> None:
-        asked = self._asked  # another thread may be here too
-        if asked is not None and asked.done.query():
-            self._asked = None
-            self._decide(asked.ways, asked.answer.tolist())
+    def _read_pending(self) -> None:
+        pending = self._pending  # read once: another thread may be in this method too
+        if pending is not None and pending.done.query():
+            self._pending = None
+            self._decide(pending.variants, pending.answer.tolist())
 
-    def _decide(self, asked: list[int], answer: list[int]) -> int | None:
-        """What a comparison said of the ways that were ``asked``: the first of them that is right."""
-        *same, seen = answer
-        right = [way for way, each in zip(asked, same, strict=True) if each]
+    def _decide(self, compared: list[int], answer: list[int]) -> int | None:
+        """Take in the answer of a comparison; the first of the ``compared`` variants that was right, or None."""
+        *same, numbers = answer
+        right = [variant for variant, is_same in zip(compared, same, strict=True) if is_same]
+        wrong = set(compared) - set(right)
         with self._lock:
-            wrong = set(asked) - set(right)
-            # Another thread may have trusted one of several ways while these were asked.
-            failed = self.proven and self._first() in wrong
-            left = [way for way in (asked if self._ways is None else self._ways) if way not in wrong]
-            self._ways = [] if failed else left
-            self._seen += seen
-            self.differs = not self._ways
-            self.proven = not self.differs and self._seen >= _ENOUGH
-            self.broken = self.broken or (failed and not self._always)
+            # Another thread may have trusted one of several variants while these were compared.
+            failed = self.is_proven and self._first_candidate() in wrong
+            before = compared if self._candidates is None else self._candidates
+            self._candidates = [] if failed else [variant for variant in before if variant not in wrong]
+            self._numbers += numbers
+            self.is_different = not self._candidates
+            self.is_proven = not self.is_different and self._numbers >= _ENOUGH
+            self.is_broken = self.is_broken or (failed and not self._always)
         if failed and not self._always:
             raise self._error()
         return right[0] if right else None
 
     def _error(self) -> StoreError:
         return StoreError(
-            f"Recompute: what is computed again at {self.where} was the same as the original before, and is not "
-            "now. Something that the graph does not show takes part, such as an in-place change under no_grad: "
-            "gradients since then may be wrong. Leave that module out, or use Recompute(check='always')"
+            f"Recompute: the tensor that is computed again at {self.where} was the same as the original before, and "
+            "is not the same now. Something that the graph does not show changes it, such as an in-place change under "
+            "no_grad. Gradients since then may be wrong. Leave that module out, or use Recompute(check='always')"
         )
 
 
 class Proofs:
-    """The places of a model, or of a piece of code; see [Note: how a proof outlives its attachment]."""
+    """The verifications of a model, or of a line of code. See [Note: how a proof outlives its attachment]."""
 
     def __init__(self) -> None:
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, Verification] = {}
         self._lock = shared(Order.PLACE)
 
-    def place(self, key: tuple[Any, ...], where: str, always: bool) -> Place:
-        """The place of ``key``, which is made when it is new."""
+    def verification(self, key: tuple[Any, ...], where: str, always: bool) -> Verification:
+        """The verification of the place ``key``; a new one if there is none."""
         found = self._places.get((always, key))
         if found is None:
-            if len(self._places) >= MOST:
+            if len(self._places) >= MOST_PLACES:
                 self._places.clear()
-            found = self._places.setdefault((always, key), Place(where, always, self._lock))
+            found = self._places.setdefault((always, key), Verification(where, always, self._lock))
         return found
 
 
@@ -224,7 +269,7 @@ _of_code: weakref.WeakKeyDictionary[types.CodeType, dict[int, Proofs]] = weakref
 
 
 def proofs_of(model: nn.Module) -> Proofs:
-    """What was proven of ``model`` so far, by any attachment; it goes with the model, and does not hold it."""
+    """The verifications of ``model`` by all attachments so far. They are freed with the model and do not hold it."""
     found = _of_models.get(model)
     if found is None:
         found = _of_models.setdefault(model, Proofs())
@@ -232,7 +277,7 @@ def proofs_of(model: nn.Module) -> Proofs:
 
 
 def proofs_here() -> Proofs:
-    """What was proven so far at the line of the user's code that calls now; it goes with that code."""
+    """The verifications of the line of the user's code that calls now. They are freed with that code."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -242,34 +287,34 @@ def proofs_here() -> Proofs:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether the module of that ``name`` only calls for the user."""
+    """Whether the frames of the module ``name`` stand between the user's line and disthooks."""
     return name.partition(".")[0] in ("disthooks", "contextlib", "copy") or name.startswith("torch._dynamo")
 
 
-def _different(original: torch.Tensor) -> torch.Tensor:
-    """How many numbers of ``original`` are different, out of a few; nobody waits for it."""
+def _different_numbers(original: torch.Tensor) -> torch.Tensor:
+    """How many different numbers a sample of ``original`` has; a scalar on its device, so the host does not wait."""
     dtype = {1: torch.int8, 2: torch.int16}.get(original.itemsize, torch.int32)
     numbers = torch.empty(0, dtype=dtype, device=original.device).set_(
         original.untyped_storage(), 0, (original.nbytes // dtype.itemsize,), (1,)
     )
-    some = numbers[:: max(1, numbers.numel() // _SAMPLE)].sort().values
-    return (some[1:] != some[:-1]).sum() + 1
+    sample = numbers[:: max(1, numbers.numel() // _SAMPLE)].sort().values
+    return (sample[1:] != sample[:-1]).sum() + 1
 
 
-def _attempted(attempt: Try, way: int) -> torch.Tensor | None:
-    """What a way gives, an empty tensor where it fails; None when it cannot be tried now."""
+def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
+    """The result of a variant; an empty tensor if the variant fails; None if it cannot be tried now."""
     try:
-        return attempt(way)
+        return attempt(variant)
     except DisthooksError:
         raise
     except torch.OutOfMemoryError:
         return None
     except (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError):
-        return torch.empty(0)  # a formula that does not fit its node, or an operator that this device does not have
+        return torch.empty(0)  # the formula does not fit its node, or the device does not have the operator
 
 
 def _same(computed: torch.Tensor, original: torch.Tensor) -> Any:
-    """Whether the bits are the same: minus zero is not zero, and a NaN is itself."""
+    """Whether two tensors have the same bits, so that -0.0 differs from 0.0 and a NaN equals itself."""
     one, two = _bits(computed), _bits(original)
     if one.shape != two.shape:
         return torch.zeros((), dtype=torch.bool, device=original.device)
@@ -277,6 +322,6 @@ def _same(computed: torch.Tensor, original: torch.Tensor) -> Any:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    dtype = torch.uint8 if tensor.nbytes % 8 else torch.int64  # a store's memory may go on behind it
+    dtype = torch.uint8 if tensor.nbytes % 8 else torch.int64  # the memory of a store may be longer than the tensor
     bits = torch.empty(0, dtype=dtype, device=tensor.device)
     return bits.set_(tensor.untyped_storage(), 0, (tensor.nbytes // dtype.itemsize,), (1,))
