@@ -1,0 +1,601 @@
+"""Conformance tests: what a store, a codec, a rule, a statistic or a sink of your own must keep to.
+
+Subclass one of the classes in a test file of yours, and give it the fixture that makes your object::
+
+    class TestHalves(disthooks.testing.CodecTests):
+        @pytest.fixture
+        def codec(self):
+            return Halves()
+
+pytest then runs every test of the class on it. Each test names the law of disthooks that it stands for. The tests of
+rules and statistics start two processes with gloo once, and use them until pytest ends. disthooks runs the same tests
+on its own kinds. This module alone imports pytest.
+"""
+
+# [Note: two ranks for the tests]
+#
+# Rules and statistics must give on several ranks what they give in one process. The two ranks are spawned, not forked:
+# the process of pytest may have started threads of autograd, and torch refuses a backward in a fork of such a process.
+# Spawned processes import your modules, so your classes must be importable by name, which the tests of pickling ask
+# for anyway. The ranks stay up for the whole run, because importing torch takes seconds and a test takes milliseconds.
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import gc
+import io
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from disthooks.config import Plan, from_config
+from disthooks.errors import ConfigError
+from disthooks.grads.attach import gradients
+from disthooks.grads.rules.base import Rule
+from disthooks.grads.sinks.base import close_all, open_all
+from disthooks.grads.stats.base import Stat
+from disthooks.grads.stats.norms import Norm
+from disthooks.saved.attach import saving
+from disthooks.saved.codecs.base import Codec, relative_error
+from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
+from disthooks.saved.stores.base import Store
+from disthooks.saved.stores.tiers import OnDevice
+
+__all__ = ["CodecTests", "RuleTests", "SinkTests", "StatTests", "StoreTests"]
+
+WORLD, STEPS, MOST = 2, 4, 120.0  # ranks; steps of a training; seconds after which a rank counts as hung
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of many dtypes and layouts, with infinities, NaNs, zeros and denormal numbers, and what each is.
+
+    >>> sum(1 for _ in tensors()) > 40
+    True
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        square = (torch.randn(64, 33, generator=generator) * 9).to(dtype)
+        several = {"square": square, "one": square[0, 0], "none": square[:0], "transposed": square.t()}
+        several |= {"a column": square[:, 3], "zeros": torch.zeros_like(square), "many zeros": square * (square == 1)}
+        if dtype.is_floating_point:
+            special = [math.inf, -math.inf, math.nan, 0.0, -0.0, torch.finfo(dtype).tiny / 4, torch.finfo(dtype).max]
+            several["not finite"] = torch.tensor(special * 40, dtype=dtype)
+        yield from ((f"{name} {dtype}", tensor) for name, tensor in several.items())
+
+
+TENSORS = list(tensors())
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and bits; a NaN is the same as itself.
+
+    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0])), same_bits(torch.tensor(math.nan), torch.tensor(math.nan))
+    (False, True)
+    """
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    first, second = (each.detach().reshape(-1).contiguous().view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
+
+
+def _training(stages: Pipeline | None, twice: bool = False) -> tuple[list[torch.Tensor], Any]:
+    """Gradients of a small model, of second order too, with what its forward saves in ``stages``; and the report."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.3), nn.Linear(64, 4), nn.Tanh())
+    x = torch.randn(48, 16, requires_grad=True)
+    attached: Any = contextlib.nullcontext() if stages is None else saving(stages)
+    with attached:
+        loss = model(x).square().sum()
+    wanted = [x, *model.parameters()]
+    found = list(torch.autograd.grad(loss, wanted, create_graph=True))
+    penalty = torch.stack([grad.square().sum() for grad in found]).sum()
+    found += torch.autograd.grad(penalty, wanted, retain_graph=True, materialize_grads=True)
+    if twice:
+        found += torch.autograd.grad(loss, wanted, retain_graph=True)
+    del loss, penalty
+    found = [grad.detach() for grad in found]
+    gc.collect()
+    return found, attached.report() if stages is not None else None
+
+
+def _check_training(stages: Pipeline) -> None:
+    truth, _ = _training(None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*stores nothing of this block")  # what is in CPU memory already
+        found, report = _training(stages, twice=True)
+    moves = bool(stages.codecs) or stages.store.leaves_memory(torch.ones(64, 64))
+    assert report.stored > 0 or not moves, "nothing was stored: the test would prove nothing"
+    for wanted, got in zip(truth, found, strict=False):
+        assert same_bits(got, wanted), "law 1, exact: a gradient is not what it is without hooks"
+    count = len(truth) // 2
+    for wanted, got in zip(truth[:count], found[2 * count :], strict=True):
+        assert same_bits(got, wanted), "law 4, any backward: the second backward of one graph differs from the first"
+
+
+def _check_frozen(value: Any, use: Callable[[], object]) -> None:
+    assert dataclasses.is_dataclass(value), f"write {type(value).__name__} as a dataclass: @dataclass(frozen=True)"
+    before = repr(value), hash(value)
+    use()
+    assert (repr(value), hash(value)) == before, "law 17, frozen: use changed the object"
+    for field in dataclasses.fields(value)[:1]:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field.name, None)
+
+
+def _check_file(key: str, value: Any) -> None:
+    """A plan with ``value``, as text of a configuration file and back."""
+    if key in ("store", "codec"):
+        stages = [value] if key == "store" else [AtLeast(0), value, OnDevice()]
+        plan = Plan(saves=[("*", pipeline(*stages))])
+    else:
+        watches: dict[str, Any] = {"stats": [value]} if key == "stats" else {"stats": [Norm()], key: [value]}
+        plan = Plan(watches=watches)
+    try:
+        document = json.loads(json.dumps(plan.to_dict()))
+    except ConfigError as error:
+        pytest.fail(f"a configuration cannot have it: {error}")
+    again = from_config(document)
+    assert again.to_dict() == document
+    made = again.watches[key][0]() if key in again.watches else again.saves[0][1]
+    assert type(made) is (Pipeline if key in ("store", "codec") else type(value))
+
+
+def _in_threads(work: Callable[[int], None], count: int = 4) -> None:
+    """``work`` in several threads at once; the first error of any is raised here."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, number) for number in range(count)]:
+            done.result(MOST)
+
+
+class CodecTests:
+    """Tests of a :class:`disthooks.saved.codecs.Codec`; give the fixture ``codec``.
+
+    Attributes:
+        most_error: of a lossy codec, the largest relative error in the L2 norm that it may make of random numbers.
+    """
+
+    most_error: ClassVar[float] = 0.2
+
+    @pytest.fixture
+    def codec(self) -> Codec:
+        """The codec to be tested."""
+        raise NotImplementedError("give the fixture 'codec': def codec(self): return YourCodec()")
+
+    @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
+    def test_law_1_what_comes_back(self, codec: Codec, name: str, tensor: torch.Tensor) -> None:
+        """What is decoded has the shape, dtype and device of what was encoded, and of a lossless codec its bits."""
+        before = tensor.clone(memory_format=torch.preserve_format)
+        encoded, spec = codec.encode(tensor)
+        assert isinstance(encoded, tuple), "encode returns a tuple of tensors, and what decode needs besides"
+        assert same_bits(tensor, before), "encode changed its argument"
+        kept = [each.clone() for each in encoded]
+        decoded = codec.decode(encoded, spec)
+        assert (decoded.shape, decoded.dtype, decoded.device) == (tensor.shape, tensor.dtype, tensor.device)
+        if not codec.lossy or not (tensor.is_floating_point() or tensor.is_complex()):
+            assert same_bits(decoded, tensor), "the bits are others, and the codec does not say that it is lossy"
+        elif name.startswith(("square", "transposed", "zeros")):
+            assert float(relative_error(decoded, tensor)) <= self.most_error
+        # The store is free to give decode other memory with the same contents, and any number of times.
+        assert all(same_bits(one, other) for one, other in zip(encoded, kept, strict=True)), (
+            "decode changed what it got"
+        )
+        assert same_bits(codec.decode(tuple(kept), spec), decoded), "law 4: decoded again, it is something else"
+
+    def test_law_1_gradients(self, codec: Codec) -> None:
+        """Gradients of first and second order, and of two backwards of one graph, are those without hooks."""
+        stages = pipeline(AtLeast(0), codec, OnDevice())
+        if not codec.lossy:
+            _check_training(stages)
+            return
+        found, report = _training(stages)
+        assert report.stored > 0
+        assert all(bool(torch.isfinite(grad).all()) for grad in found)
+
+    def test_law_7_threads(self, codec: Codec) -> None:
+        """Several threads encode and decode at once."""
+
+        def work(number: int) -> None:
+            several = [torch.full((64, 64), 10.0 * number + other) for other in range(5)]
+            for tensor, (encoded, spec) in zip(several, [codec.encode(tensor) for tensor in several], strict=True):
+                decoded = codec.decode(encoded, spec)
+                assert codec.lossy or same_bits(decoded, tensor), "law 7: what several threads encode gets mixed up"
+
+        _in_threads(work)
+
+    def test_law_17_frozen(self, codec: Codec) -> None:
+        """It is frozen and pickles, and use changes nothing of it."""
+        _check_frozen(codec, lambda: codec.encode(torch.randn(64)))
+        assert pickle.loads(pickle.dumps(codec)) == codec == copy.deepcopy(codec)
+
+    def test_configuration(self, codec: Codec) -> None:
+        """A configuration file can have it."""
+        _check_file("codec", codec)
+
+
+class StoreTests:
+    """Tests of a :class:`disthooks.saved.stores.base.Store`; give the fixture ``store``."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        """The store to be tested; a new one for each test."""
+        raise NotImplementedError("give the fixture 'store': def store(self): return YourStore()")
+
+    @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
+    def test_law_1_what_comes_back(self, store: Store, name: str, tensor: torch.Tensor) -> None:
+        """What comes back has the shape, dtype, device and bits of what was put, any number of times."""
+        own = store.own(tensor)  # as disthooks puts it: memory that nobody else has
+        ticket = store.put(own)
+        first = store.get(ticket)
+        assert same_bits(first, tensor)
+        if first.data_ptr() != own.data_ptr() and first.numel():
+            first.zero_()  # memory that nobody else has
+        assert same_bits(store.get(ticket), tensor), "law 4: what comes back shares memory with what came back before"
+        store.drop(ticket)
+
+    def test_law_1_gradients(self, store: Store) -> None:
+        """Gradients of first and second order, and of two backwards of one graph, are those without hooks."""
+        _check_training(pipeline(AtLeast(0), store))
+
+    def test_law_4_any_order(self, store: Store) -> None:
+        """Tensors come back in any order, also after others were dropped."""
+        wanted = [torch.randn(50 + number) for number in range(20)]
+        tickets = [store.put(tensor) for tensor in wanted]
+        for number in range(0, 20, 3):
+            store.drop(tickets[number])
+        for number in reversed([number for number in range(20) if number % 3]):
+            assert same_bits(store.get(tickets[number]), wanted[number])
+            store.drop(tickets[number])
+
+    def test_law_6_nothing_left(self, store: Store) -> None:
+        """What is dropped is gone: the report says what it said before."""
+        held = [report.held for report in store.report()]
+        for tensor in (torch.randn(4096), torch.randn(0), torch.ones(33, 7)):
+            store.drop(store.put(tensor))
+            ticket = store.put(tensor)
+            store.get(ticket)
+            store.drop(ticket)
+        store.wait()
+        assert [report.held for report in store.report()] == held
+
+    def test_law_6_a_graph_that_dies(self, store: Store) -> None:
+        """Nothing is held when the graph is gone, whether there was a backward or not."""
+        held = [report.held for report in store.report()]
+        with warnings.catch_warnings(), saving(pipeline(AtLeast(0), store)):
+            warnings.filterwarnings("ignore", message=".*stores nothing of this block")
+            for backward in (True, False):
+                x = torch.randn(64, 64, requires_grad=True)
+                loss = x.exp().sin().sum()
+                if backward:
+                    torch.autograd.backward(loss)
+                del x, loss
+        gc.collect()
+        assert [report.held for report in store.report()] == held
+
+    def test_law_7_threads(self, store: Store) -> None:
+        """Several threads put, get and drop at once; one thread drops what another has put."""
+        shared = [(tensor, store.put(tensor)) for tensor in (torch.full((256,), float(number)) for number in range(8))]
+
+        def work(number: int) -> None:
+            for step in range(20):
+                tensor = torch.full((128,), float(100 * number + step))
+                ticket = store.put(tensor)
+                assert same_bits(store.get(ticket), tensor), "law 7: threads disturb each other"
+                store.drop(ticket)
+            for tensor, ticket in shared[number::4]:
+                assert same_bits(store.get(ticket), tensor)
+                store.drop(ticket)
+
+        _in_threads(work)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    def test_law_9_forks(self, store: Store) -> None:
+        """A child that was forked works with the store, and what the parent has put stays as it is."""
+        tensor = torch.arange(4096.0)
+        ticket = store.put(tensor)
+        store.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # there may be threads, and the child takes no lock
+            child = os.fork()
+        if not child:
+            code = 1
+            try:
+                own = torch.full((4096,), 7.0)
+                mine = store.put(own)
+                code = 0 if same_bits(store.get(mine), own) else 2
+                store.drop(mine)
+            finally:
+                os._exit(code)
+        assert _code_of(child) == 0, "1: the child raised; 2: what it got is not what it put; -9: it hung"
+        assert same_bits(store.get(ticket), tensor), "the child changed what its parent has put"
+        store.drop(ticket)
+
+    def test_law_17_frozen(self, store: Store) -> None:
+        """It is frozen and pickles, and use changes nothing of it."""
+        _check_frozen(store, lambda: store.drop(store.put(torch.randn(64))))
+        assert pickle.loads(pickle.dumps(store)) == store
+
+    def test_configuration(self, store: Store) -> None:
+        """A configuration file can have it."""
+        _check_file("store", store)
+
+
+def _code_of(child: int) -> int:
+    """The exit code of a forked child; one that hangs is killed."""
+    alarm = threading.Timer(MOST, os.kill, (child, 9))
+    alarm.start()
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        alarm.cancel()
+
+
+class RuleTests:
+    """Tests of a :class:`disthooks.grads.rules.Rule`; give the fixture ``rule``."""
+
+    @pytest.fixture
+    def rule(self) -> Rule:
+        """The rule to be tested."""
+        raise NotImplementedError("give the fixture 'rule': def rule(self): return YourRule()")
+
+    def test_law_11_truth_on_two_ranks(self, rule: Rule) -> None:
+        """Two ranks under DistributedDataParallel train as one process does on the same global batch."""
+        alone = _trained(0, 1, {"rules": [rule]})
+        both = _on_ranks(_trained, {"rules": [rule]})
+        for one, other in zip(both[0]["parameters"], both[1]["parameters"], strict=True):
+            assert same_bits(one, other), "law 16, one decision: the ranks have different parameters"
+        for one, wanted in zip(both[0]["parameters"], alone["parameters"], strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-12, msg="law 11, truth: not as in one process")
+        _check_logs(both[0]["records"], alone["records"])
+
+    def test_law_16_state(self, rule: Rule) -> None:
+        """A training that was saved half way and goes on ends as one that was not interrupted."""
+        _check_state({"rules": [rule]})
+
+    def test_law_17_frozen(self, rule: Rule) -> None:
+        """It is frozen and pickles, and use changes nothing of it."""
+        _check_frozen(rule, lambda: _trained(0, 1, {"rules": [rule]}))
+        assert pickle.loads(pickle.dumps(rule)) == rule
+
+    def test_configuration(self, rule: Rule) -> None:
+        """A configuration file can have it."""
+        _check_file("rules", rule)
+
+
+class StatTests:
+    """Tests of a :class:`disthooks.stats.Stat`; give the fixture ``stat``.
+
+    Attributes:
+        of_ranks: True for a statistic that compares ranks, whose numbers depend on how many there are.
+    """
+
+    of_ranks: ClassVar[bool] = False
+
+    @pytest.fixture
+    def stat(self) -> Stat:
+        """The statistic to be tested."""
+        raise NotImplementedError("give the fixture 'stat': def stat(self): return YourStat()")
+
+    def test_law_11_truth_on_two_ranks(self, stat: Stat) -> None:
+        """Two ranks under DistributedDataParallel log what one process logs on the same global batch."""
+        alone = _trained(0, 1, {"stats": [stat]})
+        both = _on_ranks(_trained, {"stats": [stat]})
+        assert len(both[0]["records"]) == STEPS
+        assert both[1]["records"] == [], "the first rank alone writes"
+        _check_logs(both[0]["records"], [] if self.of_ranks else alone["records"])
+
+    def test_watching_changes_nothing(self, stat: Stat) -> None:
+        """The parameters have the same bits with the statistic and without it."""
+        truth = _trained(0, 1, None)
+        found = _trained(0, 1, {"stats": [stat]})
+        for one, wanted in zip(found["parameters"], truth["parameters"], strict=True):
+            assert same_bits(one, wanted), "a statistic changed a gradient"
+
+    def test_law_20_records(self, stat: Stat) -> None:
+        """A record is plain JSON, and every record has the same names."""
+        records = _trained(0, 1, {"stats": [stat]})["records"]
+        assert json.loads(json.dumps(records)) == records or any("NaN" in json.dumps(record) for record in records)
+        assert len({frozenset(record) for record in records}) == 1
+        assert set(records[0]) - {"step", "time", "run", "restart"}, "nothing is logged"
+
+    def test_law_12_measures(self, stat: Stat) -> None:
+        """Its measures are frozen and equal each time, so that others which need the same one share it."""
+        assert set(stat.measures()) == set(stat.measures()) >= set(stat.always())
+
+    def test_law_16_state(self, stat: Stat) -> None:
+        """A training that was saved half way and goes on ends as one that was not interrupted."""
+        _check_state({"stats": [stat]})
+
+    def test_law_17_frozen(self, stat: Stat) -> None:
+        """It is frozen and pickles, and use changes nothing of it."""
+        _check_frozen(stat, lambda: _trained(0, 1, {"stats": [stat]}))
+        assert pickle.loads(pickle.dumps(stat)) == stat
+
+    def test_configuration(self, stat: Stat) -> None:
+        """A configuration file can have it."""
+        _check_file("stats", stat)
+
+
+class SinkTests:
+    """Tests of a sink; give the fixture ``sink``.
+
+    Attributes:
+        in_files: whether a configuration file can have it. False for a function, and for a sink that holds objects.
+    """
+
+    in_files: ClassVar[bool] = True
+
+    @pytest.fixture
+    def sink(self) -> Any:
+        """The sink to be tested."""
+        raise NotImplementedError("give the fixture 'sink': def sink(self): return YourSink()")
+
+    @contextlib.contextmanager
+    def opened(self, sink: Any) -> Iterator[Any]:
+        """What takes the records while the sink is open; it is closed afterwards."""
+        with warnings.catch_warnings(), contextlib.ExitStack() as at_end:
+            warnings.simplefilter("error")
+            taking = open_all([sink])
+            at_end.callback(close_all, taking)
+            yield taking[0]
+
+    def test_it_takes_what_is_logged(self, sink: Any) -> None:
+        """It takes numbers that are not finite, words, lists and histograms, and leaves the record as it is."""
+        record: dict[str, Any] = {"step": 0, "grad_norm": 0.5, "grad_max_abs": math.nan, "clip_ratio": math.inf}
+        record |= {"nonfinite_at": [{"param": "w", "rank": 1}], "phase": "warm-up", "clipped": True, "none": None}
+        record |= {"grad_histogram": {"edges": [0.0, 1.0, math.inf], "counts": [3, 1]}}
+        kept = copy.deepcopy(record)
+        with self.opened(sink) as taking:
+            for step in range(3):
+                taking(record | {"step": step})
+            taking(record)
+        assert repr(record) == repr(kept), "the sink changed the record"
+
+    def test_it_is_opened_again(self, sink: Any) -> None:
+        """One sink serves one attachment after another."""
+        for _ in range(2):
+            with self.opened(sink) as taking:
+                taking({"step": 0, "grad_norm": 0.5})
+
+    def test_it_never_fails_in_training(self, sink: Any) -> None:
+        """A sink that fails is left out with a warning; this one gets every record."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*left out.*|.*could not be closed.*")
+            _trained(0, 1, {"stats": [Norm()], "sinks": [sink]})
+
+    def test_configuration(self, sink: Any) -> None:
+        """A configuration file can have it."""
+        if not self.in_files:
+            pytest.skip("in_files is False")
+        _check_file("sinks", sink)
+
+
+def _trained(
+    rank: int, world: int, watched: dict[str, Any] | None, steps: int = STEPS, state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Parameters, records and state after a short training in float64; of ``world`` ranks each has its part of a batch.
+
+    With ``state``, which an earlier call returned as ``at_half``, the training goes on from there.
+    """
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    batches = torch.randn(STEPS, 8, 8, dtype=torch.float64) * 3
+    inner = model
+    if world > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    records: list[dict[str, Any]] = []
+    attached: Any = contextlib.nullcontext()
+    if watched is not None:
+        sinks = [*watched.get("sinks", ()), records.append]
+        attached = gradients(model, optimizer, **{"stats": [Norm()], **watched, "sinks": sinks}, every=1)
+    if state is not None:
+        inner.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        attached.load_state_dict(state["watched"])
+    at_half: dict[str, Any] = {}
+    with attached:
+        for number in range(0 if state is None else STEPS // 2, steps):
+            batch = batches[number].chunk(world)[rank]
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == STEPS // 2 - 1 and watched is not None:
+                at_half = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+                at_half = copy.deepcopy(at_half | {"watched": attached.state_dict()})
+    return {"parameters": [p.detach() for p in inner.parameters()], "records": records, "at_half": at_half}
+
+
+def _check_state(watched: dict[str, Any]) -> None:
+    whole = _trained(0, 1, watched)
+    file = io.BytesIO()  # as a checkpoint is written and read: nothing but tensors and plain values
+    torch.save(whole["at_half"], file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    resumed = _trained(0, 1, watched, state=state)
+    for one, wanted in zip(resumed["parameters"], whole["parameters"], strict=True):
+        assert same_bits(one, wanted), "law 16: a training that goes on from a checkpoint is another one"
+    _check_logs(resumed["records"], whole["records"][STEPS // 2 :])
+
+
+def _check_logs(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Fail unless the records have the same names and, but for times and names of runs, nearly the same numbers."""
+    for one, other in zip(found, wanted, strict=True) if wanted else ():
+        assert set(one) == set(other)
+        for name in sorted(set(one) - {"time", "run", "restart"}):
+            if isinstance(other[name], (int, float)) and not name.endswith("_rank"):
+                assert one[name] == pytest.approx(other[name], rel=1e-9, abs=1e-12, nan_ok=True), f"law 11: {name}"
+
+
+class _Ranks:
+    """Two processes with gloo, which call what they are told; see [Note: two ranks for the tests]."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="disthooks-ranks-")
+        pipes = [context.Pipe() for _ in range(WORLD)]
+        self._ends = [mine for mine, _ in pipes]
+        store = os.path.join(self._folder.name, "store")
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for end in self._ends:
+            end.send((function, arguments))
+        answers = []
+        for rank, end in enumerate(self._ends):
+            if not end.poll(MOST):
+                self.stop()
+                pytest.fail(f"rank {rank} hangs")
+            answers.append(end.recv())
+        if said := [text for _, text in answers if text]:
+            pytest.fail("\n".join(said))
+        return [answer for answer, _ in answers]
+
+    def stop(self) -> None:
+        _on_ranks.__dict__.pop("pool", None)
+        for process in self._processes:
+            process.terminate()
+            process.join(5)
+        self._folder.cleanup()
+
+
+def _serve(rank: int, store: str, end: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments = end.recv()
+            try:
+                end.send((function(rank, WORLD, *arguments), ""))
+            except Exception:
+                end.send((None, f"rank {rank}:\n{traceback.format_exc()}"))
+
+
+def _on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(rank, world, *arguments)`` returns on each of two ranks, which are started once."""
+    pool: _Ranks | None = _on_ranks.__dict__.get("pool")
+    if pool is None:
+        pool = _on_ranks.__dict__["pool"] = _Ranks()
+        atexit.register(pool.stop)
+    return pool.call(function, *arguments)

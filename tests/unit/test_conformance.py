@@ -1,0 +1,93 @@
+"""The conformance tests for other packages, run on the kinds of this library, and on kinds that are wrong."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.saved.codecs import Codec
+from disthooks.testing import CodecTests, RuleTests, SinkTests, StatTests, StoreTests
+
+
+class TestCodecs(CodecTests):
+    most_error = 0.3
+
+    @pytest.fixture(
+        params=[dh.Cast(torch.bfloat16), dh.Cast(torch.float8_e4m3fn), dh.Compact(), dh.Compress(), dh.Quantize(4)],
+        ids=repr,
+    )
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return request.param
+
+
+class TestStores(StoreTests):
+    @pytest.fixture(params=["OnCpu", "OnDevice", "OnDisk", "Tiered"])
+    def store(self, request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Any:
+        made = {
+            "OnCpu": lambda: dh.OnCpu(),
+            "OnDevice": lambda: dh.OnDevice(),
+            "OnDisk": lambda: dh.OnDisk(tmp_path),
+            "Tiered": lambda: dh.Tiered(dh.OnDevice("64 KiB"), dh.OnDisk(str(tmp_path))),
+        }
+        return made[request.param]()
+
+
+class TestRules(RuleTests):
+    @pytest.fixture(
+        params=[
+            dh.ClipAdaptive(0.01),
+            dh.ClipNorm(0.1),
+            dh.ClipPercentile(20, 5),
+            dh.ClipValue(-0.01, 0.01),
+            dh.ClipZScore(warmup_steps=2),
+            dh.Freeze(2),
+            dh.Noise(1e-3),
+            dh.Sanitize(),
+            dh.Scale(0.5),
+            dh.SkipNonFinite(),
+            dh.only("*.bias", dh.ClipNorm(0.01)),
+        ],
+        ids=repr,
+    )
+    def rule(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+
+class TestStats(StatTests):
+    @pytest.fixture(
+        params=sorted({*dh.stats.__all__} - {"Agreement", "Found", "NoiseScale", "Spread", "Stat", "standard"})
+    )
+    def stat(self, request: pytest.FixtureRequest) -> Any:
+        return getattr(dh.stats, request.param)()
+
+
+class TestStatsOfRanks(StatTests):
+    of_ranks = True
+
+    @pytest.fixture(params=["Agreement", "Spread"])
+    def stat(self, request: pytest.FixtureRequest) -> Any:
+        return getattr(dh.stats, request.param)()
+
+
+class TestJsonl(SinkTests):
+    @pytest.fixture
+    def sink(self, tmp_path: pathlib.Path) -> Any:
+        return dh.sinks.Jsonl(tmp_path / "log.jsonl")
+
+
+class TestConsole(SinkTests):
+    @pytest.fixture
+    def sink(self) -> Any:
+        return dh.sinks.Console()
+
+
+class TestFunction(SinkTests):
+    in_files: ClassVar[bool] = False
+
+    @pytest.fixture
+    def sink(self) -> Any:
+        return lambda record: None
