@@ -48,7 +48,7 @@ from disthooks.config import Plan, from_config
 from disthooks.errors import ConfigError
 from disthooks.grads.attach import gradients
 from disthooks.grads.rules.base import Rule
-from  import close_all, open_all
+from disthooks.grads.sinks.base import RecordWriter
 from disthooks.grads.stats.base import Stat
 from disthooks.grads.stats.norms import Norm
 from disthooks.saved.attach import saving
@@ -450,11 +450,11 @@ class SinkTests:
     @contextlib.contextmanager
     def opened(self, sink: Any) -> Iterator[Any]:
         """What takes the records while the sink is open; it is closed afterwards."""
-        with warnings.catch_warnings(), contextlib.ExitStack() as at_end:
+        writer = RecordWriter()
+        with warnings.catch_warnings(), contextlib.closing(writer):
             warnings.simplefilter("error")
-            taking = open_all([sink])
-            at_end.callback(close_all, taking)
-            yield taking[0]
+            writer.open([sink])
+            yield writer.sinks[0]
 
     def test_it_takes_what_is_logged(self, sink: Any) -> None:
         """It takes numbers that are not finite, words, lists and histograms, and leaves the record as it is."""
