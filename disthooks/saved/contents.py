@@ -6,12 +6,12 @@
 # operator that saves it is done, no matter when a thread of a store moves them: the contents are copied, and the store
 # gets the copy (decision 108). `pack` makes the copy, because by then the inputs of an operator are what they were
 # given as, and its outputs are computed.
-#
+
 # [Note: contents are taken late]
 # The exception is what an operator allocates by itself. It may save such a tensor first and fill it afterwards, as
 # `rrelu` does with its noise (pytorch#193671). No code of the user's can have such a tensor before the operator
 # returns, so its reference counts tell it apart. It is copied when the next operator of the call begins.
-#
+
 # [Note: leaves within one call]
 # The same tensor, saved again by a later operator, may have been written meanwhile. Its version does not say so, thus
 # its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32 (decision 109). Where they

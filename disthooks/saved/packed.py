@@ -9,21 +9,21 @@
 # meanwhile. `alias = tensor.detach()` shares the version counter of the saved tensor. Once the contents are offloaded,
 # `alias.data = empty` exchanges its memory for none and keeps the counter. So a tensor of zero bytes goes on to see
 # every change that is made through any alias, even if the saved tensor itself is gone (decision 1).
-#
+
 # [Note: storage and version]
 # Two saved tensors have the same content if they lie over the same storage object, at the same version. The key has the
 # address of the storage object, never a data pointer or an `id`. `StorageRef` holds the storage weakly, which keeps its
 # address from being given to another storage, and does not keep its memory. Versions can be compared only where one
 # counter counts: among views of one base tensor. `unsafe_chunk`, `.data` and `from_numpy` make aliases with counters of
 # their own, so the base tensor (`owner`) is part of the key (decision 2).
-#
+
 # [Note: one restore a generation]
 # Contents that several saved tensors share are restored once for all of them. Each handle that has yet to read holds
 # the same `Restored`, and drops it when it has read. So the restored memory goes with the last reader, by Python's own
 # reference counts: no destructor, no lock (decisions 5 and 28). A handle that reads a second time, with `retain_graph`,
 # begins a new generation, which all other handles join. A reader that comes much later in backward leaves the
 # generation and restores for itself, because to hold the memory until then costs more (decisions 45 and 107).
-#
+
 # [Note: what a function of the user's own is given]
 # The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then knows
 # that the tensor belongs to somebody, and does not make it a `.grad` that the next backward adds to. It cannot know

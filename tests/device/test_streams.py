@@ -172,7 +172,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     with dh.saving(every(store)):
         y = chain(x)
     torch.accelerator.synchronize(device)
-    flying = [parcel for parcel in store.courier(device)._flying if courier.outgoing.source is not None]
+    flying = [parcel for parcel in store.courier(device)._flying if parcel.outgoing.source is not None]
     with monkeypatch.context() as patch:
         patch.setattr(_streams, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -180,7 +180,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
         del y
         gc.collect()
         assert flying
-        assert all(courier.outgoing.source is not None for parcel in flying)  # though it is copied
+        assert all(parcel.outgoing.source is not None for parcel in flying)  # though it is copied
     del flying
     assert is_clean(store, device)
 
