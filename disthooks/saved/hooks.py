@@ -62,6 +62,13 @@ class Decision(NamedTuple):
 
 
 _SHARED = Decision("share")
+
+
+@functools.cache  # most saved tensors are kept, for few reasons
+def _kept(reason: str) -> Decision:
+    return Decision("keep", reason)
+
+
 _Held = TypeVar("_Held")
 
 
@@ -161,20 +168,20 @@ class SavedTensorHooks:
     def _decide(self, tensor: torch.Tensor, owner: torch.Tensor) -> Decision:
         """What becomes of ``tensor``, which is not known yet; ``owner`` counts its changes."""
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            return Decision("keep", "parameter")
+            return _kept("parameter")
         part = stored_part(tensor)
         if part is None:
-            return Decision("keep", exotic(tensor) or "local part")
+            return _kept(exotic(tensor) or "local part")
         reason = self._reason_to_keep(owner, part)
         if reason == "small" and self._holds_much(part):
             return Decision("store", "small", part)
         if reason is not None:
-            return Decision("keep", reason)
+            return _kept(reason)
         if tensor.dtype in NARROW:
             source = self._weights.cast_from(tensor)
             if source is not None:
                 if source.weight is None or part is not tensor:
-                    return Decision("keep", "autocast weight")
+                    return _kept("autocast weight")
                 return Decision("recast", "", part, source.weight)
         return Decision("store" if self._recompute is None or part is not tensor else "recompute", "", part)
 
