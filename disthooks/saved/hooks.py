@@ -312,10 +312,11 @@ class SavedTensorHooks:
         origin = None
         if self._recompute is not None and decision.fate == "recompute" and region is None:
             origin = self._recompute.origin(owner)
-        if origin is not None:
-            return Recomputed(origin, *arguments, self._module_name)
-        stored = StoredContent(*arguments, self._module_name)
-        stored.may_stay_in_place = self._recompute is None  # Recompute computes others from what a store has
+        if origin is None:
+            stored = StoredContent(*arguments, self._module_name)
+        else:
+            stored = Recomputed(origin, *arguments, self._module_name)
+        stored.may_stay_in_place = self._recompute is None  # Recompute computes other tensors from the stored contents
         return stored
 
     def _add(self, key: Key, packed: Packed, part: torch.Tensor, owner: torch.Tensor | None) -> None:
