@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, str]] = {
         "ClipValue": "disthooks.grads.rules.clip:ClipValue",
         "ClipZScore": "disthooks.grads.rules.adaptive:ClipZScore",
         "Freeze": "disthooks.grads.rules.skip:Freeze",
-        "Noise": "disthooks.grads.rules.noise:Noise",
+        "Noise": "disthooks.grads.rules.elementwise:Noise",
         "Sanitize": "disthooks.grads.rules.elementwise:Sanitize",
         "Scale": "disthooks.grads.rules.elementwise:Scale",
         "SkipNonFinite": "disthooks.grads.rules.skip:SkipNonFinite",

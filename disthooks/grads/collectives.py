@@ -1,9 +1,23 @@
-"""Small collectives of whole numbers: a sum, and what every rank has.
+"""Process groups of disthooks, the collectives that run on them, and the agreement of ranks about the count of steps.
 
-The two collectives of a round: local numbers of all measures into one SUM and one MAX, and out again.
-
-Agreement of all ranks about the count of steps, before collectives of different sizes could meet.
+This is the only file of grads that imports torch.distributed.
 """
+
+# [Note: groups of our own]
+# disthooks makes a process group of its own for the ranks that are attached together, so that none of its collectives
+# can be mistaken for one of the training's. It is kept for as long as the default group that it was made under: to make
+# one anew can meet the keys that its namesake left in the store, and with NCCL each group holds device memory. It is
+# kept weakly: once torch.distributed has destroyed it, it must not live on here with its threads.
+# torch names a group of some of the ranks after how many groups the process is in. Ranks of overlapping groups are in
+# different numbers of groups, so under torch's names they would wait for each other for ever. The name that disthooks
+# gives depends on the ranks of the group alone.
+
+# [Note: the count of steps is agreed on]
+# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
+# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
+# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
+# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
+# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
 
 from __future__ import annotations
 
@@ -61,18 +75,16 @@ def gather(group: Any, numbers: torch.Tensor) -> list[list[int]]:
     return found
 
 
-# A group is kept for as long as the default group it was made under: making one anew can meet the keys that its
-# namesake left in the store, and with NCCL each holds device memory.
-# Weakly: once torch.distributed has destroyed them, they must not live on here with their threads.
+# For the ranks of each group the default group that it was made under, and itself. See [Note: groups of our own].
 _groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
-_asked: dict[tuple[int, ...], int] = {}
+_times_made: dict[tuple[int, ...], int] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
     """The process group of disthooks for ``ranks``, made at the first call; None for one rank alone.
 
-    A group of its own, so that no collective of the training can be mistaken for one of ours; it gives up waiting
-    for a rank when the default group does. Every one of ``ranks`` must call it, the others need not.
+    It gives up waiting for a rank when the default group does. Every one of ``ranks`` must call this; the others need
+    not. See [Note: groups of our own].
     """
     if len(ranks) == 1:
         return None
@@ -84,26 +96,16 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def _made(ranks: list[int]) -> Any:
-    """A new group; of all ranks by the way that needs nothing but that all make it.
-
-    torch names a group of some ranks after how many groups this process is in, and ranks of overlapping groups are in
-    different numbers of them: under torch's names they would wait for each other for ever. The name that disthooks
-    gives depends on the ranks of the group alone.
-    """
+    """Make a new group. See [Note: groups of our own]."""
     if len(ranks) == dist.get_world_size():
         return dist.new_group(timeout=_timeout())
-    with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_made_before(ranks)}"):
+    _times_made[tuple(ranks)] = _times_made.get(tuple(ranks), 0) + 1  # the same on each of these ranks
+    with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_times_made[tuple(ranks)]}"):
         return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
 
 
-def _made_before(ranks: list[int]) -> int:
-    """How often this was asked for ``ranks``, alike on all of them."""
-    _asked[tuple(ranks)] = _asked.get(tuple(ranks), 0) + 1
-    return _asked[tuple(ranks)]
-
-
 def _timeout() -> timedelta | None:
-    """That of the default group, which ``new_group`` would not take over."""
+    """The timeout of the default group, which ``new_group`` would not take over by itself."""
     world: Any = dist.group.WORLD
     backends = [world._get_backend(device) for device in world._device_types]
     found: list[timedelta] = [b.options._timeout for b in backends if hasattr(getattr(b, "options", None), "_timeout")]
@@ -111,13 +113,13 @@ def _timeout() -> timedelta | None:
 
 
 def seconds_to_wait(group: Any) -> float:
-    """How long a collective of ``group`` waits for a rank; no time where there is none to wait for."""
+    """How long a collective of ``group`` waits for a rank; 0 where there is one rank alone."""
     known = None if group is None else _timeout()
     return 0.0 if group is None else 1800.0 if known is None else known.total_seconds()
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Stands for a weak reference to nothing."""
 
 
 def device_for(group: Any, device: torch.device) -> torch.device:
@@ -152,13 +154,6 @@ def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch
     return packed
 
 
-# [Note: the count of steps is agreed on]
-# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
-# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
-# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
-# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
-# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
-
 _attached: dict[tuple[int, ...], itertools.count[int]] = {}
 _WARN_AFTER = 30.0  # seconds
 
@@ -182,14 +177,14 @@ class StepCounts:
             self._prefix = f"disthooks steps {self._ranks} {number}"
 
     def loaded(self) -> None:
-        """Compare in the next step again, for this rank has loaded a state."""
+        """Compare again in the next step, because this rank has loaded a state."""
         self._is_agreed = self._is_alone
 
     def check(self, steps: int) -> None:
         """Wait until all ranks have said how many steps they count; only in the first step after :meth:`loaded`.
 
         Raises:
-            AttachError: when two ranks count otherwise, or one says nothing in time.
+            AttachError: when two ranks have different counts, or one says nothing in time.
         """
         if self._is_agreed:
             return

@@ -1,4 +1,4 @@
-"""One function on the gradients of some parameters."""
+"""``on_gradient()``: one function on the gradients of some parameters, without rules, statistics or collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OnGradient(Attachment):
     """What :func:`on_gradient` attached.
 
     Attributes:
-        names: the parameters it is for.
+        names: of the parameters that the function is for.
     """
 
     def __init__(self, engine: Engine, indices: Sequence[int], function: Function, at: str) -> None:
@@ -44,7 +44,7 @@ class OnGradient(Attachment):
         return {name: self._calls[name] for name in self.names}
 
     def attach(self) -> None:
-        """Put the hooks on, and one that notices when the parameters are replaced by an engine."""
+        """Put the hooks on, and one on the model's forward that notices when an engine has replaced the parameters."""
         if self._at == "local":
             # The parameters of a plain module keep this object, even when only a part of the module was given here and
             # is gone. An engine holds parameters where the collector cannot look: there the model keeps it, see below.
@@ -83,7 +83,7 @@ class OnGradient(Attachment):
                     _write(shard.parameter, grad, result)
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
-        """Without the engine's loss scale, and wide enough to be so: float16 is what it was multiplied for."""
+        """Call the function with the gradient in the user's units. See [Note: whose units] in step.py."""
         scale = self._engine.gradient_scale()
         if scale is None:
             return self._apply(shard, grad)
@@ -187,7 +187,7 @@ def _check_result(result: object, grad: torch.Tensor, where: str) -> None:
 
 
 def _write(parameter: nn.Parameter, grad: torch.Tensor, result: torch.Tensor) -> None:
-    """Into the gradient that is there, which may be a view of a bucket of DDP; a DTensor's placements stay."""
+    """Write into the gradient that is there: it may be a view of DDP's bucket, and a DTensor keeps its placements."""
     if grad.layout is torch.strided and result.layout is torch.strided:
         grad.copy_(result)
     else:

@@ -1,7 +1,4 @@
-"""Clipping the norm to what earlier norms were like.
-
-Clipping by the ratio of a gradient's norm to that of its weights.
-"""
+"""Clipping by a threshold that is not a constant: by the norms of earlier steps, or by the norms of the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class ClipPercentile(Rule):
         norm_type: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
-        UsageError: when an argument is none of what it may be.
+        UsageError: when an argument is out of its range.
 
     >>> from disthooks import gradients
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -65,23 +62,20 @@ class ClipPercentile(Rule):
         Power(self.norm_type)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sum of powers of every parameter."""
         return (Power(float(self.norm_type)),)
 
     def logs(self) -> frozenset[str]:
-        """The norm before and after, the factor and the threshold."""
         name = norm_label(self.norm_type)
         return frozenset({name, f"{name}_clipped", "clip_ratio", "clip_threshold"})
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        """No norms yet."""
         norms = torch.zeros(self.window, dtype=torch.float64, device=device)
         return {"norms": norms, "count": torch.zeros((), dtype=torch.int64, device=device)}
 
     def rewrite(self, work: Work) -> None:
-        """Remember the norm, then clip it."""
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
         norms, count, finite = state["norms"], state["count"], torch.isfinite(norm)
+        # The place in the ring is compared with all places, since the host does not know the count.
         here = torch.arange(self.window, device=norms.device) == count % self.window
         norms.copy_(torch.where(here & finite, norm, norms))
         count.add_(finite)
@@ -135,7 +129,7 @@ class ClipZScore(Rule):
         norm_type: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
-        UsageError: when an argument is none of what it may be.
+        UsageError: when an argument is out of its range.
 
     >>> from disthooks import gradients
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -169,21 +163,17 @@ class ClipZScore(Rule):
         Power(self.norm_type)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sum of powers of every parameter."""
         return (Power(float(self.norm_type)),)
 
     def logs(self) -> frozenset[str]:
-        """The norm before and after, the factor, and what is known of earlier norms."""
         name = norm_label(self.norm_type)
         return frozenset({name, "clip_ratio", *(f"{name}_{what}" for what in ("clipped", "mean", "std", "z"))})
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        """No norms yet."""
         kinds = {"mean": torch.float64, "variance": torch.float64, "count": torch.int64}
         return {name: torch.zeros((), dtype=dtype, device=device) for name, dtype in kinds.items()}
 
     def rewrite(self, work: Work) -> None:
-        """Compare the norm with those before it, clip it, and remember what it became."""
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
         mean, std, warm = state["mean"].clone(), state["variance"].sqrt(), state["count"] >= self.warmup_steps
         z = (norm - mean) / (std + self.eps)
@@ -195,7 +185,7 @@ class ClipZScore(Rule):
         work.log.update({f"{name}_mean": mean, f"{name}_std": std, f"{name}_z": z})
 
     def _limit(self, norm: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What the norm is to be clipped to; infinity when it is none too large."""
+        """What the norm is clipped to; infinity where it is no outlier."""
         if self.to == "threshold":
             limit = mean + self.z_thresh * std
             return torch.where(norm > limit, limit, math.inf)
@@ -203,7 +193,7 @@ class ClipZScore(Rule):
         return torch.where(z > self.z_thresh, limit, math.inf)
 
     def _remember(self, state: State, norm: torch.Tensor, warm: torch.Tensor, finite: torch.Tensor) -> None:
-        """During warm-up the mean and variance of all norms (Welford's), then those that move."""
+        """Take the norm into the mean and the variance: of all norms during warm-up (Welford), moving ones after it."""
         mean, variance, count = state["mean"], state["variance"], state["count"]
         share = torch.where(warm, 1 - self.alpha, 1 / (count + 1).double())
         new = mean + share * (norm - mean)
@@ -265,15 +255,12 @@ class ClipAdaptive(Rule):
                 raise UsageError(f"ClipAdaptive({name}={value!r}): a positive, finite number is needed")
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sums of squares of every unit."""
         return UnitSquares("gradient"), UnitSquares("parameter")
 
     def logs(self) -> frozenset[str]:
-        """How much was clipped."""
         return frozenset({"units_clipped", "unit_clip_ratio"})
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """Which rows are here must be known."""
         for shard in shards:
             if shard.part is None:
                 raise UsageError(
@@ -282,7 +269,6 @@ class ClipAdaptive(Rule):
                 )
 
     def rewrite(self, work: Work) -> None:
-        """Multiply what is here of each unit by the unit's factor."""
         norms, weights = (squares.sqrt() for squares in work.values)
         limits = self.clipping * weights.clamp(min=self.eps)
         below = norms < limits
@@ -298,7 +284,6 @@ class ClipAdaptive(Rule):
                     piece.mul_(own[first : first + len(piece)].view(-1, *[1] * (piece.ndim - 1)))
 
     def local_error(self) -> str:
-        """It compares with the weights, which may be anywhere."""
         return (
             f"{self!r} compares whole units of the final gradient with their weights, and no rank has all of them "
             "before the reduction; leave at='local' out, or use ClipNorm(by='parameter')"

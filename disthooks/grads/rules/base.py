@@ -1,4 +1,33 @@
-"""What every rule is: what it must know over all ranks, and a rewrite of this rank's part of the gradients."""
+"""What a rule is: what it must know of all ranks, and a rewrite of this rank's part of the gradients.
+
+To add a rule, write a frozen dataclass that derives from :class:`Rule`, and decorate it with ``@register("rule")``:
+
+- ``rewrite(work)`` changes the gradients in ``work.grads`` in place. A rule for single elements needs nothing else.
+- ``measures()`` names what must be known of all ranks before that, such as ``Power(2.0)`` for a norm. ``work.values``
+  has the results in the same order: the numbers of each of the rule's parameters, merged over the ranks.
+- ``start()`` makes the tensors that the rule keeps from step to step. They are ``work.state``, to be changed in place,
+  and ``state_dict()`` of the attachment has them.
+- ``logs()`` names the numbers that ``rewrite`` puts into ``work.log``.
+- ``rewrite_local()`` and ``can_be_local = True`` let the rule work at "local", where it has one gradient of one rank.
+
+    @register("rule")
+    @dataclass(frozen=True)
+    class Halve(Rule):
+        def rewrite(self, work: Work) -> None:
+            for group in work.together():
+                torch._foreach_mul_(group, 0.5)
+
+See [Note: what a rule may do].
+"""
+
+# [Note: what a rule may do]
+# - A rank may hold any part of a gradient. So a rewrite is elementwise, or depends on nothing but merged values, the
+#   state, and which elements a rank has (`Shard.part`); it then gives the same on every engine.
+# - All ranks must decide alike. Merged values are the same bits on every rank, and so is a state that is made of them.
+#   The value of a single element, a random number of torch's generator or the clock is not.
+# - Nothing waits for the device. In place of `if norm > limit` write `torch.where`, and multiply in any case. What must
+#   be read on the host goes into `work.deferred_errors`, and is read one step later.
+# - A rule is frozen, since one object may be attached several times. What changes is in the state.
 
 from __future__ import annotations
 
@@ -13,24 +42,25 @@ from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.stats.base import Measure
 
+#: What a rule keeps from step to step, the same on every rank.
 State = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
 class Work:
-    """What a rule is given in one step, and where it leaves what it decided.
+    """What a rule is given in one step, and where it puts its decisions.
 
     Attributes:
-        shards: the parameters it is for.
-        grads: for each of them the local part of its gradient, to be changed in place; None where there is none.
+        shards: the parameters that the rule is for.
+        grads: for each of them this rank's part of its gradient, to be changed in place; None where there is none.
         values: for each of the rule's measures its numbers, merged over the ranks, on the device.
-        state: what the rule keeps from step to step, the same on all ranks; tensors to be changed in place.
+        state: what the rule keeps from step to step; tensors to be changed in place.
         step: how many steps there were before this one.
-        fresh: whether no rule before it rewrote any of these gradients.
+        fresh: whether no rule before this one rewrote any of these gradients.
         log: numbers to be logged in this step, by name; tensors without dimensions, on the device.
-        skips: whether the optimizer is to leave everything as it is in this step; bools without dimensions.
+        skips: decisions to leave the step out; bools without dimensions, on the device.
         excluded: parameters that the optimizer is not to move in this step.
-        deferred_errors: numbers that may make the next step raise, and what is done with each on the host.
+        deferred_errors: numbers that may make the next step raise, and for each the function that raises.
     """
 
     shards: Sequence[Shard]
@@ -45,13 +75,13 @@ class Work:
     deferred_errors: list[tuple[torch.Tensor, Callable[[float], None]]] = field(default_factory=list)
 
     def present(self) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """The parameters that have elements of a gradient here."""
+        """The parameters of which this rank has elements, and their gradients."""
         for shard, grad in zip(self.shards, self.grads, strict=True):
             if grad is not None and grad.numel():
                 yield shard, grad
 
     def together(self) -> Iterator[list[torch.Tensor]]:
-        """The gradients that are here, in groups that one foreach kernel can take: of one device and one dtype."""
+        """This rank's gradients in groups of one device and one dtype, each for one foreach kernel."""
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for _, grad in self.present():
             groups.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -59,7 +89,7 @@ class Work:
 
 
 class MicroBatch(NamedTuple):
-    """Which backward on which rank a local gradient is of.
+    """The micro-batch and the rank that a gradient at "local" is of.
 
     Attributes:
         step: how many steps of the optimizer there were before.
@@ -73,40 +103,39 @@ class MicroBatch(NamedTuple):
 
 
 class Rule:
-    """A rewrite of gradients; frozen, with its state in the attachment.
-
-    A rank may hold any part of a gradient, so rewriting is elementwise, or depends on nothing but measured values,
-    the state and which elements they are (:class:`~disthooks.engines.base.Part`). It never waits for the device.
+    """A rewrite of gradients; frozen, with its state in the attachment. See [Note: what a rule may do].
 
     Attributes:
-        rewrites: whether it changes gradients; what a later rule measures must then be measured anew.
+        rewrites: whether it changes gradients; a later rule then measures them anew.
         excludes: whether it may keep single parameters from the optimizer.
+        can_be_local: whether it can be applied at "local", to one gradient of one rank.
     """
 
     rewrites: ClassVar[bool] = True
     excludes: ClassVar[bool] = False
+    can_be_local: ClassVar[bool] = False
 
     def measures(self) -> tuple[Measure, ...]:
         """What must be known over all ranks before gradients can be rewritten."""
         return ()
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
-        """Which of the parameters it is for."""
+        """The parameters that it is for, as indices into ``shards``."""
         return list(range(len(shards)))
 
     def label(self) -> str:
-        """What tells its numbers in the log from those of another rule of its kind; empty for all parameters."""
+        """The text that tells its numbers in the log from those of another rule; empty if it is for all parameters."""
         return ""
 
     def logs(self) -> frozenset[str]:
-        """The names of what it has for the log."""
+        """The names of the numbers that it logs."""
         return frozenset()
 
     def check(self, shards: Sequence[Shard]) -> None:
         """Raise UsageError when it cannot be right on these parameters."""
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        """The state before the first step."""
+        """The state before the first step; its tensors are on ``device``."""
         return {}
 
     def rewrite(self, work: Work) -> None:
@@ -114,7 +143,7 @@ class Rule:
         raise NotImplementedError
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """What takes the place of this rank's own whole gradient of one micro-batch; a new tensor.
+        """The new tensor that takes the place of this rank's own gradient of one micro-batch.
 
         Raises:
             UsageError: when the rule needs more than that gradient; :meth:`local_error` says why.
@@ -122,7 +151,9 @@ class Rule:
         raise UsageError(self.local_error())
 
     def local_error(self) -> str:
-        """Why it cannot be applied at "local"; empty when it can."""
+        """The reason why it cannot be applied at "local"; empty when it can."""
+        if self.can_be_local:
+            return ""
         return (
             f"{self!r} depends on all gradients, which no rank has before the reduction; at='local' takes rules for "
             "one gradient at a time: ClipValue, ClipNorm(by='parameter'), Scale, Sanitize, Noise or a function"
@@ -133,17 +164,16 @@ class Rule:
 class Function(Rule):
     """A function of a parameter's name and the local part of its gradient; made of any callable among the rules."""
 
+    can_be_local: ClassVar[bool] = True
     function: Callable[[str, torch.Tensor], torch.Tensor]
 
     def rewrite(self, work: Work) -> None:
-        """Call the function for each gradient, and put what it returns in its place."""
         for shard, grad in work.present():
             result = self._called(shard.name, grad)
             if result is not grad:
                 grad.copy_(result)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """What the function returns."""
         version = grad._version
         result = self._called(shard.name, grad)
         if grad._version != version:
@@ -152,10 +182,6 @@ class Function(Rule):
                 "the same tensor for other parameters: return a new one (grad.clamp(...) for grad.clamp_(...))"
             )
         return result
-
-    def local_error(self) -> str:
-        """It can."""
-        return ""
 
     def _called(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         result = self.function(name, grad)
@@ -181,10 +207,10 @@ def as_rule(rule: object) -> Rule:
 
 
 def check_whole(rule: Rule, shard: Shard, grad: torch.Tensor) -> None:
-    """Raise UsageError unless ``grad`` is the gradient of all of the parameter, in this process.
+    """Raise UsageError unless ``grad`` is the gradient of the whole parameter, in this process.
 
-    A rule that knows nothing but its elements can take a part; one that measures a gradient, or must know which
-    elements it has, cannot.
+    A rule for single elements can take a part of a gradient. A rule that measures the gradient, or has to know which
+    elements it is given, cannot.
     """
     known = shard.part is not None and shard.part.shape == grad.shape
     if not known or hasattr(grad, "placements"):
@@ -195,7 +221,7 @@ def check_whole(rule: Rule, shard: Shard, grad: torch.Tensor) -> None:
 
 
 def number(value: object) -> bool:
-    """Whether ``value`` is a finite number; True and False are none."""
+    """Whether ``value`` is a finite number; True and False are not numbers here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

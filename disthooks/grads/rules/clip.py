@@ -1,10 +1,15 @@
 """Clipping by value and by norm."""
 
+# [Note: clipping multiplies in any case]
+# Whether a norm is too large is known on the device alone, and to ask would make the host wait. So gradients are always
+# multiplied, by a factor of at most 1. The factor is in float32 or wider: in float16 a small one would be 0. Where the
+# norm is infinite the factor is 0, so finite elements become 0 and infinite ones NaN, as torch has it.
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -37,6 +42,7 @@ class ClipValue(Rule):
     tensor([[-0.1000,  0.0500]])
     """
 
+    can_be_local: ClassVar[bool] = True
     low: float
     high: float | None = None
 
@@ -49,11 +55,10 @@ class ClipValue(Rule):
             raise UsageError(f"ClipValue: low={low} is above high={high}; {hint}")
 
     def bounds(self) -> tuple[float, float]:
-        """Both bounds."""
+        """The lower and the upper bound."""
         return (self.low, self.high) if self.high is not None else (-self.low, self.low)
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """Complex numbers have no order to clamp by."""
         for shard in shards:
             if shard.parameter.is_complex():
                 raise UsageError(
@@ -61,20 +66,14 @@ class ClipValue(Rule):
                 )
 
     def rewrite(self, work: Work) -> None:
-        """Clamp in place, a whole device's gradients at a time."""
         low, high = self.bounds()
         for group in work.together():
             torch._foreach_clamp_min_(group, low)
             torch._foreach_clamp_max_(group, high)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Clamped."""
         low, high = self.bounds()
         return grad.clamp(low, high)
-
-    def local_error(self) -> str:
-        """None: it takes one gradient at a time."""
-        return ""
 
 
 @register("rule")
@@ -94,7 +93,7 @@ class ClipNorm(Rule):
         by: "all": one norm of all gradients together; "parameter": each parameter has its own.
 
     Raises:
-        UsageError: when an argument is none of what it may be.
+        UsageError: when an argument is out of its range.
 
     >>> from disthooks import gradients
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -118,16 +117,14 @@ class ClipNorm(Rule):
         Power(self.norm_type)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sum of powers of every parameter."""
         return (self._power(),)
 
     def logs(self) -> frozenset[str]:
-        """The norm before and after, and the factor."""
         name = norm_label(self.norm_type)
         return frozenset({name, f"{name}_clipped", "clip_ratio"})
 
     def rewrite(self, work: Work) -> None:
-        """Multiply in place; always, since asking whether to would wait for the device."""
+        # See [Note: clipping multiplies in any case].
         power, (values,) = self._power(), work.values
         whole = power.norm(values, dim=0)
         if self.by == "all":
@@ -140,13 +137,11 @@ class ClipNorm(Rule):
         _log(work, self.norm_type, whole, after, factors.amin())
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Scaled by its own norm."""
         check_whole(self, shard, grad)
         (norm,) = norms([grad], self.norm_type)
         return grad * factor_to(self.max_norm, norm.to(wide(grad.dtype)))
 
     def local_error(self) -> str:
-        """With one norm for all it needs all gradients."""
         return "" if self.by == "parameter" else super().local_error()
 
     def _power(self) -> Power:
@@ -154,13 +149,13 @@ class ClipNorm(Rule):
 
 
 def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """What a gradient of this norm is multiplied by, so that its norm is at most ``limit``; torch's formula."""
+    """The factor, by torch's formula, that makes a gradient of this norm one of at most ``limit``."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     return torch.where(norm == torch.inf, 0.0, factor)  # also where the limit was learned from an infinite norm
 
 
 def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | torch.Tensor) -> None:
-    """Scale all gradients, whose norm is ``norm``, to at most ``limit``, and log it."""
+    """Scale all gradients, whose norm together is ``norm``, to at most ``limit``, and log what was done."""
     factor = factor_to(limit, norm)
     scale(work, factor)
     _log(work, norm_type, norm, norm * factor, factor)
@@ -174,7 +169,7 @@ def _log(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor
 def scale(work: Work, factor: torch.Tensor) -> None:
     """Multiply all gradients in place by one number, a tensor without dimensions."""
     for group in work.together():
-        # Wide: in float16 a small factor would be 0. A tensor without dimensions does not widen the gradients.
+        # See [Note: clipping multiplies in any case]. A tensor without dimensions does not widen the gradients.
         torch._foreach_mul_(group, onto(factor, group[0].device, wide(group[0].dtype)))
 
 

@@ -1,15 +1,28 @@
-"""Rules that need nothing but the elements: a factor, and a number in place of what is none."""
+"""Rules for single elements, which measure nothing: a factor, numbers in place of NaN, and noise."""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from disthooks._hashing import GOLDEN, mix64_, signed64
 from disthooks._registry import register
-from disthooks.engines.base import Shard
+from disthooks.engines.base import Part, Shard
 from disthooks.errors import UsageError
-from disthooks.grads.rules.base import MicroBatch, Rule, Work, number
+from disthooks.grads.rules.base import MicroBatch, Rule, State, Work, check_whole, number
+from disthooks.grads.stats.base import wide
+
+# [Note: noise by counting]
+# The noise of an element is a hash of the seed, the step, the parameter's name and the element's place in the whole
+# parameter. So every engine adds the same noise, for any number of ranks, without a generator whose state would have to
+# be shared between ranks or cut into parts, and replicas stay replicas.
+
+_CHUNK = 2**20  # elements whose noise is made at a time, in some 40 MB of temporary memory
 
 
 @register("rule")
@@ -30,6 +43,7 @@ class Scale(Rule):
     (tensor([[1.]]), tensor([0.5000]))
     """
 
+    can_be_local: ClassVar[bool] = True
     factor: float
 
     def __post_init__(self) -> None:
@@ -37,17 +51,11 @@ class Scale(Rule):
             raise UsageError(f"Scale({self.factor!r}): a finite number is needed")
 
     def rewrite(self, work: Work) -> None:
-        """Multiply in place, a whole device's gradients at a time."""
         for group in work.together():
             torch._foreach_mul_(group, self.factor)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Multiplied."""
         return grad * self.factor
-
-    def local_error(self) -> str:
-        """None: it takes one gradient at a time."""
-        return ""
 
 
 @register("rule")
@@ -78,6 +86,7 @@ class Sanitize(Rule):
     tensor([[ 1.,  0., 10.]])
     """
 
+    can_be_local: ClassVar[bool] = True
     nan: float = 0.0
     posinf: float | None = None
     neginf: float | None = None
@@ -88,14 +97,144 @@ class Sanitize(Rule):
                 raise UsageError(f"Sanitize({name}={value!r}): a finite number is needed")
 
     def rewrite(self, work: Work) -> None:
-        """In place; torch has no foreach kernel for it."""
-        for _, grad in work.present():
+        for _, grad in work.present():  # torch has no foreach kernel for it
             grad.nan_to_num_(self.nan, self.posinf, self.neginf)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """With numbers in place."""
         return grad.nan_to_num(self.nan, self.posinf, self.neginf)
 
-    def local_error(self) -> str:
-        """None: it takes one gradient at a time."""
-        return ""
+
+@register("rule")
+@dataclass(frozen=True)
+class Noise(Rule):
+    """Add to each element Gaussian noise with a standard deviation of ``std``.
+
+    The noise of an element depends on nothing but the seed, the step, the parameter's name and the element's place
+    in the whole parameter: it is the same on every engine and for any number of ranks, and replicas stay replicas.
+    It goes on after ``load_state_dict()`` of the attachment as if there had been no break. It is made on the device
+    by SplitMix64's mixing function (Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014), keyed
+    twice, and by Box and Muller's transform; no generator of torch is read or moved. Elements that are NaN stay so.
+
+    Once for all ranks is how differentially private SGD adds it to the sum of clipped gradients (Abadi et al., "Deep
+    Learning with Differential Privacy", 2016). This alone is not private: that takes a clip of each example's own
+    gradient, an accountant, and a secret, cryptographic source of noise, which this is not.
+
+    At "local" every micro-batch has noise of its own, on this rank's own gradient in the user's units. With
+    ``alike=True`` it is the same on all ranks, so their mean has it once, and the sum of n micro-batches has
+    ``sqrt(n) * std``. With ``alike=False`` each rank has its own, and the mean over N ranks has ``std / sqrt(N)``
+    of it. The count of micro-batches starts again at each step of the optimizer.
+
+    Args:
+        std: positive.
+        seed: an int; the same on all ranks.
+        alike: whether ranks have the same noise at "local". What the optimizer uses must not differ between
+            replicas, so at "final" there is no other way.
+
+    Raises:
+        UsageError: when an argument is out of its range, a gradient is complex, or the engine cannot tell
+            which elements of a parameter a rank has; for ``alike=False`` at "final".
+
+    >>> from disthooks import gradients
+    >>> model = torch.nn.Linear(1000, 10)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    >>> model.weight.grad = torch.zeros(10, 1000)
+    >>> with gradients(model, optimizer, rules=[Noise(0.5, seed=1)]):
+    ...     optimizer.step()
+    >>> f"{model.weight.grad.std():.2f}"
+    '0.50'
+    """
+
+    can_be_local: ClassVar[bool] = True
+    std: float
+    seed: int = 0
+    alike: bool = True
+
+    def __post_init__(self) -> None:
+        if not number(self.std) or self.std <= 0:
+            raise UsageError(f"Noise(std={self.std!r}): a positive, finite number is needed")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise UsageError(f"Noise(seed={self.seed!r}): an int is needed")
+        if not isinstance(self.alike, bool):
+            raise UsageError(f"Noise(alike={self.alike!r}): True or False")
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            if shard.parameter.is_complex():
+                raise UsageError(f"Noise: {shard.name!r} is complex, and so would have to be the noise")
+            if shard.part is None:
+                raise UsageError(
+                    f"Noise: which elements of {shard.name!r} are on this rank cannot be told, and so not their noise"
+                )
+
+    def start(self, shards: Sequence[Shard], device: torch.device) -> State:
+        if not self.alike:
+            raise UsageError(
+                f"{self!r} at 'final' would make replicas of a parameter different for good: leave alike=False out, "
+                "or give each rank its own noise before the reduction, by only(pattern, Noise(...), at='local')"
+            )
+        return {}
+
+    def rewrite(self, work: Work) -> None:
+        for shard, grad in work.present():
+            if shard.part is not None:
+                self._add(grad, shard.part, self._keys(work.step, shard.name))
+
+    def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        check_whole(self, shard, grad)
+        own = ("local", batch.number, *(() if self.alike else (batch.position,)))
+        result = grad.clone()
+        self._add(result, Part.whole(result.shape), self._keys(batch.step, shard.name, *own))
+        return result
+
+    def _keys(self, step: int, name: str, *more: object) -> tuple[int, int]:
+        text = repr((self.seed, step, name, *more)).encode()
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
+
+    def _add(self, grad: torch.Tensor, part: Part, keys: tuple[int, int]) -> None:
+        for start, chunk in _chunks(grad):
+            where = places(part, start, chunk.numel(), grad.device)
+            chunk.add_(normal(where, keys, wide(grad.dtype)).view(chunk.shape), alpha=self.std)
+
+
+def places(part: Part, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """The places, in the flattened whole parameter, of ``count`` elements of the part from its ``start``-th on.
+
+    >>> places(Part(torch.Size([3, 4]), box=((1, 2), (2, 2))), 1, 3, torch.device("cpu"))
+    tensor([ 7, 10, 11])
+    """
+    if part.box is None:
+        assert part.span is not None
+        return torch.arange(part.span[0] + start, part.span[0] + start + count, device=device)
+    rest = torch.arange(start, start + count, device=device)
+    if all(size == whole for (_, size), whole in zip(part.box[1:], part.shape[1:], strict=True)):
+        return rest + (part.box[0][0] * part.shape[1:].numel() if part.box else 0)
+    found, stride = torch.zeros_like(rest), 1
+    for (first, size), whole in zip(reversed(part.box), reversed(part.shape), strict=True):
+        found += (rest % size + first) * stride
+        rest, stride = rest // size, stride * whole
+    return found
+
+
+def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A number of the standard normal distribution for each of the int64 ``where``; the same for the same keys.
+
+    The second key goes in between two rounds of mixing: with the first alone, different keys would read the same
+    sequence at different places.
+    """
+    bits = mix64_(mix64_((where * signed64(GOLDEN)).add_(keys[0])).bitwise_xor_(keys[1]))
+    radius = (bits >> 32).bitwise_and_(_LOW).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    return (bits & _LOW).to(dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
+
+
+_LOW = 2**32 - 1
+
+
+def _chunks(grad: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views of a bounded size, each with the number of elements before it."""
+    if grad.is_contiguous():
+        yield from ((i * _CHUNK, chunk) for i, chunk in enumerate(torch.split(grad.view(-1), _CHUNK)))
+        return
+    row = grad.numel() // len(grad)
+    step = max(1, _CHUNK // row)
+    yield from ((i * step * row, chunk) for i, chunk in enumerate(torch.split(grad, step)))

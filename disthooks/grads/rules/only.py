@@ -1,4 +1,4 @@
-"""A rule for some parameters."""
+"""``only()``: a rule for some parameters, or for the gradients at "local"."""
 
 from __future__ import annotations
 
@@ -31,20 +31,16 @@ class Only(Rule):
 
     @property
     def rewrites(self) -> bool:  # type: ignore[override]
-        """That of the rule inside."""
         return self.rule.rewrites
 
     @property
     def excludes(self) -> bool:  # type: ignore[override]
-        """That of the rule inside."""
         return self.rule.excludes
 
     def measures(self) -> tuple[Measure, ...]:
-        """Those of the rule inside."""
         return self.rule.measures()
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
-        """Those that match, among those that the rule inside is for."""
         inner = self.rule.scope(shards)
         wanted = {
             name for name, _ in match([(s.name, s.as_full_parameter()) for s in shards], self.patterns, "parameter")
@@ -52,32 +48,25 @@ class Only(Rule):
         return [i for i in inner if shards[i].name in wanted]
 
     def label(self) -> str:
-        """The patterns."""
         shown = ",".join(p if isinstance(p, str) else getattr(p, "__name__", repr(p)) for p in self.patterns)
         return "&".join(part for part in (shown, self.rule.label()) if part)
 
     def logs(self) -> frozenset[str]:
-        """Those of the rule inside."""
         return self.rule.logs()
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """That of the rule inside."""
         self.rule.check(shards)
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        """That of the rule inside."""
         return self.rule.start(shards, device)
 
     def rewrite(self, work: Work) -> None:
-        """That of the rule inside."""
         self.rule.rewrite(work)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """That of the rule inside."""
         return self.rule.rewrite_local(shard, grad, batch)
 
     def local_error(self) -> str:
-        """That of the rule inside."""
         return self.rule.local_error()
 
 

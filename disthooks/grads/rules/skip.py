@@ -1,4 +1,4 @@
-"""Rules that keep the optimizer from moving: everything for a step, or some parameters for many."""
+"""Rules that keep the optimizer from moving: all parameters for one step, or some parameters for many steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SkipNonFinite(Rule):
 
     Logged are ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; these two are in ``state_dict()`` of
     the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
-    were not finite and the first parameters (:mod:`disthooks.grads.nonfinite`).
+    were not finite and the first parameters (:mod:`disthooks.grads.records`).
 
     Args:
         max_consecutive: after more skipped steps in a row than this, the next step raises on every rank; None: never.
@@ -64,20 +64,19 @@ class SkipNonFinite(Rule):
         _check_steps("SkipNonFinite", "max_consecutive", self.max_consecutive, 0)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The norm, what of gradients that nobody reduces is on one rank alone, and the ranks where it began."""
+        # The norm sees every element that is reduced. Gradients that nobody reduces may be NaN on one rank alone. The
+        # third one tells the ranks where it began.
         return Power(2.0), NonFiniteUnreduced(), OwnNonFinite()
 
     def logs(self) -> frozenset[str]:
-        """How often it skipped."""
         return frozenset({"skipped", "skipped_in_a_row", "skipped_total"})
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
-        """Nothing was skipped."""
         return {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("in_a_row", "total")}
 
     def rewrite(self, work: Work) -> None:
-        """Decide, and count."""
         squares, apart, _ = work.values
+        # See [Note: one decision]: merged numbers are the same bits on every rank, so all ranks skip or none does.
         bad = ~torch.isfinite(squares.sum()) | (apart.sum() > 0)
         in_a_row, total = work.state["in_a_row"], work.state["total"]
         in_a_row.add_(1).mul_(bad)
@@ -90,7 +89,6 @@ class SkipNonFinite(Rule):
             )
 
     def local_error(self) -> str:
-        """It decides for all parameters on all ranks."""
         return f"{self!r} decides about the optimizer's step, for all ranks alike; leave at='local' out"
 
 
@@ -141,12 +139,10 @@ class Freeze(Rule):
         _check_steps("Freeze", "until", self.until, 1)
 
     def rewrite(self, work: Work) -> None:
-        """Withhold them."""
         if self.until is None or work.step < self.until:
             work.excluded.extend(work.shards)
 
     def local_error(self) -> str:
-        """It is about the step."""
         return f"{self!r} keeps parameters from the optimizer's step; leave at='local' out"
 
 

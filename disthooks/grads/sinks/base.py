@@ -1,7 +1,30 @@
-"""What is in a record, by what frameworks can take of it: numbers, histograms, and the rest as text.
+"""What a sink is, what is in a record, and the writer that gives the records to the sinks.
 
-The life of a sink: opened on the first rank, called with each record, closed once.
+To add a sink, write a function of a dict: ``gradients(sinks=[print])`` works. A sink with a ``kind:`` in YAML is a
+frozen dataclass with ``@register("sink")``. If it holds a file or a connection, it is two classes:
+
+- the spec derives from :class:`SinkSpec` and says where to write. ``open()`` refuses early, by a ``UsageError``, what
+  cannot work, and returns
+- the open sink, which derives from :class:`OpenSink`: it is called with each record, and ``close()`` is called once.
+
+    @register("sink")
+    @dataclass(frozen=True)
+    class Csv(SinkSpec):
+        path: str
+
+        def open(self) -> OpenSink:
+            return _Rows(self, open(self.path, "a"))
+
+A record is a dict: ``step``, then names with numbers, texts, lists and histograms. :func:`scalars`,
+:func:`histograms` and :func:`texts` take it apart, and :func:`portable` makes its names fit for every framework.
+See [Note: a sink that fails].
 """
+
+# [Note: a sink that fails]
+# Sinks run on the first rank alone. If one raised there, in the middle of a step, the other ranks would go on and wait
+# for the first one in their next collective, for ever. So what cannot work is refused when the sink is opened, where
+# all ranks can be told; and a sink that raises later is named in a warning and left out from then on. The same holds
+# for what is logged beside gradients (`also`), for functions that are told of non-finite steps, and for `close()`.
 
 from __future__ import annotations
 
@@ -25,13 +48,13 @@ _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_ste
 
 
 class Histogram(NamedTuple):
-    """How many lie between each edge and the next: one more edge than counts."""
+    """How many elements lie between each edge and the next; there is one more edge than counts."""
 
     edges: list[float]
     counts: list[float]
 
     def at_most(self, buckets: int) -> Histogram:
-        """The same with neighbours joined, when there are more buckets than that.
+        """The same histogram with neighbours joined, if it has more buckets than ``buckets``.
 
         >>> Histogram([0.0, 1.0, 2.0, 3.0], [5, 6, 7]).at_most(2)
         Histogram(edges=[0.0, 2.0, 3.0], counts=[11, 7])
@@ -42,7 +65,7 @@ class Histogram(NamedTuple):
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float | int]:
-    """The numbers of ``record``, not finite ones too, without its step.
+    """The numbers of ``record`` without its step, also those that are not finite.
 
     >>> scalars({"step": 3, "grad_norm": 0.5, "clipped": True, "nonfinite_at": [], "note": "warm"})
     {'grad_norm': 0.5, 'clipped': 1}
@@ -55,7 +78,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 def meaning(name: str) -> str:
-    """What the values of ``name`` in several records are together.
+    """How the values of ``name`` in several records are summed up.
 
     Returns:
         ``"label"`` for the number of a rank, an optimizer or a step, which has no mean and no sum; ``"count"`` for what
@@ -72,7 +95,7 @@ def meaning(name: str) -> str:
 
 
 def foremost(record: Mapping[str, Any]) -> dict[str, float | int]:
-    """The three numbers that a console has room for, of those that there are.
+    """The three most important numbers of ``record``, for a console with little room.
 
     >>> foremost({"step": 3, "grad_norm": 0.5, "grad_max_abs": 1.0, "saved/moved": 9, "clip_ratio": 0.1})
     {'grad_norm': 0.5, 'clip_ratio': 0.1, 'saved/moved': 9}
@@ -82,7 +105,7 @@ def foremost(record: Mapping[str, Any]) -> dict[str, float | int]:
 
 
 def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
-    """Every value that has ``edges`` and ``counts``; an infinite edge is moved to its neighbour, to be drawn.
+    """Every histogram in ``record``; an infinite edge is moved to its neighbour, so that it can be drawn.
 
     >>> histograms({"step": 0, "grad_histogram": {"edges": [0.0, 1.0, float("inf")], "counts": [3, 1]}})
     {'grad_histogram': Histogram(edges=[0.0, 1.0, 1.0], counts=[3, 1])}
@@ -95,7 +118,7 @@ def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
 
 
 def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
-    """What is neither a number nor a histogram nor empty, in words; of a list the first ``most``.
+    """Everything else that is not empty, in words; of a list the first ``most`` items.
 
     >>> texts({"step": 0, "nonfinite": 0, "nonfinite_at": [], "phase": "warm-up"})
     {'phase': 'warm-up'}
@@ -108,7 +131,7 @@ def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
 
 
 def portable(name: str) -> str:
-    """``name`` as every framework takes it: letters, digits and ``_-. /``, as a path, no longer than 250.
+    """``name`` as every framework accepts it: letters, digits and ``_-. /``, as a path, at most 250 characters.
 
     >>> portable("grad_norm/*.bias"), portable("saved/OnDisk('/tmp')/written")
     ('grad_norm/_.bias', 'saved/OnDisk__/tmp__/written')
@@ -138,14 +161,14 @@ def _is_histogram(value: Any) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Whether there is nothing to say of it: None, an empty list or text, a histogram of nothing."""
+    """Whether ``value`` says nothing: None, an empty list or text, a histogram of no elements."""
     if isinstance(value, Mapping) and _is_histogram(value):
         return not value["counts"]
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
 
 
 def _finite(edges: list[float]) -> list[float]:
-    """Only the outer edges can be infinite."""
+    """Move infinite edges to their neighbours; only the outermost edges can be infinite."""
     inner = [edge for edge in edges if math.isfinite(edge)]
     return [min(max(edge, inner[0]), inner[-1]) for edge in edges] if inner else [0.0] * len(edges)
 
@@ -168,19 +191,23 @@ PER_STEP = tuple(f"saved/{name}" for name in ("stored", "moved", "loaded", "pack
 
 
 class SinkSpec:
-    """A sink that is a description alone, frozen and picklable: what its ``open()`` returns is called in its place."""
+    """A sink that only says where to write, frozen and picklable; what ``open()`` returns is called in its place."""
 
     def open(self) -> OpenSink:
-        """What takes the records; the sink itself can be opened again, by another attachment."""
+        """What is called with the records. The spec can be opened again, by another attachment.
+
+        Raises:
+            UsageError: when it cannot work: a package is not installed, a path cannot be written.
+        """
         raise NotImplementedError
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """Never right: nothing is open here."""
+        """Refuse: nothing is open here."""
         raise UsageError(f"{self!r} is not open: give it to gradients(sinks=[...]), or call what its open() returns")
 
 
 class OpenSink:
-    """What writes to a framework until ``close()``; warnings name it as the sink that it came from."""
+    """A sink that is open, until ``close()``. Its ``repr``, which warnings show, is that of the spec."""
 
     def __init__(self, sink: object) -> None:
         self._named = repr(sink)
@@ -193,13 +220,13 @@ class OpenSink:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Write what is in buffers, and let go."""
+        """Write what is in buffers, and close files and connections."""
 
 
 class RecordWriter:
     """Gives the records of one attachment to its sinks, on the first rank; on the other ranks it has none.
 
-    A sink that raises is named in a warning and left out: to raise here, on one rank, would leave the others waiting.
+    See [Note: a sink that fails].
 
     Args:
         also: what is logged with the record of each logged step.
@@ -260,7 +287,7 @@ class RecordWriter:
 
 
 class Totals:
-    """What the reports of ``what`` have in all; and, from the second record on, what that was per step since the last.
+    """The totals in the reports of ``what``, and from its second record on their growth per step since the last one.
 
     >>> class Two:
     ...     def report(self):
@@ -284,7 +311,7 @@ class Totals:
         return cast("Mapping[str, Any]", self._what.report().record())
 
     def at(self, step: int) -> dict[str, Any]:
-        """The totals, and each of :data:`PER_STEP` as it was per step since the record before."""
+        """The totals, and the growth of each of :data:`PER_STEP` per step since the record before."""
         now = dict(self())
         last, self._last = self._last, (step, now)
         if last is None or step <= last[0]:
@@ -294,7 +321,7 @@ class Totals:
 
 
 def as_also_logged(what: Any) -> AlsoLogged:
-    """The function that gives what is to be logged of ``what``: itself, or an object with reports.
+    """The function that gives what is logged of ``what``: a function itself, or of an object its reports.
 
     >>> as_also_logged(lambda: {"lr": 0.1})()
     {'lr': 0.1}
@@ -309,7 +336,11 @@ def as_also_logged(what: Any) -> AlsoLogged:
 
 
 def import_framework(module: str, package: str, sink: SinkSpec) -> Any:
-    """The module of a framework, imported now that a sink asks for it; UsageError when it is not installed."""
+    """Import the module of a framework, for a sink that is being opened.
+
+    Raises:
+        UsageError: when it is not installed.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

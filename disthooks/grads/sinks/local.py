@@ -1,11 +1,11 @@
-"""Which run a line of a log belongs to: several write to one file, and a run that is restarted goes on in it.
+"""The sinks that need nothing installed: a file of JSON lines, and the terminal."""
 
-A run is what one launcher started: its restarts have its name. The name is ``DISTHOOKS_RUN`` if that is set, and
-otherwise made of the time when the launcher, or this process without one, was started, and of the number of that
-process. A second training in one process, after the first was detached, is a run of its own: its name ends in ``.1``.
-
-Sinks that need nothing installed: a file of lines, and the terminal.
-"""
+# [Note: the name of a run]
+# Several runs may write to one file, and a run that is restarted goes on in its file, so each line names its run. A run
+# is everything that one launcher started: its restarts have the same name. The name is `DISTHOOKS_RUN` if that is set.
+# Otherwise it is made of the time when the launcher, or this process if there is none, was started, and of the number
+# of that process. A second training in one process, after the first one was detached, is a run of its own: its name
+# ends in `.1`.
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ VARIABLE = "DISTHOOKS_RUN"
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 _lock = shared(Order.WATCH)
-#: Of each file: how many attachments write to it now, and how many runs of this process have ended there.
+#: For each file how many attachments write to it now, and how many runs of this process have ended there.
 _writers: dict[str, list[int]] = {}
 
 
 def run() -> str:
-    """The name of the run that this process is part of."""
+    """The name of the run that this process is part of. See [Note: the name of a run]."""
     return os.environ.get(VARIABLE) or _made(os.getpid())
 
 
 def restart() -> int:
-    """How often the launcher and the scheduler have started this run again; 0 in its first life."""
+    """How often the launcher and the scheduler have started this run again; 0 the first time."""
     told = (os.environ.get(name, "") for name in _RESTARTS)
     return sum(int(value) for value in told if value.isdigit())
 
@@ -139,11 +139,9 @@ class Lines(OpenSink):
         self._run = begin(self._path)
 
     def __call__(self, record: dict[str, Any]) -> None:
-        """Append one line."""
         self._sink.append(record, self._run)
 
     def close(self) -> None:
-        """The next attachment that opens the file begins another run."""
         end(self._path)
 
 

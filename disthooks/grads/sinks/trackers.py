@@ -1,11 +1,4 @@
-"""TensorBoard, by torch's own writer.
-
-Weights & Biases: the run that is active, online or offline.
-
-MLflow: the run that is active.
-
-What a training framework logs with already: Accelerate's trackers, DeepSpeed's monitor.
-"""
+"""The sinks of frameworks: TensorBoard, Weights & Biases, MLflow, Accelerate's trackers, DeepSpeed's monitor."""
 
 from __future__ import annotations
 
@@ -60,7 +53,6 @@ class TensorBoard(SinkSpec):
             raise UsageError(f"TensorBoard: log_dir is the directory of the run, got {self.log_dir!r}")
 
     def open(self) -> OpenSink:
-        """Start a file of events."""
         writer = import_framework("torch.utils.tensorboard", "tensorboard", self).SummaryWriter
         try:
             return _Events(self, writer(os.fspath(self.log_dir)))
@@ -140,7 +132,6 @@ class WandB(SinkSpec):
             raise UsageError(f"WandB: run is what wandb.init() returned, or None for the active run; got {self.run!r}")
 
     def open(self) -> OpenSink:
-        """Find the run."""
         wandb = import_framework("wandb", "wandb", self)
         run = wandb.run if self.run is None else self.run
         if run is None:
@@ -214,7 +205,6 @@ class MLflow(SinkSpec):
         check_prefix(self, self.prefix)
 
     def open(self) -> OpenSink:
-        """Find the run."""
         mlflow = import_framework("mlflow", "mlflow-skinny", self)
         run = mlflow.active_run()
         if run is None:

@@ -334,7 +334,7 @@ class NonFinite(Stat):
     digits came after it.
 
     A step that is not finite is logged in any case, with its own step, whatever ``every`` is: of several in a row the
-    first one (:mod:`disthooks.grads.nonfinite`). That takes a look at each gradient in every backward, and one SUM in
+    first one (:mod:`disthooks.grads.records`). That takes a look at each gradient in every backward, and one SUM in
     every step.
 
     >>> counts, first = torch.tensor([[0.0], [3.0]]), torch.tensor([[0], [2]])

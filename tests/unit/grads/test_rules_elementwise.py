@@ -15,8 +15,8 @@ import disthooks as dh
 from disthooks._hashing import GOLDEN, mix64_, signed64
 from disthooks.engines.base import Part, Shard
 from disthooks.grads.rules import Work
-from disthooks.grads.rules import noise as module
-from disthooks.grads.rules.noise import normal, places
+from disthooks.grads.rules import elementwise as module
+from disthooks.grads.rules.elementwise import normal, places
 from tests.support.rules import stepped
 
 CPU = torch.device("cpu")
