@@ -1,10 +1,30 @@
-"""The flat parameters of FSDP1: which parameters are in them, where, and on which ranks.
+"""``FullyShardedDataParallel`` (FSDP1): each rank has a range of flat parameters, each made of several.
 
-torch has no public way to ask. What is private of it (the attributes of ``FullyShardedDataParallel``, of its
-``FlatParamHandle`` and of the ``FlatParameter`` that begin with an underscore) is read in this file alone.
-
-``FullyShardedDataParallel`` (FSDP1): each rank has a range of flat parameters, each made of several.
+:class:`FlatUnit` is one FSDP module with its flat parameter, :class:`FlatParamView` one of the user's parameters in it,
+:class:`Fsdp1` the engine.
 """
+
+# [Note: what is private of FSDP1]
+# torch has no public way to ask which parameters are in a flat one, where they lie, and on which ranks. The attributes
+# of `FullyShardedDataParallel`, of its `FlatParamHandle` and of the `FlatParameter` that begin with an underscore are
+# read in this file alone.
+#
+# [Note: gradients of FSDP1]
+# Before the reduction, a gradient arrives on the flat parameter: whole, of this rank's micro-batch, once a backward,
+# however often the module was called. No hook on the user's own parameters is ever called, with `use_orig_params=True`
+# or without. So one tensor hook on the flat parameter cuts the gradient into the user's parameters. It has zeros for a
+# parameter that this backward did not reach, and those must not be shown to anyone. Hooks on the views that FSDP makes
+# of the flat parameter for each forward say which parameters were reached; a view and its hook end with the forward.
+# After the reduction, each rank has its range of the flat gradient, which is smaller than the whole one: its size says
+# whether FSDP has reduced it. Under NO_SHARD the size never changes. There a hook notes in each backward whether FSDP
+# is about to reduce.
+# Under mixed precision a module that is called several times gives its flat parameter one gradient for each call: these
+# are parts, and an edit of each would not be an edit of the sum, so that is an error.
+#
+# [Note: parameters that FSDP1 exchanges]
+# FSDP1 registers in the modules what it needs at the time: its own parameters, or, from the forward on, views that are
+# no Parameters. So `check` does not look for identities there, as it does for other engines. It asks FSDP whether the
+# handle and the flat parameter are those that were attached to.
 
 from __future__ import annotations
 
@@ -31,11 +51,11 @@ class FlatParamView(NamedTuple):
     """One of the user's parameters inside a flat one.
 
     Attributes:
-        name: in the user's own model.
-        module: the module that has it, and ``key``: under what name.
-        start: its first element in the whole flat parameter, where padding may lie between parameters.
-        shape: of the whole parameter, and ``stride``: its elements lie in the flat one as they lay in memory.
-        local: its first and one past its last element in this rank's shard; equal where the rank has none of it.
+        name: the parameter's name in the user's own model.
+        module: the module that has the parameter, and ``key`` its name there.
+        start: its first element in the whole flat parameter; padding may lie between parameters.
+        shape: the shape of the whole parameter, and ``stride`` how its elements lie in the flat one.
+        local: its first and one past its last element in this rank's shard; equal if the rank has none of it.
         span: the same elements, counted from the parameter's first.
     """
 
@@ -49,84 +69,84 @@ class FlatParamView(NamedTuple):
     span: tuple[int, int]
 
     def of_whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """Out of a whole flat tensor, in the shape of the parameter; it shares memory."""
+        """The parameter's part of a whole flat tensor, in the parameter's shape; it shares memory."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def of_shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """Out of this rank's shard of a flat tensor: of one dimension, sharing memory, without any padding."""
+        """The parameter's part of this rank's shard of a flat tensor: one dimension, no padding, shared memory."""
         return flat[self.local[0] : self.local[1]]
 
-    def in_order(self) -> bool:
-        """Whether its elements lie in the order of their indices; after ``channels_last`` they do not."""
+    def is_in_order(self) -> bool:
+        """Whether the elements lie in the order of their indices; after ``channels_last`` they do not."""
         return torch.empty(self.shape, device="meta").as_strided(self.shape, self.stride).is_contiguous()
 
     def part(self, sharded: bool) -> Part | None:
-        """Which elements are on this rank; None for what lies in another order than its indices."""
-        if not self.in_order():
+        """Which elements are on this rank; None if they lie in another order than their indices."""
+        if not self.is_in_order():
             return None
         return Part(self.shape, span=self.span) if sharded else Part.whole(self.shape)
 
 
-class Unit:
+class FlatUnit:
     """One ``FullyShardedDataParallel`` that has a flat parameter.
 
     Attributes:
-        name: of its module in the user's own model.
-        flat: the flat parameter, on which gradients arrive; the optimizer's own if ``original`` is false.
-        original: whether the optimizer holds the user's parameters (``use_orig_params=True``).
-        sharded: whether each rank has a part; otherwise (NO_SHARD) every one has all of it.
-        pieces: the parameters in it.
-        ranks: the global ranks that train it together.
-        replica_ranks: those that have the same elements as this one.
+        name: the name of its module in the user's own model.
+        flat: the flat parameter, on which gradients arrive; the optimizer holds it if ``has_original`` is false.
+        has_original: whether the optimizer holds the user's parameters (``use_orig_params=True``).
+        is_sharded: whether each rank has a part; otherwise (NO_SHARD) every rank has all of it.
+        views: the parameters in the flat one.
+        ranks: the global ranks that train the module together.
+        replica_ranks: the global ranks that have the same elements as this one.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        # __dict__, because the module's __getattr__ goes on to ask the module inside
+        # Read in __dict__, because the module's __getattr__ goes on to ask the module inside.
         self.name, self._module = name, module
         self._handle: Any = module.__dict__["_handle"]
         self.flat: Any = self._handle.flat_param
-        self.original: bool = self._handle._use_orig_params
-        self.sharded: bool = self._handle.uses_sharded_strategy
-        self._synced = True
-        self.pieces = tuple(self._pieces())
-        held: list[nn.Parameter] = self.flat._params if self.original else [self.flat] * len(self.pieces)
-        self._held = tuple(held)
+        self.has_original: bool = self._handle._use_orig_params
+        self.is_sharded: bool = self._handle.uses_sharded_strategy
+        self._is_reduced = True
+        self.views = tuple(self._find_views())
+        held = self.flat._params if self.has_original else [self.flat] * len(self.views)
+        self._optimizer_parameters: tuple[nn.Parameter, ...] = tuple(held)
         self.ranks, self.replica_ranks = self._ranks()
-        self._must_be_right()
+        self._check_strides()
 
     @property
     def inside(self) -> nn.Module:
         """The user's module: when its forward begins, the parameters are whole."""
         return cast(nn.Module, self._module._fsdp_wrapped_module)
 
-    def optimizer_parameters(self, number: int) -> nn.Parameter:
-        """What an optimizer holds of a piece."""
-        return self._held[number]
+    def optimizer_parameter(self, number: int) -> nn.Parameter:
+        """What an optimizer holds of a view."""
+        return self._optimizer_parameters[number]
 
     def parameters(self) -> list[nn.Parameter]:
         """The flat parameter and those in it, tied ones too."""
         return [self.flat, *(self.flat._params or ()), *(self.flat._shared_params or ())]
 
     def values(self) -> torch.Tensor:
-        """This rank's shard; while its module runs, the flat parameter itself is whole."""
+        """This rank's shard. It is not the flat parameter itself, which is whole while its module runs."""
         return cast(torch.Tensor, getattr(self.flat, "_local_shard", self.flat)).detach()
 
-    def reduced(self) -> bool:
-        """Whether the gradient has the size that it has once FSDP has reduced it.
-
-        NO_SHARD's size never changes: there what :meth:`watch_reduction` has seen tells.
-        """
-        if not self._synced:
+    def is_reduced(self) -> bool:
+        """Whether FSDP has reduced the gradient: by its size, or by what :meth:`watch_reduction` has seen."""
+        if not self._is_reduced:
             return False
         return self.flat.grad is None or self.flat.grad.size() == self.flat._sharded_size
 
     def watch_reduction(self) -> Any:
-        """Under NO_SHARD, a handle of a hook that notices in each backward whether FSDP reduces it; else None."""
-        if self.sharded or not self.flat.requires_grad:
+        """Under NO_SHARD, put on a hook that notes in each backward whether FSDP reduces; otherwise give None.
+
+        See [Note: gradients of FSDP1].
+        """
+        if self.is_sharded or not self.flat.requires_grad:
             return None
 
         def see(grad: torch.Tensor) -> None:
-            self._synced = bool(self._module.__dict__.get("_sync_gradients", True))
+            self._is_reduced = bool(self._module.__dict__.get("_sync_gradients", True))
 
         return self.flat.register_hook(see)
 
@@ -134,18 +154,18 @@ class Unit:
         """Whether there is no gradient yet, neither a whole one of ``no_sync()`` nor a reduced one put aside."""
         return self.flat.grad is None and getattr(self.flat, "_saved_grad_shard", None) is None
 
-    def replaced(self, number: int) -> bool:
-        """Whether something took the place of a piece, or of all of the flat parameter, since this was made.
+    def is_replaced(self, number: int) -> bool:
+        """Whether something took the place of a view, or of the flat parameter, since this was made.
 
-        FSDP itself registers the parameters that it took, or, in mid forward, views that are no Parameters.
+        See [Note: parameters that FSDP1 exchanges].
         """
         if self._module.__dict__["_handle"] is not self._handle or self._handle.flat_param is not self.flat:
             return True
-        piece = self.pieces[number]
-        now = piece.module._parameters.get(piece.key) if self.original else None
-        return isinstance(now, nn.Parameter) and now is not self._held[number]
+        view = self.views[number]
+        now = view.module._parameters.get(view.key) if self.has_original else None
+        return isinstance(now, nn.Parameter) and now is not self._optimizer_parameters[number]
 
-    def _pieces(self) -> Iterator[FlatParamView]:
+    def _find_views(self) -> Iterator[FlatParamView]:
         flat = self.flat
         ends = list(itertools.accumulate(flat._numels_with_padding))
         starts = [0, *ends[:-1]]
@@ -163,10 +183,10 @@ class Unit:
                 span = here.intra_param_start_idx, here.intra_param_end_idx + 1
             yield FlatParamView(name, module, key, true[i], flat._shapes[i], flat._strides[i], local, span)
 
-    def _must_be_right(self) -> None:
-        """torch 2.13 makes p.grad of such a weight by reshape(), which takes its elements in the wrong order."""
-        mixed_up = [piece.name for piece in self.pieces if self.original and not self.sharded and not piece.in_order()]
-        if mixed_up:
+    def _check_strides(self) -> None:
+        """Refuse a weight whose ``p.grad`` torch 2.13 makes by ``reshape()``, in the wrong order of elements."""
+        mixed_up = [view.name for view in self.views if not view.is_in_order()]
+        if mixed_up and self.has_original and not self.is_sharded:
             raise AttachError(
                 f"{mixed_up[0]!r} lies in another order than its indices (channels_last?), and FSDP1 mixes up the "
                 "elements of its gradient with use_orig_params=True and NO_SHARD, hooks or not: make it contiguous "
@@ -178,9 +198,9 @@ class Unit:
         ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
         across = module.__dict__.get("_inter_node_pg")
         if across is None:
-            return ranks, (dist.get_rank(),) if self.sharded else ranks
+            return ranks, (dist.get_rank(),) if self.is_sharded else ranks
         replica_ranks = tuple(sorted(dist.get_process_group_ranks(across)))
-        if not self.sharded and len(replica_ranks) > 1:
+        if not self.is_sharded and len(replica_ranks) > 1:
             raise AttachError(
                 f"{self._shown()} is HYBRID_SHARD with one rank to shard over, which FSDP1 takes for NO_SHARD and "
                 f"then never averages gradients over the replicas {list(replica_ranks)}: use NO_SHARD over all "
@@ -189,7 +209,7 @@ class Unit:
         return self._all(len(ranks) * len(replica_ranks)), replica_ranks
 
     def _all(self, count: int) -> tuple[int, ...]:
-        """The ranks of all replicas, of which the process groups name only this rank's row and column."""
+        """The ranks of all replicas; the process groups have only those of this rank's row and column."""
         mesh = self._module.__dict__.get("_device_mesh")
         if mesh is not None:
             return tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -204,15 +224,13 @@ class Unit:
         return repr(self.name) if self.name else "the model (FSDP1)"
 
 
-def units_of(model: nn.Module) -> tuple[Unit, ...]:
+def units_of(model: nn.Module) -> tuple[FlatUnit, ...]:
     """Every FSDP1 module of ``model`` that has parameters of its own, in the same order on every rank."""
-    named = ((canonical_name(name), module) for name, module in model.named_modules() if is_fsdp1(module))
-    return tuple(Unit(name, module) for name, module in named if module.__dict__["_handle"] is not None)
+    named = ((canonical_name(name), module) for name, module in model.named_modules() if is_of_class(module, _FSDP1))
+    return tuple(FlatUnit(name, module) for name, module in named if module.__dict__["_handle"] is not None)
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Whether ``module`` is a ``FullyShardedDataParallel``."""
-    return is_of_class(module, "FullyShardedDataParallel")
+_FSDP1 = "FullyShardedDataParallel"
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,53 +238,53 @@ class FlatShard(Shard):
     """What a rank has of one parameter in a flat one: a range of its elements, under NO_SHARD all of them.
 
     Attributes:
-        unit: the FSDP module that has it.
-        piece: where it is in the flat parameter.
+        unit: the FSDP module that has the parameter.
+        view: where the parameter is in the flat one.
     """
 
-    unit: Unit = field(kw_only=True)
-    piece: FlatParamView = field(kw_only=True)
+    unit: FlatUnit = field(kw_only=True)
+    view: FlatParamView = field(kw_only=True)
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole parameter."""
-        return self.piece.shape
+        return self.view.shape
 
     def gradient(self) -> torch.Tensor | None:
-        """A view of what the optimizer uses; None where no backward came here, or the rank has no element of it.
+        """A view of what the optimizer uses; None if no backward came here, or the rank has no element of it.
 
         Raises:
             UsageError: when the gradient is not reduced yet.
         """
         grad = self.parameter.grad
-        if grad is None or not self.present():
+        if grad is None or not self.is_present():
             return None
-        if not self.unit.reduced():
+        if not self.unit.is_reduced():
             raise UsageError(
                 f"the gradient of {self.name!r} on rank {dist.get_rank()} is not reduced yet (FSDP1): the last "
                 "backward ran inside no_sync(); run the last one before optimizer.step() outside of it"
             )
-        return grad if self.unit.original else self._of(grad)
+        return grad if self.unit.has_original else self._of(grad)
 
     def values(self) -> torch.Tensor:
-        """A view of this rank's shard of the flat parameter."""
         return self._of(self.unit.values())
 
     def optimizer_gradient(self) -> torch.Tensor | None:
-        """The local part: FSDP1 has no tensor that means the whole gradient."""
-        return self.gradient()
+        return self.gradient()  # FSDP1 has no tensor that stands for the whole gradient
 
-    def present(self) -> bool:
+    def is_present(self) -> bool:
         """Whether this rank has any element of it."""
-        return not self.unit.sharded or self.piece.local[0] < self.piece.local[1]
+        return not self.unit.is_sharded or self.view.local[0] < self.view.local[1]
 
     def _of(self, flat: torch.Tensor) -> torch.Tensor:
-        return self.piece.of_shard(flat) if self.unit.sharded else self.piece.of_whole(flat)
+        return self.view.of_shard(flat) if self.unit.is_sharded else self.view.of_whole(flat)
 
 
 @register("engine")
 class Fsdp1(Engine):
-    """A model with FSDP1 modules in it; parameters that are in none of them belong to the first rank."""
+    """A model with FSDP1 modules in it.
+
+    A parameter that is in none of them is whole on every rank and owned by the first; nothing reduces its gradient.
+    """
 
     label = "FSDP1"
 
@@ -275,15 +293,13 @@ class Fsdp1(Engine):
         ranks = _ranks_of(self._units)
         super().__init__(model, ranks, ranks.index(dist.get_rank()))
         # The optimizer steps a flat parameter as a whole.
-        self.can_exclude_parameters = all(unit.original for unit in self._units)
+        self.can_exclude_parameters = all(unit.has_original for unit in self._units)
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
-        """A model with a ``FullyShardedDataParallel`` in it, or that is one."""
-        return any(is_fsdp1(module) for module in model.modules())
+        return any(is_of_class(module, _FSDP1) for module in model.modules())
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        """A parameter that no FSDP module has: every rank has all of it, and nothing reduces its gradient."""
         if hasattr(parameter, "device_mesh"):
             raise AttachError(
                 f"{name!r} is a DTensor beside FSDP1, and how often each of its elements is there cannot be told; use "
@@ -292,135 +308,130 @@ class Fsdp1(Engine):
         return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
     def is_stable(self, parameter: nn.Parameter) -> bool:
-        """FSDP exchanges what is registered in the place of its parameters; :meth:`check` asks FSDP about them."""
-        return id(parameter) in self._apart
+        return id(parameter) in self._plain_parameters  # see [Note: parameters that FSDP1 exchanges]
 
     def is_first_gradient(self, index: int) -> bool:
-        """Whether FSDP has put aside no gradient of its flat parameter from an earlier backward."""
         shard = self.shards[index]
         return shard.unit.is_first_gradient() if isinstance(shard, FlatShard) else super().is_first_gradient(index)
 
     def check(self) -> None:
-        """Also ask whether FSDP still has the parameters that were attached to."""
         for unit in self._units:
-            for i, piece in enumerate(unit.pieces):
-                if unit.replaced(i):
+            for i, view in enumerate(unit.views):
+                if unit.is_replaced(i):
                     raise AttachError(
-                        f"{piece.name!r} is no longer the parameter that was attached to (FSDP1): something replaced "
+                        f"{view.name!r} is no longer the parameter that was attached to (FSDP1): something replaced "
                         "it; attach after that, and make the optimizer after it too"
                     )
         super().check()
 
     def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
-        """Also notice which backward FSDP reduces where the size of a gradient does not tell."""
         hooks = [hook for unit in self._units if (hook := unit.watch_reduction()) is not None]
         return HandleGroup(super().before_step(optimizer, run, on_repeat), *hooks)
 
     def reason_unreduced(self) -> str:
-        """After a backward inside ``no_sync()``: whole gradients, on every rank, whatever elements it holds."""
-        late = next((unit for unit in self._units if not unit.reduced()), None)
+        # A gradient is whole after a backward inside no_sync(), on every rank and whatever elements the rank holds.
+        late = next((unit for unit in self._units if not unit.is_reduced()), None)
         if late is None:
             return ""
         return (
-            f"the gradient of {late.pieces[0].name!r} is not reduced yet (FSDP1): the last backward ran inside "
+            f"the gradient of {late.views[0].name!r} is not reduced yet (FSDP1): the last backward ran inside "
             "no_sync(); run the last one before optimizer.step() outside of it"
         )
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
-        """Hooks on the user's parameters never fire: one goes on each flat one, whose gradient is cut into theirs.
+        """Call ``hook`` with the whole, unreduced gradient, in the dtype that forward used.
 
-        The hook sees the whole, unreduced gradient, in the dtype that forward used.
+        See [Note: gradients of FSDP1].
         """
         handles: list[Removable] = []
         for unit in self._units:
             mine = {i: s for i in wanted if isinstance(s := self.shards[i], FlatShard) and s.unit is unit}
             if mine:
-                handles.append(_Local(unit, mine, hook, must_fire))
+                handles.append(_FlatHook(unit, mine, hook, must_fire))
         others = [i for i in wanted if not isinstance(self.shards[i], FlatShard)]
         return [*handles, *super().on_local(others, hook, must_fire)]
 
     def _shards(self) -> list[Shard]:
         found: list[Shard] = []
         for unit in self._units:
-            for i, piece in enumerate(unit.pieces):
-                found.append(self._flat(len(found), unit, piece, unit.optimizer_parameters(i)))
+            for i, view in enumerate(unit.views):
+                found.append(self._flat(len(found), unit, view, unit.optimizer_parameter(i)))
         flat = {id(parameter) for unit in self._units for parameter in unit.parameters()}
-        # between forward and backward some strategies leave views, which are no Parameters, in their places
+        # Between forward and backward some strategies leave views, which are no Parameters, in their places.
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
-        self._apart = {id(parameter) for _, parameter in named}
+        self._plain_parameters = {id(parameter) for _, parameter in named}
         return [*found, *(self.shard(len(found) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
 
-    def _flat(self, index: int, unit: Unit, piece: FlatParamView, held: nn.Parameter) -> FlatShard:
+    def _flat(self, index: int, unit: FlatUnit, view: FlatParamView, held: nn.Parameter) -> FlatShard:
         mine = unit.replica_ranks[index % len(unit.replica_ranks)] == self.ranks[self.position]
-        layout: Any = "sharded" if unit.sharded else "replica"
-        part = piece.part(unit.sharded)
-        return FlatShard(piece.name, held, mine, layout, part, unit.replica_ranks, unit=unit, piece=piece)
+        layout: Any = "sharded" if unit.is_sharded else "replica"
+        part = view.part(unit.is_sharded)
+        return FlatShard(view.name, held, mine, layout, part, unit.replica_ranks, unit=unit, view=view)
 
     def _refresh(self) -> None:
         super()._refresh()
         modules = set(self.model.modules())
         for unit in self._units:
-            for piece in unit.pieces:
-                if piece.module not in modules:
+            for view in unit.views:
+                if view.module not in modules:
                     raise AttachError(
-                        f"{piece.name!r} is no longer in the model: the module that held it was replaced since hooks "
+                        f"{view.name!r} is no longer in the model: the module that held it was replaced since hooks "
                         "were attached (FSDP1); attach after changing the model, and make the optimizer after it too"
                     )
 
 
-class _Local:
-    """The hook on one flat parameter, whose gradient arrives once a backward, however often its parameters are used.
+class _FlatHook:
+    """The hook on one flat parameter, which calls the user's for each parameter that the backward has reached.
 
-    It has zeros for parameters that this backward did not reach, and those are not shown to anyone: which ones it
-    reached is told by hooks on the views that FSDP makes of the flat parameter for each forward.
+    See [Note: gradients of FSDP1].
     """
 
-    def __init__(self, unit: Unit, shards: Mapping[int, FlatShard], hook: LocalHook, must_fire: bool) -> None:
+    def __init__(self, unit: FlatUnit, shards: Mapping[int, FlatShard], hook: LocalHook, must_fire: bool) -> None:
         self.unit, self.shards, self.hook, self.must_fire = unit, shards, hook, must_fire
-        self.reached: dict[int, int] = {}  # index: in which backward
-        self.fired, self.looked = -1, False
+        self.reached: dict[int, int] = {}  # by index: the last backward that reached the parameter
+        self.last_backward, self.has_seen_forward = -1, False
         self.on_flat: Removable | None = None
         self.before = unit.inside.register_forward_pre_hook(self.look)
         self.put()
 
     def put(self) -> None:
-        """FSDP makes a flat parameter need no gradient as long as none in it does, and then no hook can be put on."""
+        """Put the hook on the flat parameter, which needs no gradient while no parameter in it does."""
         if self.on_flat is None and self.unit.flat.requires_grad:
             self.on_flat = self.unit.flat.register_hook(weak_method(self.fire))  # the module's hook keeps this object
 
     def look(self, module: nn.Module, args: Any) -> None:
-        self.looked = True
+        self.has_seen_forward = True
         self.put()
         for i, shard in self.shards.items():
-            view = getattr(shard.piece.module, shard.piece.key)
+            view = getattr(shard.view.module, shard.view.key)
             if shard.parameter.requires_grad and view.requires_grad:
-                view.register_hook(functools.partial(weak_method(self.reach), i))  # it goes when the view does
+                view.register_hook(functools.partial(weak_method(self.reach), i))  # it ends with the view
 
     def reach(self, i: int, grad: torch.Tensor) -> None:
         self.reached[i] = backward_id()
 
     def fire(self, grad: torch.Tensor) -> torch.Tensor | None:
         if self.must_fire:
-            self.must_be_whole()
-        self.fired = backward_id()
-        grad = grad.contiguous()  # what autograd made of one parameter alone may be expanded
+            self.check_gradient()
+        self.last_backward = backward_id()
+        grad = grad.contiguous()  # the gradient of a single parameter may be expanded
         edited: torch.Tensor | None = None
         for i, shard in self.shards.items():
-            result = self.hook(i, shard.piece.of_whole(grad)) if self.reached.get(i) == self.fired else None
+            result = self.hook(i, shard.view.of_whole(grad)) if self.reached.get(i) == self.last_backward else None
             if result is not None:
                 edited = grad.clone() if edited is None else edited
-                shard.piece.of_whole(edited).copy_(result)
+                shard.view.of_whole(edited).copy_(result)
         return edited
 
-    def must_be_whole(self) -> None:
-        """Raise where a gradient would pass unseen, or come in parts."""
+    def check_gradient(self) -> None:
+        """Raise if a gradient would pass unseen, or comes in parts."""
         shown = next(iter(self.shards.values())).name
-        if not self.looked:
+        if not self.has_seen_forward:
             raise AttachError(
                 f"the gradient of {shown!r} came from a forward pass before on_gradient or gradients was attached "
                 "(FSDP1): attach before the forward pass"
             )
-        if self.fired == backward_id():
+        if self.last_backward == backward_id():
             raise AttachError(
                 f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
                 "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "
@@ -433,7 +444,7 @@ class _Local:
             self.on_flat.remove()
 
 
-def _ranks_of(units: Sequence[Unit]) -> tuple[int, ...]:
+def _ranks_of(units: Sequence[FlatUnit]) -> tuple[int, ...]:
     if not units:
         raise AttachError("FullyShardedDataParallel has no parameters: is everything in ignored_states?")
     strange = [unit for unit in units if unit.ranks != units[0].ranks]

@@ -1,7 +1,29 @@
-"""Which ranks have which part of a DTensor.
+"""``fully_shard`` (FSDP2) and tensor parallelism: parameters and final gradients are DTensors, cut over the ranks.
 
-``fully_shard`` (FSDP2): parameters and final gradients are DTensors, of which each rank has a part.
+:class:`Fsdp2` is the engine; ``shard_of`` and ``ranks_of`` say which ranks have which part of a DTensor.
 """
+
+# [Note: gradients of FSDP2]
+# While a module runs, FSDP2 registers gathered, plain parameters in place of the sharded ones, and autograd gives the
+# gathered ones this rank's whole, unreduced gradient. A tensor hook on a sharded parameter is never called. So local
+# hooks go on the gathered tensors, in a forward pre-hook of the FSDP module: FSDP put its own pre-hook first in line,
+# so parameters are gathered by then. FSDP gathers into the same tensor again and again, so each tensor gets one hook,
+# or an edit would be made once for each forward. The hooks are put on for the FSDP module and not for the module that
+# owns a parameter, which may never run: MultiheadAttention reads `out_proj.weight` and does not call `out_proj`.
+# A method of the module other than its forward is not seen. So a post-accumulate hook on the sharded parameter, which
+# FSDP2 does call when it has reduced a gradient, raises if no local hook saw that gradient.
+#
+# [Note: where FSDP2 keeps unreduced gradients]
+# After `set_requires_gradient_sync(False)` gradients stay whole in `unsharded_accumulated_grad` or in the gathered
+# parameter's `.grad`, and the sharded parameter has none. After `set_requires_all_reduce(False)` under HSDP they are
+# reduced inside a replica and wait in the group's `_partial_reduce_output`. Both are private, and read in this file.
+#
+# [Note: replicas of a DTensor]
+# Two ranks have the same elements of a DTensor if they differ only along dimensions of its mesh that do not shard it.
+# Under tensor parallelism with `fully_shard` a norm lies on one dimension of the mesh, a linear layer on both: the norm
+# is on every rank all the same, so the dimensions that its own mesh lacks count as replicating. They are found from
+# where the mesh's ranks lie in the root mesh, and not by name, because `_flatten` gives a name that the root does not
+# know (`dp_shard_cp` of `dp_shard` and `cp`).
 
 from __future__ import annotations
 
@@ -23,7 +45,7 @@ from disthooks.errors import AttachError
 
 
 def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
-    """What this rank has of a DTensor parameter; ranks that have the same elements take turns at owning parameters."""
+    """What this rank has of a DTensor parameter; ranks that have the same elements own the parameters in turn."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
     for placement in placements:
@@ -40,8 +62,7 @@ def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
     """The ranks over which the DTensor parameters of ``model`` lie.
 
-    Parameters may be on different meshes, if those are parts of one: under tensor parallelism with ``fully_shard``
-    a linear layer lies on all of a two-dimensional mesh, a norm on one dimension of it.
+    Parameters may be on different meshes if those are parts of one mesh; see [Note: replicas of a DTensor].
 
     Raises:
         AttachError: when no parameter is a DTensor, or the meshes have no mesh in common.
@@ -50,7 +71,7 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     found: dict[tuple[int, ...], str] = {}
     for name, mesh in named:
         found.setdefault(_ranks(mesh), name)
-    if len(found) == 1:  # one dimension of a larger mesh: its other ranks train something else
+    if len(found) == 1:  # it may be one dimension of a larger mesh, whose other ranks train something else
         return next(iter(found))
     found = {}
     for name, mesh in named:
@@ -65,12 +86,12 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
             f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
             "told; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
         )
-    _must_be_averaged(model)
+    _check_all_averaged(model)
     return most
 
 
-def _must_be_averaged(model: nn.Module) -> None:
-    """Raise where a DTensor's mesh lacks a dimension along which ``fully_shard`` averages other gradients."""
+def _check_all_averaged(model: nn.Module) -> None:
+    """Raise if a DTensor's mesh lacks a dimension along which ``fully_shard`` averages other gradients."""
     averaged: dict[str, str] = {}
     for path, module in model.named_modules():
         for group in groups_of(module):
@@ -88,7 +109,7 @@ def _must_be_averaged(model: nn.Module) -> None:
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """FSDP2's own groups of the parameters of one module; none where ``fully_shard`` was not called."""
+    """FSDP2's own groups of the parameters of one module; none if ``fully_shard`` was not called on it."""
     ask: Any = getattr(module, "_get_fsdp_state", None)
     if ask is None:
         return []
@@ -102,7 +123,7 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
 
 
 def _root(mesh: Any) -> Any:
-    """The mesh that ``mesh`` is a part of; itself if it is none's."""
+    """The mesh of which ``mesh`` is a part, or itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
@@ -113,7 +134,7 @@ def _root(mesh: Any) -> Any:
 def _replica_ranks(
     mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str
 ) -> tuple[int, ...]:
-    """All ranks that have what ``rank`` has: they differ from it only along dimensions that do not shard."""
+    """All ranks that have the elements that ``rank`` has; see [Note: replicas of a DTensor]."""
     at = (mesh.mesh == rank).nonzero()[0].tolist()
     index = tuple(slice(None) if same else i for i, same in zip(at, replicated, strict=True))
     alike = {int(r) for r in torch.as_tensor(mesh.mesh[index]).flatten().tolist()}
@@ -132,12 +153,7 @@ def _replica_ranks(
 
 
 def _along_the_others(grid: torch.Tensor, mesh: Any, alike: set[int], name: str) -> set[int]:
-    """The ranks ``alike`` and their counterparts along those dimensions of the root's ``grid`` that ``mesh`` lacks.
-
-    The dimensions are found from where the mesh's ranks lie in the grid, so that a mesh whose dimensions were
-    flattened into one (``dp_shard_cp`` from ``dp_shard`` and ``cp``), and has a name that the root does not know, is
-    understood as well.
-    """
+    """The ranks ``alike`` and their counterparts along those dimensions of the root's ``grid`` that ``mesh`` lacks."""
     places = {r: (grid == r).nonzero()[0].tolist() for r in _ranks(mesh)}
     spanned = [dim for dim in range(grid.ndim) if len({place[dim] for place in places.values()}) > 1]
     if math.prod(grid.shape[dim] for dim in spanned) != len(places):
@@ -155,14 +171,18 @@ def _along_the_others(grid: torch.Tensor, mesh: Any, alike: set[int], name: str)
 
 @register("engine")
 class Fsdp2(Engine):
-    """A model with DTensor parameters; those that are none belong to the first rank."""
+    """A model with DTensor parameters.
+
+    A plain parameter beside them is whole on every rank, and the first rank owns it: nothing reduces its gradient.
+    """
 
     label = "FSDP2"
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():
             if is_of_class(module, "FSDPModule"):
-                module.reshard()  # type: ignore[operator]  # after a forward without backward the root is whole
+                # After a forward without a backward the root module still has its parameters gathered.
+                module.reshard()  # type: ignore[operator]
         ranks = ranks_of(model)
         rank = dist.get_rank()
         if rank not in ranks:
@@ -173,24 +193,22 @@ class Fsdp2(Engine):
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
-        """A model with an FSDP2 module or a DTensor parameter in it."""
         return any(is_of_class(module, "FSDPModule") for module in model.modules()) or any(
             hasattr(parameter, "device_mesh") for parameter in model.parameters()
         )
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        """Of a DTensor its local part; a plain parameter beside them belongs to the first rank."""
         if hasattr(parameter, "device_mesh"):
             return shard_of(index, name, parameter, self.ranks, self.ranks[self.position])
         return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
     def is_first_gradient(self, index: int) -> bool:
-        """Whether there is no gradient, neither a reduced one nor one that ``no_sync`` accumulates out of sight."""
+        # Neither a reduced gradient nor one that is accumulated unreduced, out of sight.
         parameter = self.shards[index].parameter
         return parameter.grad is None and not _accumulates(self._params.get(id(parameter)))
 
     def reason_unreduced(self) -> str:
-        """After a backward without reduction: those gradients are out of sight, whole on every rank."""
+        # See [Note: where FSDP2 keeps unreduced gradients].
         late = next((s for s in self.shards if _accumulates(self._params.get(id(s.parameter)))), None)
         if late is not None:
             return (
@@ -207,29 +225,27 @@ class Fsdp2(Engine):
         return ""
 
     def has_own_batch(self) -> bool:
-        """Not under tensor parallelism, where FSDP shards over a part of the ranks, or is not there at all."""
+        """Whether FSDP shards every DTensor over all ranks; under tensor parallelism ranks share a batch."""
         spread = {id(parameter) for module in self.model.modules() for parameter in _over(module, len(self.ranks))}
         return all(id(s.parameter) in spread for s in self.shards if hasattr(s.parameter, "device_mesh"))
 
     def is_stable(self, parameter: nn.Parameter) -> bool:
-        """A sharded parameter gives its place to the whole one while its module runs."""
-        return not hasattr(parameter, "device_mesh")
+        return not hasattr(parameter, "device_mesh")  # while its module runs, the gathered one is in its place
 
     def on_local(self, wanted: Sequence[int], hook: LocalHook, must_fire: bool = True) -> list[Removable]:
-        """Hooks on the sharded parameters never fire: they go on the whole ones, once FSDP has gathered them.
+        """Call ``hook`` with the whole, plain, unreduced gradient, in the dtype that forward used.
 
-        The hook sees the whole, plain, unreduced gradient, in the dtype that forward used.
+        See [Note: gradients of FSDP2].
         """
         index = {id(self.shards[i].parameter): i for i in wanted}
-        local = _Gathered(hook)
+        local = _GatheredHooks(hook)
         covered: set[int] = set()
         for unit, places in _units(self.model, index).items():
             covered |= {i for _, _, i in places}
-            # FSDP put its own forward pre-hook first in line, so by now the parameters are whole.
             local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
         for i in covered if must_fire else ():
             shard = self.shards[i]
-            missed = functools.partial(local.must_have_fired, i, shard.name)
+            missed = functools.partial(local.check_fired, i, shard.name)
             with needing_gradients(shard.parameter) as able:
                 if able:
                     handle = shard.parameter.register_post_accumulate_grad_hook(missed)  # type: ignore[no-untyped-call]
@@ -246,15 +262,15 @@ def _accumulates(param: Any) -> bool:
 
 
 def _over(module: nn.Module, ranks: int) -> Iterator[nn.Parameter]:
-    """The parameters that ``module`` itself shards over so many ranks, each of which has data of its own."""
+    """The parameters that ``module`` itself shards over ``ranks`` ranks, each of which has a batch of its own."""
     for group in groups_of(module):
         info = group.mesh_info
         if info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
             yield from (each.sharded_param for each in group.fsdp_params)
 
 
-class _Gathered:
-    """Hooks on gathered parameters, one for each tensor: FSDP gathers into the same tensor again and again."""
+class _GatheredHooks:
+    """Hooks on gathered parameters, one for each tensor; see [Note: gradients of FSDP2]."""
 
     def __init__(self, hook: LocalHook) -> None:
         self.hook = hook
@@ -266,8 +282,8 @@ class _Gathered:
         self.fired.add(i)
         return self.hook(i, grad)
 
-    def must_have_fired(self, i: int, name: str, parameter: torch.Tensor) -> None:
-        """Once FSDP has reduced a gradient: raise if its hook was never put on."""
+    def check_fired(self, i: int, name: str, parameter: torch.Tensor) -> None:
+        """Raise if FSDP has reduced a gradient that no hook has seen."""
         if i not in self.fired:
             raise AttachError(
                 f"the gradient of {name!r} was reduced before any hook saw it (FSDP2): its module did not run by "
@@ -290,11 +306,7 @@ class _Gathered:
 
 
 def _units(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[tuple[dict[str, Any], str, int]]]:
-    """For each FSDP module, where the parameters that it gathers are registered.
-
-    The FSDP module runs in any case; the module that owns a parameter may not (MultiheadAttention reads
-    ``out_proj.weight`` and never calls ``out_proj``).
-    """
+    """For each FSDP module, where the parameters that it gathers are registered; see [Note: gradients of FSDP2]."""
     units: dict[nn.Module, list[tuple[dict[str, Any], str, int]]] = {}
     for unit, module in _under(model, None):
         for key, parameter in module._parameters.items():
@@ -304,7 +316,7 @@ def _units(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[t
 
 
 def _under(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
-    """Every module below, with the FSDP module that gathers its parameters."""
+    """``module`` and every module in it, each with the FSDP module that gathers its parameters."""
     unit = module if is_of_class(module, "FSDPModule") else unit
     yield unit, module
     for child in module.children():

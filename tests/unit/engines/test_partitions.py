@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks.engines.zero_shards import PartitionRange, _cut
+from disthooks.engines.deepspeed import PartitionRange, cut_partition
 
 
 def _layout(sizes: list[int], align: int, world: int) -> tuple[list[int], int]:
@@ -38,7 +38,7 @@ def test_cut_covers_every_element_once(seed: int) -> None:
         # The list of gradients, as DeepSpeed makes it: parts that are here, with a member for each gap before one.
         filled, listed = rank * size, 0
         for (parameter, place), count, offset in zip(
-            _cut(0, parameters, offsets, rank * size, size), seen, offsets, strict=True
+            cut_partition(0, parameters, offsets, rank * size, size), seen, offsets, strict=True
         ):
             first, last = _ends(place)
             count[first:last] += 1
