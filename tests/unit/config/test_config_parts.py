@@ -201,7 +201,7 @@ def test_a_budget_is_held(tmp_path: pathlib.Path) -> None:
     plan = _read(tmp_path, f"budget: {weights + room}\nsave:\n{entries}")
     seen = []
     with plan.save(model) as saving:
-        stores = {id(part._store): part._store for part in saving._parts}
+        stores = {id(part._pipeline.store): part._pipeline.store for part in saving._parts}
         assert len(stores) == 2  # the same directory, the same tiers
         (device,) = {id(store.stores[0]): store.stores[0] for store in stores.values()}.values()
         assert device.budget.limit == room
