@@ -1,7 +1,4 @@
-"""Saved-tensor hooks around any code of this thread: a block, or every call of a function.
-
-Attach to modules where they stand: no name, class or ``state_dict`` key changes.
-"""
+"""``saving`` puts hooks around a block of code or a function, ``save_activations`` around modules where they stand."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ class saving:
             return cast(F, type(target)(self(target.__func__)))
         site = self._site._replace(name=getattr(target, "__qualname__", repr(target)))
         if isinstance(target, type) and issubclass(target, torch.autograd.Function):
-            return cast(F, _function(site, target))
+            return cast(F, _autograd_function(site, target))
         if isinstance(target, (nn.Module, type)) or not callable(target):
             raise UsageError(
                 f"saving(...) decorates a function, a method or a subclass of torch.autograd.Function, not {target!r}; "
@@ -115,7 +112,8 @@ class saving:
 
         @functools.wraps(target)
         @uncompiled(callees=False)
-        def decorated(*args: Any, **kwargs: Any) -> Any:  # a function, so that it becomes a method in a class
+        # A function and no callable object, so that it becomes a method when it stands in a class.
+        def decorated(*args: Any, **kwargs: Any) -> Any:
             if nothing_to_hook():
                 return target(*args, **kwargs)
             return site.call(None, target, *args, **kwargs)
@@ -123,7 +121,7 @@ class saving:
         return cast(F, decorated)
 
 
-def _function(site: HookSite, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def _autograd_function(site: HookSite, target: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A subclass of ``target`` whose ``apply`` runs with the hooks on."""
 
     @uncompiled(callees=False)
@@ -138,8 +136,7 @@ def _function(site: HookSite, target: type[torch.autograd.Function]) -> type[tor
     return cast("type[torch.autograd.Function]", own)
 
 
-_attaching = shared(Order.ATTACH)
-
+_attaching = shared(Order.ATTACH)  # one thread at a time, so that a module is not attached twice
 
 _UNUSED = (
     "it is never called, because MultiheadAttention uses the weights of its out_proj itself; attach to the "
@@ -204,7 +201,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
             _refuse(name, module)
         saving = Saving(opened, tuple(name for name, _ in found))
         attach((module, HookSite(opened, name or type(module).__name__)) for name, module in found)
-        # Weakly: a handle that outlives its model does not keep it.
+        # The set is weak, so that a handle that outlives its model does not keep it in memory.
         saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in found)))
         return saving
 
@@ -215,12 +212,21 @@ def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tupl
     >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
     ['']
     """
-    return _outermost(_running(model, match_modules(model, as_patterns(patterns))))
+    found = _without_uncalled(model, match_modules(model, as_patterns(patterns)))
+    # Hooks of a module take what its parts save, too, so its parts need none.
+    inner = {part for _, module in found for part in module.modules() if part is not module}
+    return [(name, module) for name, module in found if module not in inner]
 
 
-def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Without containers, which are never called themselves, and would stand for what is inside, and without others
-    that are never called, which is said."""
+def _without_uncalled(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Those of the ``matched`` modules that are called.
+
+    Containers such as ``ModuleList`` are left out silently: their children are called, not they. The user is told
+    about an ``out_proj`` of MultiheadAttention, which looks like a layer and is none.
+
+    Raises:
+        AttachError: when nothing is left.
+    """
     unused = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
     reasons = {name: _UNUSED if id(module) in unused else reason_never_called(module) for name, module in matched}
     if all(reasons.values()):
@@ -232,11 +238,6 @@ def _running(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tup
     if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in inner]:
         warnings.warn(f"no hooks on {', '.join(map(repr, lost))}: {_UNUSED}", stacklevel=4)
     return found
-
-
-def _outermost(matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    inner = {part for _, module in matched for part in module.modules() if part is not module}
-    return [(name, module) for name, module in matched if module not in inner]
 
 
 def _refuse(name: str, module: nn.Module) -> None:

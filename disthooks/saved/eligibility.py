@@ -1,4 +1,4 @@
-"""Whether hooks may open: asked at every call, and when a module is attached."""
+"""Whether hooks may open: asked at every call, and when a module is attached. See [Note: hooks step back]."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ _UNCAPTURED = (
 
 @uncompiled()
 def refuse_capture(module_name: str) -> None:
-    """AttachError while a CUDA graph is captured: asked when hooks open, and whenever they act on a GPU's tensor."""
+    """Raise AttachError while a CUDA graph is captured. Asked when hooks open, and when they act on a GPU's tensor.
+
+    A graph is replayed without Python, so no hook would run then. To pass silently would leave a model whose memory
+    nobody offloads (decision 76).
+    """
     if _streams.capturing():
         place = f"the saved-tensor hooks of {module_name!r}" if module_name else "a saving(...) block"
         _streams.refuse_capture(place, _UNCAPTURED)
@@ -51,7 +55,7 @@ _said: set[str] = set()
 
 @uncompiled()
 def _say_broken() -> None:
-    """Tell the user that graphs break. The compiler calls this while it traces: to it the answer is a constant."""
+    """Tell the user once that graphs break. The compiler calls this while it traces, and takes it for a constant."""
     if _BROKEN not in _said:
         _said.add(_BROKEN)
         warnings.warn(_BROKEN, stacklevel=2)
@@ -62,7 +66,7 @@ _say_broken.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_
 
 @uncompiled()
 def nothing_to_hook() -> bool:
-    """Whether the call that the compiler is tracing saves nothing, or is traced for export. False in plain Python."""
+    """Whether the compiler traces a call that saves nothing, or that is exported. False when plain Python runs."""
     if not torch.compiler.is_dynamo_compiling():
         return False
     if exporting() or not torch.is_grad_enabled():
@@ -73,7 +77,7 @@ def nothing_to_hook() -> bool:
 
 @uncompiled(BREAK)
 def reason_not_to_hook() -> str | None:
-    """Why hooks must not be entered now, or None when they may; asked at every call."""
+    """Why hooks must not open now, or None if they may; asked at every call."""
     if not torch.is_grad_enabled():
         return "no_grad"
     if exporting():
@@ -81,22 +85,22 @@ def reason_not_to_hook() -> str | None:
     if recorded_by_jit():
         return "torch.jit.trace"
     if being_traced():
-        return "tracing"  # sizes may be tensors there, and what a store gives back would be a constant
+        return "tracing"  # sizes may be tensors then, and what a store gives back would be a constant
     if not hooks_allowed() or in_transform():
-        return "hooks disabled"  # some of torch.func's transforms forbid them, in the others memory is not at hand
+        return "hooks disabled"  # some transforms of torch.func forbid hooks; in the others no memory is at hand
     top = top_hooks(True)
     if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
-        return "checkpoint"  # non-reentrant ones work by hooks of their own: on top of them ours would defeat it
-    # A reentrant one computes again inside a backward what it will use at once.
+        return "checkpoint"  # a non-reentrant one, whose own hooks ours would defeat
+    # A reentrant checkpoint computes again inside a backward what it uses at once (decision 20).
     return "backward" if in_backward() else None
 
 
 def reason_never_called(module: nn.Module) -> str | None:
-    """Why no forward of ``module`` itself could run with hooks on, or None when one can."""
+    """Why hooks around the calls of ``module`` itself could never act, or None if they can."""
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # refused elsewhere; its class has no forward to look at
+        return None  # its class has no forward to look at; `module_class.refusal` names it
     kind = type(module)
-    called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as in torch.compile's modules
+    called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as modules of torch.compile have
     if kind.forward is nn.Module.forward and not called:
         return "it is a container without a forward, which nobody calls; take the modules inside it"
     if inspect.iscoroutinefunction(kind.forward) or inspect.isasyncgenfunction(kind.forward):

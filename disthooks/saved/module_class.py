@@ -1,4 +1,4 @@
-"""How an attached module is called: through its class's own ``__call__``, which opens hooks at the module's site."""
+"""Attaching to a module: while it is attached, the ``__call__`` of its class opens hooks at the module's site."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from disthooks.saved.hooks import HookSite
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__; None in the class
 
 _lock = shared(Order.CLASSES)
-_standing: weakref.WeakSet[_Opener] = weakref.WeakSet()  # in the classes that are changed now
+_openers: weakref.WeakSet[_Opener] = weakref.WeakSet()  # of the classes that are changed now
 
 
-class _Here(HookSite):
-    """The site of one module, which a copy of the module does not have, however it was made."""
+class _ModuleSite(HookSite):
+    """The site of one module. A copy of the module, however it is made, gets None in its place (decision 19)."""
 
     __slots__ = ()
 
@@ -47,11 +47,11 @@ class _Here(HookSite):
 
 
 def _nothing() -> None:
-    """The site of a copy."""
+    """What a copy of a module gets as its site."""
 
 
 def site_of(module: nn.Module) -> HookSite | None:
-    """Where the hooks of ``module`` open, if it is attached."""
+    """The site of ``module``; None if it is not attached."""
     return cast("HookSite | None", module.__dict__.get(_SITE))
 
 
@@ -69,7 +69,7 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
-    """Open hooks around the calls of each module, at its site; all or, after an AttachError, none."""
+    """Open hooks around the calls of each module, at its site. After an AttachError none is attached."""
     with _lock:
         sites = list(sites)
         openers: dict[type[nn.Module], _Opener] = {}
@@ -83,11 +83,11 @@ def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
             own = tuple(openers[kind] for kind in _classes(module))
             for opener in own:
                 opener.attached.add(module)
-            module.__dict__[_SITE] = _Here(*site[:-1], own)
+            module.__dict__[_SITE] = _ModuleSite(*site[:-1], own)
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
-    """Open no hooks around the calls of ``modules`` any more; a class without attached modules is as it was."""
+    """Open no hooks around the calls of ``modules`` any more. A class without attached modules is as it was."""
     with _lock:
         for module in modules:
             site = module.__dict__.pop(_SITE, None)
@@ -97,13 +97,13 @@ def detach(modules: Iterable[nn.Module]) -> None:
 
 
 def _restore_unused() -> None:
-    """Give the classes without attached modules their own functions again, those whose models are gone too."""
-    for opener in list(_standing):
+    """Give each class without attached modules its own functions again. A module that was freed is not attached."""
+    for opener in list(_openers):
         opener.restore_if_unused()
 
 
 def _classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes whose ``__call__`` is to open the hooks of ``module``: its own, and the one that it will have."""
+    """The classes whose ``__call__`` opens the hooks of ``module``: its own, and for a lazy module its later one."""
     kind = type(module)
     if torch.nn.utils.parametrize.is_parametrized(module) and len(kind.__bases__) == 1:
         return (kind.__bases__[0],)  # parametrize made the class for this module alone, and takes it back
@@ -120,7 +120,7 @@ def _opener(kind: type[nn.Module]) -> _Opener:
 
 
 class _Opener:
-    """The functions of ours that a class has while modules of this class are attached."""
+    """Changes one class while modules of this class are attached. See [Note: the class's own call]."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -133,7 +133,7 @@ class _Opener:
             "__prepare_scriptable__": _prepare_scriptable(kind),
         }
         self._kind = kind
-        self._ours: dict[str, Any] = {}  # those that the class has been given
+        self._ours: dict[str, Any] = {}  # what the class was given so far
         self._own = {name: kind.__dict__[name] for name in ours if name in kind.__dict__}
         try:
             for name, value in ours.items():
@@ -145,7 +145,7 @@ class _Opener:
                 f"{kind.__name__} lets nobody change its functions ({type(error).__name__}: {error}); wrap it instead: "
                 "SaveWith(module, ...)"
             ) from error
-        _standing.add(self)
+        _openers.add(self)
         forget_compiled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Opener:
@@ -161,12 +161,12 @@ class _Opener:
             value = self._ours[name]
             if name not in self._kind.__dict__ or self._kind.__dict__[name] is not value:
                 if name == "__call__":
-                    return  # somebody else has replaced it since and may call ours, which asks for the site
+                    return  # somebody else has replaced ours since and may call it, so it has to stay
             elif name in self._own:
                 setattr(self._kind, name, self._own[name])
             else:
                 delattr(self._kind, name)
-        _standing.discard(self)
+        _openers.discard(self)
 
 
 def _call(kind: type[nn.Module], opener: _Opener) -> Callable[..., Any]:
@@ -196,7 +196,7 @@ def _reduce(kind: type[nn.Module]) -> Callable[..., Any]:
     own = kind.__dict__.get("__reduce_ex__")
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """What the plain module gives: a copy or a pickle has no state of ours."""
+        """What the plain module gives, so that a copy or a pickle has no state of ours (decision 8)."""
         given = super(kind, self).__reduce_ex__(protocol) if own is None else own(self, protocol)
         if isinstance(given, str) or len(given) < 3 or not isinstance(given[2], dict) or _SITE not in given[2]:
             return given
@@ -210,7 +210,7 @@ def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
     own = kind.__dict__.get("__prepare_scriptable__")
 
     def prepare(self: nn.Module) -> Any:
-        """What ``torch.jit.script`` compiles instead of this module; it asks at the beginning."""
+        """``torch.jit.script`` asks for what to compile instead of this module, and the call is counted."""
         site = site_of(self)
         if site is not None:
             site.pipeline.counters.count_pass("torch.jit.script", site.name)

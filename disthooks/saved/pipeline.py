@@ -74,7 +74,7 @@ class OpenPipeline:
 
     Args:
         stages: the pipeline.
-        proofs: what Recompute has proven of the model so far.
+        proofs: what Recompute has proven of the model so far, if the pipeline has it.
 
     Attributes:
         counters: of the attachment.

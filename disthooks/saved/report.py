@@ -1,4 +1,4 @@
-"""What became of saved tensors, and what to make of it."""
+"""Reports of what became of saved tensors, and what to change."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from disthooks._tensors import format_bytes
 from disthooks.saved.stores.base import StoreReport
 
-_WORTH = 64 << 10  # bytes: below, most of the time goes to the tensor and not to its bytes (benchmarks/threshold.py)
-_FEW = 3  # modules that are named in a text
+_WORTH = 64 << 10  # bytes; the time of smaller tensors does not go to their bytes (benchmarks/threshold.py)
+_FEW = 3  # modules to name in a text
 _MUCH = 0.1  # seconds of waiting that are worth a word
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What one module's saved tensors came to: one entry of :attr:`SavedReport.sites`. Bytes, or seconds.
+    """What became of one module's saved tensors: one entry of :attr:`SavedReport.sites`. Bytes, or seconds.
 
     Attributes:
-        tensors: contents that were handed to the store, each once.
+        tensors: contents that were given to the store, each once.
         saved: their bytes, as the module saved them.
-        stored: their bytes as the store got them: after codecs.
+        stored: their bytes as the store got them, after codecs.
         moved: of those, bytes that left the memory they were in.
         shared: saved again as views of what was packed already.
-        kept: left where they were.
+        kept: stayed in memory.
         recast: autocast's copies of weights that were dropped.
         recomputed: dropped by :class:`~disthooks.Recompute`. All that the module saved is this, and ``saved``,
             ``shared``, ``kept`` and ``recast``.
@@ -61,7 +61,9 @@ class SiteReport:
 
 
 def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) -> dict[str, SiteReport]:
-    """``sites`` with the time that ``tiers`` took, by their bytes, where no store told it of each tensor.
+    """``sites`` with their parts of the time that ``tiers`` took, unless the store told it for each tensor.
+
+    The parts are those of the bytes.
 
     >>> sites = {"a": SiteReport(moved=30, loaded=10), "b": SiteReport(moved=10, loaded=10)}
     >>> found = shared_out(sites, [StoreReport("OnCpu()", write_seconds=4.0, read_seconds=2.0)])
@@ -89,7 +91,7 @@ class SavedReport:
         moved: of those, bytes that left the memory they were in; in a :class:`~disthooks.Tiered`, those that may have:
             its ``tiers`` have what did.
         shared: saved again as another view of what was packed already, so neither stored nor kept twice.
-        kept: left where they were.
+        kept: stayed in memory.
         kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
         recast: autocast's copies of weights that were dropped, to be cast again in backward.
         recomputed: dropped by :class:`~disthooks.Recompute`, to be computed again in backward.
@@ -191,7 +193,7 @@ class SavedReport:
         return "\n".join(lines)
 
     def _largest(self) -> str:
-        """The modules from which most was moved, or which saved most, in a line."""
+        """One line with the modules from which most was moved, or which saved most."""
         order = sorted(self.sites.items(), key=lambda item: (-item[1].moved, -item[1].saved - item[1].kept, item[0]))
         most = ", ".join(
             f"{name or 'outside of modules'} {format_bytes(site.saved + site.kept)}" for name, site in order[:_FEW]
@@ -201,7 +203,7 @@ class SavedReport:
 
     @property
     def hidden_seconds(self) -> float:
-        """Time that the store took beside the computation: what nobody waited for, of all attachments that use it."""
+        """Time that the store took while nobody waited for it, for all attachments that use it."""
         took = sum(tier.write_seconds + tier.read_seconds for tier in self.tiers)
         return max(0.0, took - self.pack_seconds - self.unpack_seconds)
 

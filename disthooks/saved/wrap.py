@@ -1,4 +1,4 @@
-"""Module wrappers: the hooks open inside each replica's forward, in the thread that runs it."""
+"""Wrappers of modules: hooks open inside the forward of each replica, in the thread that runs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.disk import OnDisk
 
-# torch's own activation wrappers use this name, and its distributed checkpoints and FSDP strip it from names.
+# torch's own activation wrappers use this name. Its distributed checkpoints and FSDP strip it from names (decision 7).
 _INNER = "_checkpoint_wrapped_module"
 _OWN = frozenset(nn.Module().__dict__) | {_INNER, "_site", "_added"}  # attributes of the wrapper, not of what is inside
 _KINDS = ("_parameters", "_buffers")
@@ -35,7 +35,7 @@ _KINDS = ("_parameters", "_buffers")
 
 
 class _Inside(dict[str, Any]):
-    """The ``_parameters`` or ``_buffers`` of a wrapper: empty, but a named key is that of the module inside."""
+    """The ``_parameters`` or ``_buffers`` of a wrapper. It is empty, and a key that is named is the inner module's."""
 
     def __init__(self, modules: dict[str, nn.Module | None], kind: str) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class SaveWith(nn.Module):
             return getattr(super().__getattr__(_INNER), name)
 
     def _refuse_parametrize(self) -> None:
-        """Refuse what ``parametrize`` cannot do to a wrapper. See [Note: reparametrized wrappers]."""
+        """UsageError for what ``parametrize`` cannot do to a wrapper. See [Note: reparametrized wrappers]."""
         function, name = reparametrizing() or ("", "")
         inner = _innermost(self)
         if function == "type_before_parametrizations":  # it would give the base of the wrapper's class
@@ -177,7 +177,10 @@ class SaveWith(nn.Module):
             raise UsageError(_refusal(f"torch.nn.utils.parametrize.{function}", name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the module inside, as it is read there, but for what torch itself and this class keep here."""
+        """Set on the module inside, from which it is read, all but what torch and this class keep on the wrapper.
+
+        A parameter that stayed on the wrapper would never be trained (decision 25).
+        """
         inner = self.__dict__.get("_modules", {}).get(_INNER)
         if inner is None or name in _OWN or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -186,7 +189,7 @@ class SaveWith(nn.Module):
             return
         innermost = _innermost(inner)
         if innermost is not None and name in innermost._parameters and being_swapped():
-            innermost._parameters[name] = value  # torch.func.functional_call puts tensors in the place of parameters
+            innermost._parameters[name] = value  # torch.func.functional_call puts tensors in place of parameters
         else:
             setattr(inner, name, value)
 
@@ -313,7 +316,7 @@ def _innermost(module: nn.Module | None) -> nn.Module | None:
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Name what is inside as if the wrapper were not there, versions too."""
+    """Name the entries of the module inside, and their versions, as if the wrapper were not there."""
     inner = f"{prefix}{_INNER}"
     for names in (state, getattr(state, "_metadata", {})):
         for key in [key for key in names if key == inner or key.startswith(inner + ".")]:
@@ -321,7 +324,10 @@ def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Rename the entries for what is inside, so that a checkpoint of the plain model loads."""
+    """Name the entries as the module inside does, so that a checkpoint of the plain model loads.
+
+    Their versions are renamed, too: without them a module takes a new checkpoint for an old one (decision 14).
+    """
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
     versions = metadata_being_loaded()
@@ -332,11 +338,11 @@ def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
         if key == where or key.startswith(prefix)
     }
     versions.update(inside)
-    module.__dict__["_added"] = list(inside)  # they are the user's checkpoint's: taken out again after loading
+    module.__dict__["_added"] = list(inside)  # the checkpoint is the user's: they are taken out after loading
 
 
 def _strip_messages(module: nn.Module, incompatible: Any) -> None:
-    """Name missing and unexpected keys as the user knows them, and leave the checkpoint as it was."""
+    """Name missing and unexpected keys as the user knows them, and restore the checkpoint's versions."""
     versions = metadata_being_loaded()
     for key in module.__dict__.pop("_added", ()):
         versions.pop(key, None)
