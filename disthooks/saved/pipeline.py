@@ -101,7 +101,8 @@ class OpenPipeline:
         self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
         self.counters, self.contents = Counters(), ContentIndex()
-        self.proofs, self.verifications = proofs or Proofs(), dict[Any, Verification]()
+        self.proofs = Proofs() if proofs is None and stages.recompute is not None else proofs
+        self.verifications: dict[Any, Verification] = {}
 
     def __reduce__(self) -> tuple[type[OpenPipeline], tuple[Pipeline]]:
         return OpenPipeline, (self.stages,)  # a copy of a module has saved nothing yet

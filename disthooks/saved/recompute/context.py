@@ -15,7 +15,7 @@ from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, saves_now
 from disthooks.saved.recompute.program import Norms, Planner, Program
-from disthooks.saved.recompute.verify import MOST_PLACES, Recompute, Verification
+from disthooks.saved.recompute.verify import MOST_PLACES, Proofs, Recompute, Verification
 
 # [Note: an origin is no cycle]
 # An `Origin` holds the node that made its tensor until the contents of the tensor are taken. A node whose operator
@@ -150,7 +150,7 @@ class RecomputeContext:
             if len(of_attachment) > MOST_PLACES:
                 of_attachment.clear()
             where = f"{self._module_name!r} ({name})" if self._module_name else f"({name})"
-            found = of_attachment[self._module_name, key] = self._pipeline.proofs.verification(
+            found = of_attachment[self._module_name, key] = cast(Proofs, self._pipeline.proofs).verification(
                 (self._module_name, key), where, cast(Recompute, self._pipeline.recompute).check == "always"
             )
         return found
