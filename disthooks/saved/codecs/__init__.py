@@ -1,4 +1,4 @@
-"""Codecs: a tensor to smaller tensors and back. Each is in a file of its own and registers itself."""
+"""Codecs turn a tensor into smaller tensors, and back. Each codec has a file of its own and registers itself."""
 
 from disthooks.saved.codecs.base import Codec
 

@@ -1,4 +1,8 @@
-"""The Codec interface, and how much a lossy one loses."""
+"""``Codec``, the interface of codecs, and the measure of what a lossy codec loses.
+
+To add a codec, write a file in this folder with one class: a frozen dataclass under ``@register("codec")`` with
+``encode``, ``decode`` and, if it is lossy, ``lossy = True``. Its tests subclass ``disthooks.testing.CodecTests``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ import torch
 
 
 class Codec(ABC):
-    """Turns a tensor into smaller tensors and a small spec, and back; subclass it as a frozen dataclass.
+    """Turns a tensor into smaller tensors and a small spec, and back. Subclass it as a frozen dataclass.
 
-    A codec that leaves a tensor alone returns ``(tensor,)``, the very tensor: then nothing is copied for it.
+    A codec that cannot make a tensor smaller returns ``(tensor,)``, the same object: then disthooks copies nothing.
 
     Attributes:
-        lossy: whether what comes back differs from what was encoded. The error of such codecs is measured, see
-            :attr:`disthooks.SavedReport.errors`. False unless the class says otherwise.
+        lossy: whether the decoded tensor may differ from the encoded one. disthooks measures the error of such codecs,
+            see :attr:`disthooks.SavedReport.errors`. False unless the class says otherwise.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -34,23 +38,23 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """``tensor`` (strided, any dtype and device) as smaller tensors and what ``decode`` needs besides."""
+        """``tensor`` (strided, any dtype and device) as smaller tensors, and the spec that ``decode`` needs besides."""
 
     @abstractmethod
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
-        """A tensor of the shape, dtype and device that was encoded."""
+        """The tensor, in the shape, dtype and on the device of the tensor that was encoded."""
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` in order, 1-D and contiguous; a view of it where that is possible."""
+    """The elements of ``tensor`` in order, 1-D and contiguous; a view of ``tensor`` if that is possible."""
     return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """``||approximate - exact|| / ||exact||`` in the L2 norm, over the elements that are finite in ``exact``.
 
-    A scalar in float64, on the device of ``exact``: nobody waits for it. It is zero where nothing differs, and infinite
-    where something that was finite is not any more, or where zeros came back as something else.
+    The result is a float64 scalar on the device of ``exact``, so the host does not wait for it. It is zero if nothing
+    differs. It is infinite if a finite element is not finite any more, or if zeros came back as other numbers.
 
     >>> relative_error(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
     tensor(0.1000, dtype=torch.float64)
@@ -64,7 +68,7 @@ def relative_error(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tens
 
 
 def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    # In float64: the squares of large float32 numbers are infinite.
+    # The sum is in float64, because the squares of large float32 numbers are infinite in float32.
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
     return norm

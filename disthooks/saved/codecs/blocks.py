@@ -1,13 +1,8 @@
-"""Blocks of elements with a scale each, in torch's own operations: what the kernels have to give bit for bit.
+"""Blocks of elements that share a scale: by torch operations, or by the Triton kernels in ``kernels.py``.
 
-A block of elements x has s = max |x| / m, with m the largest code, and its codes are x / s, rounded as the codec
-does. What is not finite is no reason to wait for the device: a block with such an element has the next lower code for
-its largest finite one, the scale that follows from it *with a minus*, and the code m for an infinity.
-
-The codecs' kernels, where there are any: on a CUDA or ROCm device, with Triton, which comes with torch there.
-
-Elsewhere the codecs run in torch's own operations, which give the same bits (``blocks``, ``noise``). Neither waits for
-the device. A kernel is compiled at its first use, for a second or so; nothing is tuned while it runs.
+A block of elements x has the scale s = max |x| / m, where m is the largest code. Its codes are x / s, rounded as the
+codec says. The kernels run on a CUDA or ROCm device with Triton, which comes with torch there; everywhere else torch
+operations give the same bits. The first use of a kernel compiles it, for about a second; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -23,9 +18,15 @@ from torch.nn.functional import pad
 
 from disthooks._hashing import MULTIPLIERS, ODD
 
+# [Note: blocks that are not finite]
+# To know whether a block is finite, the host would have to wait for the device. So the scale itself says it: if a block
+# has an inf or a nan, its scale has a minus sign, its largest finite element has the next lower code instead of m, and
+# the code m stands for inf. Decoding takes the absolute value of the scale. Two codes less in such a block cost nothing
+# elsewhere, while codes for nan, inf and -inf in every block would take 2 of the 15 levels of 4 bits (decision 31).
+
 
 class Codes(NamedTuple):
-    """The numbers that codes are: the largest, m, the next lower one, and what stands for a nan."""
+    """The numbers of the codes: the largest one, m; the next lower one; and the one that stands for a nan."""
 
     most: float
     less: float
@@ -33,54 +34,56 @@ class Codes(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """A block in each row, over its scale; and the scales, negative where something is not finite."""
+    """Elements divided by the scales of their blocks, one block in each row; the scale of a block that is not finite is
+    negative. See [Note: blocks that are not finite].
+    """
 
     values: torch.Tensor  # in the dtype of the scales
     scales: torch.Tensor
-    special: bool  # whether one may be negative
+    special: bool  # whether a scale may be negative
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in, and the dtype of the scales: float64 for float64, otherwise float32."""
+    """The dtype of the scales and of the computation: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float]:
-    """The largest max |x|, and the smallest scale, in the dtype of the scales.
+    """The largest max |x| and the smallest scale that are used, for scales of ``dtype``.
 
-    Rounded up, s m may be over the largest number there is; a scale of zero, or one that a device takes for zero, would
-    divide by zero.
+    If s is rounded up, s m may exceed the largest number of the dtype. A scale of zero, or a subnormal scale on a
+    device that takes it for zero, would divide by zero.
     """
     info = torch.finfo(dtype)
     return info.max * (1 - 8 * info.eps), info.tiny
 
 
 def in_blocks(elements: torch.Tensor, block: int) -> torch.Tensor:
-    """1-D ``elements`` as rows of ``block``, the last one filled up with zeros."""
+    """1-D ``elements`` in rows of ``block`` elements; the last row is filled up with zeros."""
     missing = -elements.numel() % block
     return (pad(elements, (0, missing)) if missing else elements).view(-1, block)
 
 
 def scaled(elements: torch.Tensor, block: int, codes: Codes) -> Scaled:
-    """1-D ``elements`` over the scales of their blocks. The host waits for no device."""
+    """1-D ``elements`` divided by the scales of their blocks. The host does not wait for the device."""
     rows = in_blocks(elements, block)
     dtype = wide(rows.dtype)
     largest = rows.abs().amax(1)
     broken = largest.isfinite().logical_not_()
-    special = not rows.is_cpu or bool(broken.any())  # a CPU is asked at no price
+    special = not rows.is_cpu or bool(broken.any())  # on a CPU there is nothing to wait for
     most = torch.full((), codes.most, dtype=dtype, device=rows.device)
     if special:
         largest = torch.where(rows.isfinite(), rows, 0).abs().amax(1)
         most = torch.where(broken, codes.less, most)
     largest_there_is, smallest = limits(dtype)
     scales = (largest.to(dtype).clamp_(max=largest_there_is) / most).clamp_(min=smallest)
-    inverse = scales.reciprocal()[:, None]  # one division for each block
+    inverse = scales.reciprocal()[:, None]  # one division for each block instead of one for each element
     values = rows * inverse if rows.dtype is dtype else rows.to(dtype).mul_(inverse)
     return Scaled(values, torch.where(broken, -scales, scales) if special else scales, special)
 
 
 def limited(it: Scaled, codes: Codes) -> torch.Tensor:
-    """``it.values``, rounded or not, where they have a code: x / s may be a little over m by rounding."""
+    """``it.values`` limited to the codes, because x / s may be a little larger than m by rounding."""
     if not it.special:
         return it.values.clamp_(-codes.most, codes.most)
     top = torch.where(it.scales < 0, codes.less, torch.full_like(it.scales, codes.most))[:, None]
@@ -90,7 +93,7 @@ def limited(it: Scaled, codes: Codes) -> torch.Tensor:
 
 
 def unscaled(values: torch.Tensor, scales: torch.Tensor, block: int, codes: Codes) -> torch.Tensor:
-    """The elements that 1-D ``values`` of codes stand for, in the dtype of ``scales``, which may be where those are."""
+    """The elements of the codes ``values`` (1-D), in the dtype of ``scales``. May overwrite ``values``."""
     rows = in_blocks(values, block).to(scales.dtype)
     if scales.is_cpu and not (scales < 0).any():
         return rows.mul_(scales[:, None]).view(-1)[: values.numel()]
@@ -100,14 +103,21 @@ def unscaled(values: torch.Tensor, scales: torch.Tensor, block: int, codes: Code
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE = 2048  # elements of a program; why, see kernels.py
-_LARGEST_BLOCK = 8192  # a program holds a block in its registers
-_RUN = 16  # bytes; runs of bits begin at multiples, for wide loads
-_FEWEST = 1024  # bools; with fewer a run of such a length may lie beyond the end
+_TILE = 2048  # elements of a program; kernels.py says why
+_LARGEST_BLOCK = 8192  # elements: a program holds a block in its registers
+_RUN = 16  # bytes: runs of bits begin at multiples of it, so that loads are wide
+_FEWEST = 1024  # bools: with fewer of them a run may lie beyond the end of the tensor
 
 
 class Kind(NamedTuple):
-    """What a code is: an integer of 8 or 4 bits, or a float8 with so many bits of mantissa, and exponents off by so."""
+    """The kind of a code: an integer of 8 or 4 bits, or an 8-bit float.
+
+    Attributes:
+        bits: of a code.
+        codes: the numbers of the codes.
+        mantissa: bits of the mantissa of an 8-bit float; 0 for an integer.
+        bias: the exponent bias of float32 minus that of the 8-bit float.
+    """
 
     bits: int
     codes: Codes
@@ -116,22 +126,22 @@ class Kind(NamedTuple):
 
 
 def usable(tensor: torch.Tensor, block: int = 2) -> bool:
-    """Whether a tensor of this dtype (of a scale, too) on this device goes through kernels, in blocks of ``block``."""
+    """Whether the kernels take ``tensor`` by its dtype and its device, in blocks of ``block`` elements."""
     return tensor.is_cuda and tensor.dtype in _DTYPES and block <= _LARGEST_BLOCK and _works(tensor.device)
 
 
 def packs(bools: torch.Tensor, run: int) -> bool:
-    """Whether ``pack`` takes these in bytes of ``run``."""
+    """Whether :func:`pack` takes ``bools`` in ``run`` bytes."""
     return bools.is_cuda and run % _RUN == 0 and bools.numel() >= _FEWEST and _works(bools.device)
 
 
 def unpacks(packed: torch.Tensor, count: int) -> bool:
-    """Whether ``unpack`` gives so many bools back from these bytes."""
+    """Whether :func:`unpack` takes ``count`` bools out of ``packed``."""
     return packed.is_cuda and packed.numel() % _RUN == 0 and count >= _FEWEST and _works(packed.device)
 
 
 def run_of(bools: torch.Tensor) -> int:
-    """Bytes for these bools: as few as may be, on a GPU a few more so that its loads are wide."""
+    """The bytes for ``bools``: as few as possible, and on a GPU a few more, so that loads are wide."""
     fewest = (bools.numel() + 7) // 8
     return -(-fewest // _RUN) * _RUN if bools.is_cuda and bools.numel() >= _FEWEST else fewest
 
@@ -141,7 +151,7 @@ def _works(device: torch.device) -> bool:
     try:
         with torch.no_grad():
             unpack(pack(torch.zeros(_FEWEST, dtype=torch.uint8, device=device), _FEWEST // 8), _FEWEST)
-    except Exception as error:  # no Triton, no C compiler for its launcher, a device it does not know
+    except Exception as error:  # no Triton, no C compiler for its launcher, or an unknown device
         warnings.warn(
             f"disthooks: codecs run in many torch operations instead of one kernel on {device}, because Triton does "
             f"not work: {type(error).__name__}: {error}",
@@ -158,12 +168,12 @@ def _kernels() -> Any:
 
 @functools.cache
 def _has_instructions(device: torch.device) -> bool:
-    """Whether it rounds to bfloat16 and float8 by itself; the kernels can do it, at a price."""
+    """Whether ``device`` has instructions that round to bfloat16 and float8; without them the kernels take longer."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    # Triton launches on the current device, on its current stream.
+    # Triton launches a kernel on the current stream of the current device.
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -173,8 +183,8 @@ def _shape(block: int) -> dict[str, int]:
 
 
 def _launch(shape: dict[str, int]) -> dict[str, Any]:
-    # Products and sums that are fused are rounded once, those of torch twice. With 64 registers, in which the compiler
-    # finds room without spilling, a multiprocessor has 1024 threads; the largest tile has 512.
+    # A fused product and sum is rounded once, the two operations of torch are rounded twice, so fusing is off. With 64
+    # registers, which the compiler fills without spilling, a multiprocessor has 1024 threads; the largest tile has 512.
     warps = max(4, 2 * shape["ROWS"] * shape["HALF"] // 512)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return options if torch.version.hip else options | {"maxnreg": 64}
@@ -183,7 +193,7 @@ def _launch(shape: dict[str, int]) -> dict[str, Any]:
 def encode(
     elements: torch.Tensor, block: int, kind: Kind, key: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (1-D, uint8, so many bits each) and scales of 1-D contiguous ``elements``; at random with a ``key``."""
+    """Codes (1-D, uint8, packed) and scales of 1-D contiguous ``elements``; rounded at random if there is a ``key``."""
     n, shape = elements.numel(), _shape(block)
     codes = torch.empty((n * kind.bits + 7) // 8, dtype=torch.uint8, device=elements.device)
     scales = torch.empty(-(-n // block), dtype=torch.float32, device=elements.device)
@@ -215,7 +225,7 @@ def encode(
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block: int, kind: Kind) -> None:
-    """Fill ``into`` (1-D, contiguous) with what ``codes`` (uint8) and ``scales`` stand for."""
+    """Fill ``into`` (1-D, contiguous) with the elements of ``codes`` (uint8) and ``scales``."""
     shape = _shape(block)
     with _on(into.device):
         _kernels().decode[(-(-scales.numel() // shape["ROWS"]),)](
@@ -234,8 +244,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block:
 
 
 def pack(bools: torch.Tensor, run: int) -> torch.Tensor:
-    """1-D ``bools`` (uint8, at least 1024) in ``run`` bytes, a multiple of 16: byte i has i, i + run, i + 2 run, ..."""
-    bools = bools if bools.data_ptr() % _RUN == 0 else bools.clone()  # words are read
+    """1-D ``bools`` (uint8, at least 1024) in ``run`` bytes, a multiple of 16.
+
+    Byte i has the elements i, i + run, i + 2 run, ...
+    """
+    bools = bools if bools.data_ptr() % _RUN == 0 else bools.clone()  # the kernel reads whole words
     packed = torch.empty(run, dtype=torch.uint8, device=bools.device)
     with _on(bools.device):
         _kernels().pack[(-(-run // 2048),)](bools, packed, bools.numel(), run, WORDS=512, num_warps=4)
@@ -243,7 +256,7 @@ def pack(bools: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` bools (uint8) that were packed."""
+    """The ``count`` bools (uint8) in ``packed``."""
     packed = packed if packed.data_ptr() % _RUN == 0 else packed.clone()
     bools = torch.empty(count, dtype=torch.uint8, device=packed.device)
     with _on(packed.device):

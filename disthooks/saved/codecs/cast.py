@@ -1,4 +1,4 @@
-"""A narrower dtype."""
+"""``Cast``: a narrower dtype."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _KINDS = {
 class Cast(Codec):
     """Store floating-point tensors in a narrower dtype. Lossy: it changes gradients by its rounding.
 
-    A tensor that is not floating point (indices, masks, complex numbers), or not wider than ``dtype``, is
-    left as it is.
+    ``Cast`` leaves a tensor as it is if it is not floating point (indices, masks, complex numbers), or not wider than
+    ``dtype``.
 
-    The two dtypes of 8 bits have little range, so each block of 128 elements, in the order of memory, is divided by a
+    The two dtypes of 8 bits have a small range. So each block of 128 elements, in the order of memory, is divided by a
     scale first, ``max |x| / finfo(dtype).max`` ("FP8 Formats for Deep Learning", Micikevicius et al. 2022,
     arXiv:2209.05433, section 4; for blocks: "DeepSeek-V3 Technical Report" 2024, arXiv:2412.19437, section 3.3), in
-    float32 (float64 for a float64 tensor). The largest element comes back to within the rounding of the scale, zeros as
-    zeros. A tensor that would not get smaller is left as it is.
+    float32 (float64 for a float64 tensor). The largest element comes back to within the rounding of the scale, and
+    zeros come back as zeros. A tensor that would not get smaller is left as it is.
 
-    In a block with an inf or a nan these come back as what they are, the infs with their sign, nans as one nan. For the
-    others of that block max |x| is over them, and they are scaled to the next lower number of the dtype, 416 or 49152.
-    Such a block has a scale with a minus, and the largest number stands for inf.
+    If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then
+    max |x| is taken over the finite elements, which are scaled to the next lower number of the dtype, 416 or 49152, and
+    the largest number of the dtype stands for inf. The scale of such a block has a minus sign.
 
-    To 8 bits and back, a GPU needs one Triton kernel each, which reads and writes everything once, and the host never
-    waits (of float64, or where Triton is missing, some torch operations, to the same bits).
+    On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
+    wait. Without Triton, and for float64, several torch operations give the same bits.
 
     Args:
         dtype: ``torch.bfloat16`` (keeps the range, 8 bits of precision), ``torch.float16`` (11 bits, overflows
@@ -50,7 +50,7 @@ class Cast(Codec):
             element down, fewer) or ``torch.float8_e5m2`` (3 bits; from 1 part in 9e8 down, fewer).
 
     Raises:
-        UsageError: for any other dtype.
+        UsageError: if ``dtype`` is another one.
 
     >>> tensors, spec = Cast(torch.bfloat16).encode(torch.tensor([1.0, 2.5]))
     >>> tensors[0].dtype, Cast(torch.bfloat16).decode(tensors, spec)
@@ -72,7 +72,7 @@ class Cast(Codec):
             )
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Size, torch.dtype]]:
-        """The tensor in the narrower dtype, 1-D and with its scales if it has some; and the shape and dtype it had."""
+        """The tensor in the narrower dtype (1-D, with its scales, if it has scales), and its shape and dtype."""
         spec = tensor.shape, tensor.dtype
         if not (tensor.is_floating_point() and tensor.element_size() > self.dtype.itemsize and tensor.numel()):
             return (tensor,), spec
@@ -90,12 +90,12 @@ class Cast(Codec):
             return codes.view(self.dtype), scales
         parts = [scaled(some, _BLOCK, kind.codes) for some in torch.split(elements, _piece(elements))]
         numbers = [limited(it, kind.codes).to(self.dtype).view(-1) for it in parts]
-        # As bytes, for not all devices have a kernel to join those of 8 bits.
+        # Joined as bytes, because not every device has a kernel that joins 8-bit floats.
         joined = torch.cat([some.view(torch.uint8) for some in numbers])[: elements.numel()]
         return joined.view(self.dtype), torch.cat([it.scales for it in parts])
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
-        """The tensor in the shape and dtype it had."""
+        """The tensor in its shape and dtype."""
         shape, dtype = spec
         if len(tensors) == 1:
             return tensors[0].to(dtype)
@@ -108,7 +108,7 @@ class Cast(Codec):
         piece = _piece(into)
         encoded = torch.split(numbers, piece), torch.split(scales, piece // _BLOCK)
         for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
-            # In place where it can be.
+            # The product is written in place if the codes were copied into the result.
             values = part.copy_(some) if dtype is scales.dtype else some.to(scales.dtype)
             found = unscaled(values, rows, _BLOCK, kind.codes)
             if found.data_ptr() != part.data_ptr():
@@ -117,5 +117,5 @@ class Cast(Codec):
 
 
 def _piece(tensor: torch.Tensor) -> int:
-    """Elements at once, so that what is computed on the way is small, and in a CPU's cache."""
+    """How many elements are computed at once, so that the temporaries are small and fit into the cache of a CPU."""
     return 2**20 if tensor.is_cpu else 2**24

@@ -1,4 +1,4 @@
-"""General compression of bytes, by libraries that are asked for by name."""
+"""``Compress``: general compression of bytes, by Zstandard or LZ4."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Spec(NamedTuple):
 class Compress(Codec):
     """Compress the bytes of a tensor, of any dtype, with Zstandard or LZ4. Lossless.
 
-    The libraries (``pip install 'disthooks[compress]'``) run outside of Python's lock, so threads compress side by
-    side. The bytes of a GPU's tensor are copied to the CPU, and what is stored stays there. A tensor that does not get
-    smaller is stored as it is.
+    The libraries (``pip install 'disthooks[compress]'``) release Python's global lock, so threads compress side by
+    side. The bytes of a tensor on a GPU are copied to the CPU, and the compressed bytes stay there. A tensor that does
+    not get smaller is stored as it is.
 
-    Most activations are noise to such a library; masks, indices and the output of a ReLU are not
+    Such a library finds no pattern in most activations, but it does in masks, in indices and in the output of a ReLU
     (``benchmarks/codecs.py``). It can stand behind another codec: ``Quantize(8), Compress("zstd")``.
 
     Args:
@@ -39,8 +39,8 @@ class Compress(Codec):
         level: higher is smaller and slower. For zstd -100 to 22, by default 1; for lz4 -100 to 12, by default 0.
 
     Raises:
-        UsageError: when it is another library, one that is not installed, or a level it does not have.
-        StoreError: in backward, when what the store gave back is no longer what was compressed.
+        UsageError: if the library is another one or is not installed, or if it does not have the level.
+        StoreError: in backward, if the bytes from the store are not the bytes that were compressed.
 
     >>> codec = Compress("zstd")
     >>> tensors, spec = codec.encode(torch.zeros(1000))
@@ -60,7 +60,7 @@ class Compress(Codec):
         _imported(self.library)
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], _Spec | None]:
-        """The compressed bytes (1-D, uint8, on the CPU), and shape, dtype and device; or the tensor and None."""
+        """The compressed bytes (1-D, uint8, on the CPU) and the shape, dtype and device; or the tensor and None."""
         if not tensor.numel():
             return (tensor,), None
         content = flat(tensor).cpu().view(torch.uint8)
@@ -70,14 +70,14 @@ class Compress(Codec):
         return (_tensor(compressed),), _Spec(tensor.shape, tensor.dtype, tensor.device)
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec | None) -> torch.Tensor:
-        """The tensor, bit for bit, where it was."""
+        """The tensor, bit for bit, on its device."""
         if spec is None:
             return tensors[0]
         content = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         compressed = tensors[0].cpu().contiguous()
         try:
             count = _LIBRARIES[self.library][1](_memory(compressed), _memory(content))
-        except Exception as error:  # each library has errors of its own
+        except Exception as error:  # each library has error classes of its own
             raise StoreError(f"{self!r}: {compressed.numel()} bytes cannot be decompressed: {error}") from error
         if count != content.nbytes:
             raise StoreError(f"{self!r}: decompressed {count} bytes of {content.nbytes}")
@@ -92,7 +92,7 @@ def _imported(library: str) -> Any:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous ``tensor`` on the CPU, which has to outlive the view; numpy is not needed for it."""
+    """A view of the bytes of a contiguous ``tensor`` on the CPU, without numpy. The tensor has to outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -102,7 +102,8 @@ def _tensor(content: bytes) -> torch.Tensor:
     return tensor
 
 
-_local = threading.local()  # compressors of zstd have megabytes of state, and serve one thread at a time
+# A compressor of zstd has megabytes of state and serves one thread at a time, so each thread has its own.
+_local = threading.local()
 
 
 def _zstd_compress(content: memoryview, level: int | None) -> bytes:
@@ -119,7 +120,7 @@ def _zstd_decompress(compressed: memoryview, into: memoryview) -> int:
     with _imported("zstd").ZstdDecompressor().stream_reader(compressed) as reader:
         while done < len(into) and (count := reader.readinto(into[done:])):
             done += count
-        return done + len(reader.read(1))  # more than there should be is wrong too
+        return done + len(reader.read(1))  # more bytes than expected are an error too
 
 
 def _lz4_compress(content: memoryview, level: int | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Triton kernels of the codecs: one pass over the data, no wait. Imported by ``fused`` alone, where there is a GPU.
+"""Triton kernels of the codecs: one pass over the data, no wait. Only ``blocks.py`` imports them, if there is a GPU.
 
 **A tile.** A program takes whole blocks, 2048 elements in all, with 128 threads: 16 elements a thread are 64 bytes of
 float32 in flight (32 of bfloat16), as loads of 16. A Hopper multiprocessor has to have about 22 KB in flight to
@@ -10,9 +10,9 @@ instructions, 13 of them in the integer unit; hence one hash for two elements, r
 bits then are the integer) rather than by a conversion, one multiplication by 1 / s rather than a division, and
 what is not finite in a branch that a tile takes only when it has to.
 
-**Exactness.** The codes are those of ``blocks``, ``noise`` and ``quantize`` bit for bit: division rounds to nearest;
-the launch forbids fusing a product and a sum. A tile that is not full is the last one alone: all others have no masks,
-which would make loads narrow. Places are counted from the tile's first, which is of 64 bits.
+**Exactness.** The codes are those of ``blocks.py``, ``_hashing.py`` and ``quantize.py``, bit for bit: division rounds
+to nearest; the launch forbids fusing a product and a sum. A tile that is not full is the last one alone: all others
+have no masks, which would make loads narrow. Places are counted from the tile's first, which is of 64 bits.
 """
 
 # ruff: noqa: SIM108, C901 (Triton takes statements, and what is constant is no branch)
@@ -33,7 +33,7 @@ def _mixed_down(x, BY: tl.constexpr):
 
 @triton.jit
 def _words(counter, key, M0: tl.constexpr, M1: tl.constexpr, ODD: tl.constexpr):
-    """``noise.noise``, both halves in a word."""
+    """The noise of ``_hashing.py``, both halves in a word."""
     x = _mixed_down(counter, 16) * M0
     x = _mixed_down(x ^ key, 15) * M1
     return _mixed_down(x, 16) | ODD

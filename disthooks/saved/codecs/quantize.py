@@ -1,4 +1,4 @@
-"""Eight or four bits an element, and a scale for each block."""
+"""``Quantize``: eight or four bits for each element, and a scale for each block of elements."""
 
 from __future__ import annotations
 
@@ -41,30 +41,31 @@ class Quantize(Codec):
     arXiv:2110.02861; unbiased rounding of saved activations and what it means for gradients, "ActNN", Chen et al. 2021,
     arXiv:2104.14129, section 3.
 
-    Two neighbours of 4 bits share a byte. The scales are float32 (float64 for a float64 tensor, whose range is larger);
-    tensors of half precision are computed with in float32. Left as they are: tensors of another dtype (indices, masks,
-    complex numbers, 8-bit floats), and those that would not get smaller.
+    Two neighbours of 4 bits share a byte. The scales are float32 (float64 for a float64 tensor, whose range is larger).
+    Tensors of half precision are computed in float32. ``Quantize`` leaves a tensor as it is if it has another dtype
+    (indices, masks, complex numbers, 8-bit floats), or if it would not get smaller.
 
-    In a block with an inf or a nan these come back as what they are, the infs with their sign, nans as one nan. For the
-    others of that block m is 126 or 6, and max |x| is over them. Such a block has a scale with a minus, the codes 127
-    or 7 for inf, and -128 or -8 for nan.
+    If a block has an inf or a nan, these come back as they are: infs with their sign, each nan as the same nan. Then m
+    is 126 or 6, and max |x| is taken over the finite elements. The scale of such a block has a minus sign; the code 127
+    or 7 stands for inf, and -128 or -8 for nan.
 
-    On a GPU both ways are one Triton kernel, which reads and writes everything once, and the host never waits (of
-    float64, or where Triton is missing, many torch operations, to the same bits). Its first use compiles it.
+    On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
+    wait. Without Triton, and for float64, many torch operations give the same bits. The first use compiles the kernels.
 
-    The random numbers are the codec's own: a hash of the element's place and of a key, which is new for each tensor
-    (of a seed, and a count for each process and device). torch's global generators are not advanced, so dropout masks
-    are what they are without the codec. The seed is of ``torch.initial_seed()`` and the environment's ``RANK`` at the
-    first use: a run that calls ``torch.manual_seed`` before its first forward is repeated by calling it again in a new
-    process, as long as one thread at a time saves tensors on a device.
+    The codec has random numbers of its own: a hash of the place of the element and of a key, and each tensor has a new
+    key (from a seed, and a count for each process and device). The global generators of torch do not advance, so
+    dropout masks are the same as without the codec. The seed comes from ``torch.initial_seed()`` and the ``RANK`` of
+    the environment at the first use. So a new process repeats a run that calls ``torch.manual_seed`` before its first
+    forward, as long as one thread at a time saves tensors on a device.
 
     Args:
         bits: 8 or 4.
-        block: elements that share a scale, an even number from 2; more are smaller, fewer more precise.
-        stochastic: round at random and right on average; otherwise to the nearest.
+        block: how many elements share a scale, an even number from 2. Larger blocks take less memory, smaller blocks
+            are more precise.
+        stochastic: whether to round at random, so that the result is right on average, or to the nearest.
 
     Raises:
-        UsageError: when ``bits`` or ``block`` is something else.
+        UsageError: if ``bits`` or ``block`` is another number.
 
     >>> codec = Quantize(bits=8, stochastic=False)
     >>> x = torch.linspace(-1, 1, 1000)
@@ -88,7 +89,7 @@ class Quantize(Codec):
             raise UsageError(f"Quantize: block must be an even number of elements from 2, got {self.block!r}")
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], _Spec]:
-        """Codes (1-D; int8, or uint8 with two of them each) and scales (1-D), or the tensor itself."""
+        """Codes (1-D; int8, or uint8 with two codes in each) and scales (1-D); or the tensor itself."""
         spec = _Spec(tensor.shape, tensor.dtype)
         if tensor.dtype not in _FLOATS or self._encoded_bytes(tensor) >= tensor.nbytes:
             return (tensor,), spec
@@ -103,13 +104,13 @@ class Quantize(Codec):
         return (codes, scales), spec
 
     def _piece(self, tensor: torch.Tensor) -> int:
-        """Elements at once, so that what is computed on the way is small, and in a CPU's cache."""
+        """How many elements are computed at once, so that the temporaries are small and fit into the cache of a CPU."""
         return max((2**20 if tensor.is_cpu else 2**24) // self.block, 1) * self.block
 
     def _codes(
         self, elements: torch.Tensor, key: tuple[int, int] | None, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of ``elements``, which are those from ``first`` on; what the kernel does."""
+        """Codes and scales of ``elements``, which begin at the place ``first``; the same bits as the kernel."""
         codes, n = _KINDS[self.bits].codes, elements.numel()
         it = scaled(elements, self.block, codes)
         if key:
@@ -124,7 +125,7 @@ class Quantize(Codec):
         return (n * self.bits + 7) // 8 + -(-n // self.block) * wide(tensor.dtype).itemsize
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec) -> torch.Tensor:
-        """The tensor in the shape and dtype it had."""
+        """The tensor in its shape and dtype, with the error that the class states."""
         if len(tensors) == 1:
             return tensors[0]
         codes, scales = tensors
@@ -142,7 +143,7 @@ class Quantize(Codec):
 
 
 def _pair(codes: torch.Tensor) -> torch.Tensor:
-    """Neighbours in a byte, the first in the lower half, as 8 more than they are; ``codes`` are overwritten."""
+    """Two neighbours in one byte, the first in the lower half, each plus 8. ``codes`` are overwritten."""
     nibbles = codes.add_(8)
     if nibbles.numel() % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
