@@ -1,7 +1,15 @@
-"""What happens to saved tensors, told to whoever listens; nothing is built when nobody does.
+"""The handle that everything attached gives back, hooks that do not follow copies, and events of saved tensors."""
 
-The one handle that everything attached gives back.
-"""
+# [Note: hooks must not keep models]
+# A hook that is a bound method keeps its object, and the object often keeps the model. Python's collector finds such a
+# cycle only if it can look into every holder. It cannot look into torch's list of hooks on all optimizers, nor into
+# parameters that DDP's C++ reducer or FSDP holds. A hook there gets `weak_method`, and does nothing once its object is
+# gone. For the same reason a hook on a module is an `UncopiedHook`: a deep copy or pickle of the model would copy the
+# attachment with it, and the copy's hooks would report to an attachment that nobody has.
+#
+# [Note: listeners are replaced]
+# The tuple of listeners is read on the hot path as `if listeners:`. It is replaced as a whole and never changed in
+# place, so a reader needs no lock. No event is built if nobody listens.
 
 from __future__ import annotations
 
@@ -21,9 +29,9 @@ class SavedTensorEvent(NamedTuple):
 
     Attributes:
         kind: "pack" or "unpack".
-        module_name: the name of the module whose forward saved it, as its attachment knows it.
+        module_name: the name of the module whose forward saved the tensor, as its attachment knows it.
         tensor: the tensor itself, as autograd gave it or gets it back.
-        outcome: what became of it: "stored", "shared" or "kept".
+        outcome: what became of the tensor: "stored", "shared" or "kept".
     """
 
     kind: str
@@ -32,12 +40,12 @@ class SavedTensorEvent(NamedTuple):
     outcome: str
 
 
-# Read on the hot path as `if listeners:`; replaced, never changed in place, so a reader needs no lock.
+#: Who is called with every event; see [Note: listeners are replaced].
 listeners: tuple[Callable[[SavedTensorEvent], None], ...] = ()
 
 
 def add_listener(listener: Callable[[SavedTensorEvent], None]) -> Callable[[], None]:
-    """Have ``listener`` told of every event in this process; call the result to stop.
+    """Call ``listener`` with every event in this process; call the result to stop.
 
     >>> stop = add_listener(print)
     >>> stop()
@@ -55,7 +63,7 @@ def add_listener(listener: Callable[[SavedTensorEvent], None]) -> Callable[[], N
 
 
 def notify(kind: str, module_name: str, tensor: torch.Tensor, outcome: str) -> None:
-    """Tell every listener."""
+    """Call every listener with an event."""
     for listener in listeners:
         listener(SavedTensorEvent(kind, module_name, tensor, outcome))
 
@@ -80,11 +88,11 @@ class Attachment:
         self._undo = contextlib.ExitStack()
 
     def on_remove(self, undo: Callable[[], object]) -> None:
-        """Have ``undo`` called on removal, the last one given first."""
+        """Call ``undo`` on removal; what was given last is called first."""
         self._undo.callback(undo)
 
     def at_exit(self, method: Callable[[], object]) -> None:
-        """Have a method of this object called when the process ends, if it is still attached then."""
+        """Call a method of this object when the process ends, if it is still attached then."""
         alive = weakref.WeakMethod(method)
 
         def call() -> None:
@@ -108,7 +116,9 @@ class Attachment:
 
 
 class UncopiedHook:
-    """A hook on a module that a copy or pickle of the module does not have: the copy gets one that does nothing.
+    """A hook on a module that a copy or pickle of the module does not have: the copy gets a hook that does nothing.
+
+    See [Note: hooks must not keep models].
 
     >>> import copy
     >>> copy.copy(UncopiedHook(lambda: "seen"))() is None
@@ -121,7 +131,7 @@ class UncopiedHook:
         self.function = function
 
     def __call__(self, *args: Any) -> Any:
-        """What the function returns; nothing at all while torch.compile traces, since a lock is not traceable."""
+        """Call the function, except while torch.compile traces, because a lock is not traceable."""
         return None if torch.compiler.is_compiling() else self.function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,10 +143,9 @@ def _nothing(*args: Any) -> None:
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` while its object lives; then a function that does nothing.
+    """A function that calls ``method`` while its object lives, and then does nothing.
 
-    It is for hooks whose holder the collector cannot look into: torch's list of hooks on all optimizers, and parameters
-    that DDP's reducer or FSDP holds. A strong reference there would keep the object, and its model, for ever.
+    It is for hooks whose holder the collector cannot look into; see [Note: hooks must not keep models].
 
     >>> attached = Attachment()
     >>> remove = weak_method(attached.remove)

@@ -95,7 +95,7 @@ def as_patterns(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
     (('*.mlp',), 'head', ('a', 'b'))
     """
     one = callable(patterns) or isinstance(patterns, (str, nn.Module)) or not isinstance(patterns, Iterable)
-    if isinstance(patterns, Set):  # the order of a set of strings is another one in each process
+    if isinstance(patterns, Set):  # sorted, because the order of a set of strings differs between processes
         patterns = sorted(patterns, key=describe)
     found = (cast(Pattern, patterns),) if one else tuple(cast("Iterable[Pattern]", patterns))
     if not found:
@@ -108,7 +108,7 @@ def as_patterns(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
 
 
 def is_match(pattern: Pattern, name: str, value: object) -> bool:
-    """Whether ``pattern`` is one of ``value``, which has this name.
+    """Whether ``pattern`` matches ``value`` under this name.
 
     >>> is_match("layers.*", "layers.0", None), is_match(nn.Linear, "fc", nn.Linear(2, 2))
     (True, True)
@@ -121,7 +121,7 @@ def is_match(pattern: Pattern, name: str, value: object) -> bool:
 
 
 def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str) -> list[tuple[str, T]]:
-    """The items whose name or value any pattern accepts, in their own order.
+    """The items whose name or value any of the patterns matches, in their own order.
 
     Args:
         items: pairs of a name and a value.
@@ -130,7 +130,7 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
         what: "module" or "parameter", for the error message.
 
     Raises:
-        MatchError: when one of the patterns accepts nothing; the message lists the nearest names.
+        MatchError: when one of the patterns matches nothing; the message lists the nearest names.
 
     >>> match([("fc.bias", 1), ("fc.weight", 2)], ["*.bias"], "parameter")
     [('fc.bias', 1)]
@@ -146,15 +146,15 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
 
 
 def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
-    """The submodules of ``model`` (itself is named ``""``) that any of ``patterns`` accepts.
+    """The submodules of ``model`` that any of ``patterns`` matches; the model itself is named ``""``.
 
-    The shell of an engine is looked through: names are those of the user's own model.
+    An engine's wrapper is looked through: names are those of the user's own model.
     """
     return match(unwrap_engine(model).named_modules(), patterns, "module")
 
 
 def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``model`` that any of ``patterns`` accepts, named as :func:`match_modules` names."""
+    """The parameters of ``model`` that any of ``patterns`` matches, with names as :func:`match_modules` gives them."""
     return match(unwrap_engine(model).named_parameters(), patterns, "parameter")
 
 

@@ -1,4 +1,18 @@
-"""The private functions of torch that disthooks needs, named and typed in one place."""
+"""The private functions of torch that disthooks needs, named and typed in one place.
+
+All other files use public torch. What is said here of torch holds for 2.9 to 2.13; tests run over each name.
+"""
+
+# [Note: replacing what a wrapper calls]
+# Some of torch's functions are wrappers made by a decorator: `Optimizer.step`, `clip_grad_norm_`. To see every call, a
+# name in torch's module could be replaced, but scripts have imported it before, schedules and accelerate have put bound
+# methods aside, and classes inherit it. All of these are the wrapper. So the wrapper stays, and the function in its
+# closure is replaced (`Inner`).
+#
+# [Note: looking up the stack]
+# torch does not say which GradScaler is making a step, which checkpoint a `load_state_dict` is loading, or that
+# `functional_call` is what sets an attribute. The frames of Python's stack do: each is found by the code object of
+# torch's function, not by its name, and its local variables are only read.
 
 from __future__ import annotations
 
@@ -33,9 +47,9 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def is_python_node(node: Any) -> bool:
-    """Whether ``node`` runs a user's code, which may read a saved tensor several times; those of torch read it once.
+    """Whether ``node`` runs a user's code, which may read a saved tensor several times; torch's nodes read it once.
 
-    True for None, too: outside of a backward only users read.
+    It is True for None, too: outside of a backward only users read saved tensors.
     """
     return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
 
@@ -46,7 +60,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def node_name(node: Any) -> str:
-    """What torch calls the kind of ``node``; "" for a user's own, whose attributes are the user's: ``ctx.name``."""
+    """What torch calls the kind of ``node``; "" for a user's own node, whose ``name`` may be anything."""
     return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
 
 
@@ -65,7 +79,7 @@ class _Counts:
 def fresh_count() -> int:
     """What ``sys.getrefcount`` says, in a method that is a pack hook, of a tensor that no Python code has seen yet.
 
-    It depends on how Python counts arguments, so it is asked of an output of an operator that is not there yet.
+    The number depends on how Python counts arguments, so it is measured once, on the output of an operator.
     """
     counts, leaf = _Counts(), torch.ones(1, device="cpu", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(counts.pack, lambda tensor: tensor), torch.enable_grad():
@@ -74,7 +88,7 @@ def fresh_count() -> int:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors lie over ``storage``; it counts ``storage`` itself, the object of Python, as another one."""
+    """How many tensors lie over ``storage``, plus one for ``storage`` itself, the object of Python."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
@@ -115,13 +129,13 @@ _SKIP, _GO_ON = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
 
 
 def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[_Function], _Function]:
-    """Have ``torch.compile`` leave a function alone.
+    """Mark a function that ``torch.compile`` must not compile.
 
     This is what ``torch.compiler.disable`` does, without importing the compiler, and without another call.
 
     Args:
-        reason: what the compiler says where it would trace the function as a part of its caller, whose graph breaks
-            there. None: it may trace it so, and the function is left alone where it is called by itself.
+        reason: what the compiler says if it meets the function while it traces a caller, whose graph breaks there. With
+            None it may trace the function as a part of the caller, and leaves alone only calls from outside.
         callees: whether what the function calls is left alone too.
     """
 
@@ -136,9 +150,10 @@ def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[
 
 
 def forget_compiled() -> None:
-    """Have ``torch.compile`` trace again what it compiled so far, when it is next called.
+    """Make ``torch.compile`` trace again what it compiled so far, when that is next called.
 
-    The compiler does not guard the functions of a class: what was compiled before one is replaced would call the old.
+    The compiler does not guard the functions of a class: code that was compiled before one is replaced would go on
+    calling the old one.
     """
     compiler: Any = sys.modules.get("torch._dynamo")
     if compiler is not None:
@@ -177,9 +192,9 @@ class StorageRef:
 def in_graph_memory(tensor: torch.Tensor) -> bool:
     """Whether the memory of a device's ``tensor`` belongs to CUDA graphs of the compiler (``mode="reduce-overhead"``).
 
-    Their next run writes into it, uncounted, and their backward expects its inputs there. Who manages the graphs of
-    a thread and device knows which tensors they gave since the first of the graphs that now follow each other.
-    True where torch has graphs and does not tell as expected.
+    The next run of the graphs writes into that memory without counting up a version, and their backward expects its
+    inputs there. The manager of the graphs of a thread and device knows which tensors the current chain of graphs has
+    given out. True if torch has graphs and its manager cannot be asked as expected.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
@@ -197,8 +212,8 @@ def in_graph_memory(tensor: torch.Tensor) -> bool:
 def metadata_being_loaded() -> dict[str, Any]:
     """The ``_metadata`` (module name to version) of the checkpoint that a ``load_state_dict`` further up is loading.
 
-    A module's hook is given its own entry alone, and a wrapper must pass on those of what is inside it. They are
-    in a variable of ``load_state_dict``; an empty dict where that is not so.
+    A module's hook is given its own entry alone, and a wrapper must pass on the entries of what is inside it. They are
+    in a variable of ``load_state_dict`` (see [Note: looking up the stack]); an empty dict if they are not.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -213,7 +228,7 @@ _SWAP = swap_tensor.__code__
 
 
 def being_swapped() -> bool:
-    """Whether ``torch.func.functional_call`` is what sets the attribute in whose ``__setattr__`` this is asked."""
+    """Whether ``torch.func.functional_call`` sets the attribute; to be called in ``__setattr__``."""
     return sys._getframe(2).f_code is _SWAP
 
 
@@ -227,9 +242,10 @@ _REPARAMETRIZES = {
 
 
 def reparametrizing() -> tuple[str, Any] | None:
-    """The function of ``torch.nn.utils`` that looks into a module now, and the tensor's name; None if it is another's.
+    """The function of ``torch.nn.utils`` that looks into a module now, and the tensor's name; None if another one does.
 
-    It is to be asked in the function that is looked into, as ``__getattr__``: the next caller in another file is meant.
+    It is to be called in the function that the caller runs, such as ``__getattr__``. The next caller up the stack that
+    is in another file is looked at.
     """
     frame: FrameType | None = sys._getframe(1)
     file = sys._getframe(1).f_code.co_filename
@@ -248,10 +264,9 @@ _STEP = next(
 
 
 class Inner:
-    """The function that one of torch's own wrappers calls; what takes its place sees every call of the wrapper.
+    """The function that one of torch's own wrappers calls, which can be replaced; the wrapper stays.
 
-    The wrapper itself stays what it is. So it does not matter who keeps it: a name that was imported earlier, a bound
-    method that a learning rate schedule or accelerate has put aside, a class that inherits it.
+    See [Note: replacing what a wrapper calls].
 
     >>> inner = Inner(torch.nn.utils.clip_grad_norm_)
     >>> inner.function.__name__
@@ -275,9 +290,9 @@ class Inner:
 
 
 def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
-    """What torch puts around the ``step`` of each class of optimizers, and calls hooks from.
+    """The wrapper that torch puts around the ``step`` of each class of optimizers, and calls hooks from.
 
-    A class of which no object has called ``Optimizer.__init__`` has none yet, and is given it here as torch gives it:
+    A class has none until one of its objects has called ``Optimizer.__init__``. It gets one here, as torch gives it:
     without it no hook on the optimizer would ever be called.
     """
     found: Any = kind.step
@@ -291,7 +306,7 @@ def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
     return made
 
 
-# Functions that work for a GradScaler, and which of their variables it is.
+# Functions that run while a GradScaler makes a step, and the name of their variable that holds it.
 _SCALED: dict[CodeType, str] = {torch.amp.GradScaler.step.__code__: "self"}
 
 
@@ -306,7 +321,10 @@ def gives_scaler(name: str) -> Callable[[_Function], _Function]:
 
 
 def scaler_under_way() -> Any:
-    """The ``GradScaler`` whose ``step`` runs the optimizer's step from which this is called, or None."""
+    """The ``GradScaler`` whose ``step`` makes the optimizer's step from which this is called, or None.
+
+    See [Note: looking up the stack].
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _SCALED:
@@ -328,7 +346,7 @@ def name_of_next_group(name: str) -> Iterator[None]:
 
 
 def ddp_under_way() -> Any:
-    """The ``DistributedDataParallel`` whose forward is under way; None if there is none.
+    """The ``DistributedDataParallel`` whose forward runs now; None if there is none.
 
     >>> ddp_under_way() is None
     True

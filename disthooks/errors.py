@@ -36,7 +36,7 @@ class DisthooksError(Exception):
 
 
 def as_line(error: BaseException | str) -> str:
-    """An error as every command of disthooks tells it on stderr: one line, which begins alike.
+    """An error as every command of disthooks writes it on stderr: one line, with the same beginning.
 
     >>> as_line("there is no script 'a.py'")
     "disthooks: error: there is no script 'a.py'"
@@ -88,9 +88,9 @@ class MutationError(DisthooksError, RuntimeError):
 
 
 class NonFiniteError(DisthooksError, FloatingPointError):
-    """What is infinite or NaN, where that was asked to be an error.
+    """Something is infinite or NaN, and that was asked to be an error.
 
-    The output of a module, with ``blame(raise_error=True)``; or gradients, in more steps in a row than
+    It is the output of a module, with ``blame(raise_error=True)``, or gradients, in more steps in a row than
     :class:`~disthooks.SkipNonFinite` allows.
     """
 

@@ -1,4 +1,4 @@
-"""Loops that clip gradients by themselves: what is attached to the optimizer is told just before."""
+"""Loops that clip gradients by themselves: attachments are called just before torch's functions clip."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,51 +16,58 @@ import torch
 from disthooks._torch import Inner, in_backward
 
 # [Note: before the loop clips]
-# A loop that clips between backward and step leaves gradients of which nobody can tell what they were: the norm that is
-# logged would be the limit, and a rule that waits for large gradients would never see one. So torch's own functions are
-# preceded. Scripts import them by name, often before anything is attached, so it is not the name in torch's module that
-# is exchanged but the function that the wrapper behind every name calls (disthooks._torch.Inner).
-# Functions that only measure (get_total_norm) do not begin a step: loops call them to log the norm of one micro-batch.
-# Under a GradScaler gradients are final once it has unscaled them, so its scale() and unscale_() are listened to: a
-# loop that clips before leaves rules and statistics to the step, in which the scaler unscales. Its update() ends the
-# iteration: what another optimizer's loop clips next, nobody has scaled.
+# A loop that clips between backward and step destroys what the gradients were: the norm that is logged would be the
+# limit, and a rule that waits for large gradients would never see one. So attachments run before torch's own clipping
+# functions. Scripts import these by name, often before anything is attached. So the name in torch's module is left
+# alone, and the function is replaced that the wrapper behind every name calls (disthooks._torch.Inner).
+# Functions that only measure (get_total_norm) do not begin a step, because loops call them to log the norm of one
+# micro-batch.
+#
+# [Note: clipping under a GradScaler]
+# Under a GradScaler gradients are final once it has unscaled them. So its scale(), unscale_() and update() are replaced
+# by methods that note which scaler is at work. If a loop clips before unscale_(), rules and statistics wait for the
+# step, in which the scaler unscales. update() ends the iteration: gradients that another optimizer's loop clips next
+# have not been scaled.
 
 ClipListener = Callable[[Sequence[torch.Tensor], Any], None]
 
 
 class _Clipping:
-    """Our functions in the place of torch's, while anybody listens."""
+    """Our functions in the place of torch's, while anybody listens; see [Note: before the loop clips]."""
 
     def __init__(self) -> None:
-        self._ears: list[weakref.WeakMethod[ClipListener]] = []
+        self._listeners: list[weakref.WeakMethod[ClipListener]] = []
         self._undo: dict[str, Callable[[], None]] = {}
         self._inside = threading.local()
         self._scaled_by: weakref.ref[Any] | None = None
         self._scalers: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()
 
-    def add(self, hears: ClipListener) -> Handle:
-        """Have ``hears(parameters, scaler_of)`` called before each clipping, as long as its object lives."""
-        ear = weakref.WeakMethod(hears)
-        self._ears.append(ear)
+    def add(self, method: ClipListener) -> Handle:
+        """Call ``method(parameters, scaler_of)`` before each clipping, as long as its object lives."""
+        listener = weakref.WeakMethod(method)
+        self._listeners.append(listener)
         for name, (owner, attribute) in _wrappers().items():
             if name not in self._undo:
                 self._undo[name] = _precede(Inner(getattr(owner, attribute)), self._before)
         for name, kind in _scaler_kinds().items():
             if name not in self._undo:
                 self._undo[name] = _listen(kind, self._scales, self._unscales, self._updates)
-        return Handle(self, ear)
+        return Handle(self, listener)
 
-    def discard(self, ear: weakref.WeakMethod[ClipListener]) -> None:
-        """The last one that leaves puts torch's functions back."""
-        self._ears = [one for one in self._ears if one is not ear and one() is not None]
-        if not self._ears:
+    def discard(self, listener: weakref.WeakMethod[ClipListener]) -> None:
+        """Take a listener off; the last one puts torch's functions back."""
+        self._listeners = [one for one in self._listeners if one is not listener and one() is not None]
+        if not self._listeners:
             for undo in self._undo.values():
                 undo()
             self._undo.clear()
             self._scaled_by = None
 
     def scaler_of(self, optimizer: Any) -> tuple[Any, bool]:
-        """The ``GradScaler`` that the optimizer's gradients go through, and whether gradients are final by now."""
+        """The ``GradScaler`` that the optimizer's gradients go through, and whether gradients are final by now.
+
+        See [Note: clipping under a GradScaler].
+        """
         known = self._scalers.get(optimizer)
         scaler = known() if known is not None else self._scaled_by() if self._scaled_by is not None else None
         if scaler is None or not scaler.is_enabled():
@@ -75,9 +82,9 @@ class _Clipping:
             return
         self._inside.now = True
         try:
-            for ear in list(self._ears):
-                if (hears := ear()) is not None:
-                    hears(parameters, self.scaler_of)
+            for listener in list(self._listeners):
+                if (method := listener()) is not None:
+                    method(parameters, self.scaler_of)
         finally:
             self._inside.now = False
 
@@ -95,29 +102,29 @@ class _Clipping:
 class Handle:
     """Ends what :func:`before_clipping` began."""
 
-    def __init__(self, clipping: _Clipping, ear: weakref.WeakMethod[ClipListener]) -> None:
-        self._clipping, self._ear = clipping, ear
+    def __init__(self, clipping: _Clipping, listener: weakref.WeakMethod[ClipListener]) -> None:
+        self._clipping, self._listener = clipping, listener
 
     def remove(self) -> None:
-        """Be told no more."""
-        self._clipping.discard(self._ear)
+        """Take the listener off."""
+        self._clipping.discard(self._listener)
 
 
 _clipping = _Clipping()
 
 
-def before_clipping(hears: ClipListener) -> Handle:
-    """Have a method called before torch's functions clip gradients; see [Note: before the loop clips].
+def before_clipping(method: ClipListener) -> Handle:
+    """Call a method before torch's functions clip gradients; see [Note: before the loop clips].
 
-    They are ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``, under
-    whatever name a script has them, and the method ``clip_grad_norm_`` of FSDP1.
+    The functions are ``clip_grad_norm_``, ``clip_grad_value_`` and ``clip_grads_with_norm_`` of ``torch.nn.utils``,
+    under whatever name a script has them, and the method ``clip_grad_norm_`` of FSDP1.
 
     Args:
-        hears: a bound method, of an object that is not kept alive; called with the parameters that are about to be
-            clipped, and a function that tells of an optimizer which ``GradScaler`` has unscaled its gradients, and
-            whether they are final.
+        method: a bound method, whose object is not kept alive. It is called with the parameters that are about to be
+            clipped, and with a function that gives for an optimizer the ``GradScaler`` that has unscaled its gradients,
+            and whether they are final.
     """
-    return _clipping.add(hears)
+    return _clipping.add(method)
 
 
 def _wrappers() -> dict[str, tuple[Any, str]]:
@@ -145,8 +152,9 @@ def _precede(inner: Inner, before: Callable[[Sequence[torch.Tensor]], None]) -> 
             return true(parameters, *args, **kwargs)
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         before(given)
-        # torch warns of a generator that is empty
-        return true(_again(given) if isinstance(parameters, types.GeneratorType) else given, *args, **kwargs)
+        # A generator stays a generator, because torch warns of one that is empty.
+        same = (each for each in given) if isinstance(parameters, types.GeneratorType) else given
+        return true(same, *args, **kwargs)
 
     @functools.wraps(true)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,16 +171,12 @@ def _precede(inner: Inner, before: Callable[[Sequence[torch.Tensor]], None]) -> 
 
 
 def _overflowed(state: Any, optimizer: Any) -> bool:
-    """Whether the scaler will keep the step back, so that there is none to begin.
+    """Whether the scaler will keep the step back, so that there is no step to begin.
 
-    The host reads what it reads in the scaler's step anyway. A fused optimizer is told on the device, and steps.
+    The host reads what the scaler's own step reads later. A fused optimizer is told on the device, and steps.
     """
     told = getattr(optimizer, "_step_supports_amp_scaling", False)
     return not told and any(found.item() for found in state["found_inf_per_device"].values())
-
-
-def _again(given: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    yield from given
 
 
 def _listen(
@@ -181,7 +185,7 @@ def _listen(
     unscales: Callable[[Any, Any], None],
     updates: Callable[[Any], None],
 ) -> Callable[[], None]:
-    """Be told when a ``GradScaler`` scales a loss, unscales the gradients of an optimizer, and ends an iteration."""
+    """Call the given functions when a ``GradScaler`` scales a loss, unscales gradients, and ends an iteration."""
     true = {name: kind.__dict__[name] for name in ("scale", "unscale_", "update")}
 
     @functools.wraps(true["scale"])

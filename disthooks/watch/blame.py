@@ -1,7 +1,15 @@
-"""What is found about the first non-finite output, as people read it and as numbers that ranks exchange.
+"""``blame``: the first module whose output was not finite, and on which rank."""
 
-The first module whose output was not finite, and on which rank.
-"""
+# [Note: who is blamed]
+# The first output that is not finite need not be of the module that made it. If code in a module's own forward, between
+# calls of its children, makes a NaN, the next child sees it first, as an input. So two calls are kept: the first with a
+# non-finite output, and the first of those that were given finite inputs. If the second is of a module around the first
+# in the same forward, that module's code made the NaN and it is blamed; otherwise the first is.
+# A call is looked at when it returns, so a child's output comes before its parent's.
+#
+# [Note: what is looked at once]
+# Within one outermost forward, each tensor is looked at once at each version, and each module's weights once. Flags are
+# not kept longer, because not everything that writes into weights or into a batch counts up a version.
 
 from __future__ import annotations
 
@@ -23,18 +31,18 @@ from disthooks._torch import being_traced, in_backward, in_transform
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, NonFiniteError
 from disthooks.grads import collectives
-from disthooks.watch.features import choose, display_name
-from disthooks.watch.finite import Call, FirstCalls, Looked, floats_of, made_or_passed_on
+from disthooks.watch.features import choose_modules, display_name
+from disthooks.watch.finite import FiniteFlags, FirstNonFinite, ModuleCall, floats_of, made_or_passed_on
 
 _BYTES = 128  # of each text that is sent
 
 
 @dataclass(frozen=True)
 class Blamed:
-    """The first module call with a non-finite output, on one rank.
+    """The first module call with a non-finite output, on one rank; see [Note: who is blamed].
 
-    If code in a module made it, between calls of its children, children saw it first: then the module counts,
-    since it was given finite inputs, and ``seen`` is the child.
+    If code of a module made the output, between calls of its children, the module is blamed and ``seen`` is the child
+    whose output was the first to be non-finite.
 
     Attributes:
         rank: the global rank.
@@ -42,8 +50,8 @@ class Blamed:
         module: canonical name; ``""`` is the model itself.
         kind: its class.
         call: which call of it in that forward, from 0.
-        inputs_finite: whether its inputs were finite, but for ``-inf``, which masks have. False: it passed on what came
-            into the model.
+        inputs_finite: whether its inputs were finite, except for ``-inf``, which masks have. If not, it passed on what
+            came into the model.
         weights_finite: whether its own parameters and buffers were.
         seen: name of the module whose output was the first to be non-finite.
         masked: whether its inputs had ``-inf`` in them.
@@ -75,14 +83,14 @@ class Blamed:
         return f"{head}its inputs were finite{mask}{' ' if mask else comma}{weights}{where}"
 
     def numbers(self) -> list[int]:
-        """As int64, always as many."""
+        """The same as int64 numbers, always as many, for an all-gather."""
         inputs = int(self.inputs_finite) + int(self.masked)
         flags = [1, self.rank, self.forward, self.call, inputs, int(self.weights_finite)]
         return flags + [number for text in (self.module, self.kind, self.seen) for number in _packed(text)]
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Blamed | None:
-        """What :meth:`numbers` gave; None of :func:`nobody`.
+        """The call of which :meth:`numbers` gave these numbers; None for those of :func:`nobody`.
 
         >>> one = Blamed(3, 0, "block.fc", "Linear", 0, True, False, "block.fc")
         >>> Blamed.of(one.numbers()) == one, Blamed.of(nobody()), len(nobody()) == len(one.numbers())
@@ -97,7 +105,7 @@ class Blamed:
 
 
 def nobody() -> list[int]:
-    """What a rank sends that has found nothing."""
+    """The numbers that a rank sends if it has found nothing."""
     return [0] * (6 + 3 * _BYTES // 8)
 
 
@@ -143,8 +151,8 @@ __all__ = ["Blame", "blame"]
 _LOW = (1 << 32) - 1
 
 
-class _Frame:
-    """One forward under way in one thread."""
+class RunningCall:
+    """One call of a module that is under way in one thread."""
 
     __slots__ = ("call", "inputs", "module", "weights")
 
@@ -154,19 +162,19 @@ class _Frame:
         self.weights: torch.Tensor | None = None
 
 
-class _Threads(threading.local):
-    """The forwards under way in this thread, outermost first, and what was looked at since the first began.
+class PerThread(threading.local):
+    """The calls under way in this thread, outermost first, and the flags found since the first of them began.
 
-    Not longer: not everything that writes into weights or into a batch is counted as a change of them.
+    See [Note: what is looked at once].
     """
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
         self._args = (only_nan, unknown)
-        self.frames: list[_Frame] = []
+        self.frames: list[RunningCall] = []
         self.begin()
 
     def begin(self) -> None:
-        self.looked = Looked(*self._args)
+        self.looked = FiniteFlags(*self._args)
         self.weights: dict[int, torch.Tensor | None] = {}
 
 
@@ -184,8 +192,8 @@ class Blame(Attachment):
         self._model, self._raise = model, raise_error
         self._names = [(name, _class_of(module)) for name, module in chosen.items()]
         self._unknown: set[str] = set()
-        self._threads = _Threads(only_nan, self._unknown)
-        self._books: dict[torch.device, FirstCalls] = {}
+        self._threads = PerThread(only_nan, self._unknown)
+        self._first_calls: dict[torch.device, FirstNonFinite] = {}
         self._lock = shared(Order.WATCH)
         self._order = 0  # of calls that returned in this forward
         self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
@@ -195,8 +203,7 @@ class Blame(Attachment):
     def report(self, all_ranks: bool = False) -> BlameReport:
         """The first module call whose output was not finite; waits for the device.
 
-        If the first non-finite output comes from inside a module that was given finite inputs, code of that one made
-        it, and it is named; else the one with that first output.
+        See [Note: who is blamed].
 
         Args:
             all_ranks: gather what each rank has found, in one all-gather of 432 bytes from each. Every rank must call
@@ -218,7 +225,7 @@ class Blame(Attachment):
     # -- hooks
 
     def _attach(self, chosen: dict[str, nn.Module]) -> None:
-        # Replicas of DataParallel call the hooks of the model inside: its own forward is what there is one of.
+        # Each replica of DataParallel calls the hooks of the model inside, so forwards are counted on the wrapper.
         root = self._model if is_of_class(self._model, "DataParallel") else unwrap_engine(self._model)
         self.on_remove(root.register_forward_pre_hook(UncopiedHook(self._begin_forward), prepend=True).remove)
         for index, module in enumerate(chosen.values()):
@@ -233,13 +240,13 @@ class Blame(Attachment):
             self._calls.clear()
 
     def _begin(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if in_backward():  # a checkpoint that computes again what was looked at
+        if in_backward():  # a checkpoint computes again what was looked at
             return
         if in_transform() or being_traced():
             self._passed += 1
             return
         with self._lock:
-            frame = _Frame(module, self._calls[id(module)])
+            frame = RunningCall(module, self._calls[id(module)])
             self._calls[id(module)] += 1
         if not self._threads.frames:
             self._threads.begin()
@@ -256,14 +263,14 @@ class Blame(Attachment):
             self.calls += 1
             when = (max(self.forwards - 1, 0) << 32) + self._order
             self._order += 1
-            book = self._books.setdefault(outputs.device, FirstCalls(outputs.device))
-        book.add(Call(outputs, frame.inputs, frame.weights, when, (index << 32) + frame.call))
+            book = self._first_calls.setdefault(outputs.device, FirstNonFinite(outputs.device))
+        book.add(ModuleCall(outputs, frame.inputs, frame.weights, when, (index << 32) + frame.call))
         inputs = torch.zeros_like(outputs) if frame.inputs is None else frame.inputs.to(outputs.device)
         if self._raise and bool(made_or_passed_on(outputs, inputs)):
             raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {global_rank()})")
 
-    def _pop(self, module: nn.Module) -> _Frame | None:
-        """Take the frame of a call that ends; and those inside it that never ended."""
+    def _pop(self, module: nn.Module) -> RunningCall | None:
+        """Take off the call that ends, and calls inside it that never ended."""
         frames = self._threads.frames
         index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
         if index is None:
@@ -273,10 +280,10 @@ class Blame(Attachment):
         return frame
 
     def _weights_finite(self, module: nn.Module) -> torch.Tensor | None:
-        """Of a module's own parameters and buffers; once in a forward."""
+        """The flag of a module's own parameters and buffers, found once in a forward."""
         flags = self._threads.weights
         if id(module) not in flags:
-            copies = getattr(module, "_former_parameters", {})  # of a replica
+            copies = getattr(module, "_former_parameters", {})  # a DataParallel replica has its weights there
             own = [*module._parameters.values(), *module._buffers.values(), *copies.values()]
             flags[id(module)] = self._threads.looked(floats_of(own), known=False)
         return flags[id(module)]
@@ -285,7 +292,7 @@ class Blame(Attachment):
 
     def _found(self) -> Blamed | None:
         with self._lock:
-            books = list(self._books.values())
+            books = list(self._first_calls.values())
         read = [book.read() for book in books]
         first, made = ([rows[i] for rows in read if rows[i][0] >= 0] for i in (0, 1))
         if not first:
@@ -337,7 +344,7 @@ class Blame(Attachment):
 
 
 def _class_of(module: nn.Module) -> str:
-    """The name of the user's class, of which ``fully_shard`` made another one."""
+    """The name of the user's class; ``fully_shard`` gives a module a class of its own with the user's as a base."""
     kind = type(module)
     return kind.__bases__[-1].__name__ if "FSDPModule" in (base.__name__ for base in kind.__bases__) else kind.__name__
 
@@ -345,9 +352,9 @@ def _class_of(module: nn.Module) -> str:
 def blame(model: nn.Module, *, raise_error: bool = False, only_nan: bool = False) -> Blame:
     """Watch every module's output, and say afterwards which was the first to be infinite or NaN.
 
-    It tells the module that made it from those that passed it on: the first with finite inputs and a non-finite
-    output. Nothing waits for the device before ``report()``; outputs, gradients and memory stay as they are. What is
-    not attached costs nothing; while it is, each output is read once more, and each weight once in a forward.
+    The module that made a non-finite value is told from those that passed it on: it is the first with finite inputs and
+    a non-finite output. Nothing waits for the device before ``report()``; outputs, gradients and memory stay as they
+    are. While it is attached, each output is read once more, and each weight once in a forward.
 
     It may be attached before or after DDP, FSDP (1 or 2), DeepSpeed or checkpointing take the model; a checkpoint's
     second forward is not looked at. Of ``nn.DataParallel`` pass the wrapper, so that forwards are counted. Gradients
@@ -374,4 +381,4 @@ def blame(model: nn.Module, *, raise_error: bool = False, only_nan: bool = False
     first non-finite output:
       rank 0, forward 0: 2 (Linear), call 0: its inputs were finite, its weights were not
     """
-    return Blame(model, choose(model, ["*"]), raise_error, only_nan)
+    return Blame(model, choose_modules(model, ["*"]), raise_error, only_nan)

@@ -1,7 +1,9 @@
-"""Which modules are watched, and hooks that do not follow them into copies and pickles.
+"""``features``: what chosen modules returned, by name; and how the modules that are watched are chosen."""
 
-What chosen layers returned, by name.
-"""
+# [Note: modules without hooks]
+# torch calls forward hooks in Python, from `Module.__call__`. Scripted code never calls them, and compiled code calls
+# those that were there when it was compiled. A watcher of such a module would see nothing and report that nothing
+# happened, so it is refused.
 
 from __future__ import annotations
 
@@ -23,19 +25,21 @@ from disthooks.errors import AttachError, MatchError, MutationError, NotSeenErro
 
 
 def display_name(name: str) -> str:
-    """``name`` as people read it: the model itself has none."""
+    """A module's name in a message; the model itself has none."""
     return name or "(model)"
 
 
-def choose(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = None) -> dict[str, nn.Module]:
-    """Canonical name to module, in the model's order; a wrapper gives way to what it wraps.
+def choose_modules(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = None) -> dict[str, nn.Module]:
+    """The modules that ``patterns`` choose, by canonical name, in the model's order.
+
+    A wrapper and the module in it have one canonical name: the module is chosen. See [Note: modules without hooks].
 
     Raises:
         MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
         AttachError: when a module that matches runs without Python hooks.
     """
     root = unwrap_engine(model)
-    # A wrapper and the module in it have one name; named_modules gives the inner one last.
+    # Of a wrapper and the module in it, named_modules gives the inner one last.
     chosen = dict(match_modules(model, as_patterns(patterns)))
     if depth is not None:
         chosen = {name: module for name, module in chosen.items() if _depth(name) <= depth}
@@ -67,13 +71,13 @@ def _without_hooks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def tensors_of(value: object) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts and whatever else is registered with torch's pytree."""
-    if isinstance(value, torch.Tensor):  # most often, and ten times as fast
+    if isinstance(value, torch.Tensor):  # the usual case, ten times as fast without pytree
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """The count of in-place changes, or None for a tensor that keeps none (made under inference_mode)."""
+    """The count of in-place changes; None for a tensor without one, which was made under ``inference_mode``."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -170,11 +174,11 @@ def features(
 ) -> Seen:
     """Keep what the matching modules return, under their names, without changing it or waiting for a device.
 
-    Tensors are kept as aliases, which cost no memory beyond what they hold alive. An alias that is changed in
-    place later (``nn.ReLU(inplace=True)``, ``out += x``) no longer shows what the module returned: reading it
+    Tensors are kept as aliases, which cost no memory beyond what they keep alive. An alias that is changed in
+    place later (``nn.ReLU(inplace=True)``, ``out += x``) no longer shows what the module returned, so reading it
     raises; ``copy=True`` keeps a copy, made on the device.
 
-    A module called several times shows its last call; ``seen.calls(name)`` has the last ``keep`` of them and
+    A module that is called several times shows its last call; ``seen.calls(name)`` has the last ``keep`` calls and
     ``seen.count(name)`` their number. In ``nn.DataParallel`` each replica keeps its own part of the batch:
     ``seen.calls(name)`` has one part for each device, and ``seen[name]`` raises. Under DDP and FSDP it is this
     rank's part of the batch. What a checkpoint computes again in backward is no further call.
@@ -207,7 +211,7 @@ def features(
         raise UsageError('features: name at least one module, such as "layer4"; "*" is every one')
     if keep is not None and keep < 1:
         raise UsageError(f"features: keep={keep} keeps nothing; give 1 or more, or None for all calls")
-    chosen = choose(model, patterns)
+    chosen = choose_modules(model, patterns)
     seen = Seen(tuple(chosen), keep)
     for name, module in chosen.items():
         hook = UncopiedHook(functools.partial(_see, seen, name, detach, copy))
@@ -216,7 +220,7 @@ def features(
 
 
 def _see(seen: Seen, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
-    if in_backward():  # a checkpoint that computes again what was seen
+    if in_backward():  # a checkpoint computes again what was seen
         return
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, found on their device: flags that nothing waits for."""
+"""Whether tensors are finite, found on their device; nothing waits for the answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from disthooks._tensors import local_part
 from disthooks.watch.features import version_of
 
 # [Note: masks]
-# A mask of ``-inf`` is an input like others, and was made on purpose. If it counted as an input that is not finite,
-# no module that gets a mask could have made anything, and a module inside it, which only got the result first, would be
-# named. So of inputs NaN and ``+inf`` count. ``+inf`` does, although a mask might have it: an overflow in code between
-# two modules gives it, and the second of them must not be named for it. And a module that was given ``-inf`` and
-# returns it has passed it on.
+# A mask of `-inf` is an input that somebody made on purpose. If it counted as an input that is not finite, a module
+# that gets a mask could never be the one that made a NaN, and a module inside it, which only got the result first,
+# would be named. So of inputs only NaN and `+inf` count. `+inf` counts although a mask might have it: an overflow in
+# code between two modules gives it, and the second of them must not be named for that. A module that was given `-inf`
+# and returns `-inf` has passed it on.
+#
+# [Note: flags that add up]
+# A tensor's flag is 0, `-inf` or NaN. The sum of flags is the flag of all their tensors, so those of a call need one
+# number on the device. A flag comes from the extremes of a tensor: that is one pass over its memory without a temporary
+# of its size, and neither extreme loses a NaN. Flags of 256 calls are put together at a time, and of these only the
+# first call in question stays, as numbers on the device: neither memory nor waiting grows with the calls.
 
 _FEW = 256  # calls whose flags are put together at a time
 
@@ -39,7 +45,7 @@ def floats_of(value: object) -> list[torch.Tensor]:
 
 
 def _inside(value: object) -> Iterable[object]:
-    # What is most common does without pytree, which takes longer than to look at a small tensor.
+    # The usual containers need no pytree, which takes longer than looking at a small tensor.
     if isinstance(value, (tuple, list)):
         return value
     if isinstance(value, dict):
@@ -56,11 +62,10 @@ def _inside(value: object) -> Iterable[object]:
 
 @torch.no_grad()
 def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
-    """Zero if all elements are finite, ``-inf`` if some are ``-inf`` and no others, NaN if any is NaN or ``+inf``.
+    """Zero if all elements are finite, NaN if any is NaN or ``+inf``, else ``-inf``; see [Note: flags that add up].
 
-    Without dimensions, on the device of ``tensor``; sums of it add up. The extremes tell: one pass over the memory and
-    no temporary, and neither loses a NaN. Only 8-bit floats have none, and are copied. None when there is nothing to
-    look at. With ``only_nan`` infinities count as finite.
+    The flag has no dimensions and is on the device of ``tensor``; None if there is nothing to look at. An 8-bit float
+    has no extremes in torch, so such a tensor is copied. With ``only_nan`` infinities count as finite.
 
     >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
     [nan, -inf, 0.0]
@@ -87,12 +92,12 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class Looked:
-    """Looks at each tensor once: what one module returns, the next one takes.
+class FiniteFlags:
+    """Flags of tensors, each found once: what one module returns, the next one takes.
 
     Args:
         only_nan: whether infinities count as finite.
-        unknown: where the kinds of tensor are put that cannot be looked at.
+        unknown: a set to which the kinds of tensor are added that cannot be looked at.
     """
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
@@ -104,8 +109,8 @@ class Looked:
 
         Args:
             tensors: any number of them.
-            known: whether one that is unchanged since it was looked at needs no other look. Not so for weights,
-                whose memory engines fill anew without counting that as a change.
+            known: whether the flag of a tensor at the same version is known from before. It is not for weights,
+                whose memory engines fill anew without counting up the version.
         """
         total: torch.Tensor | None = None
         for tensor in tensors:
@@ -136,8 +141,8 @@ class Looked:
         return None
 
 
-class Call(NamedTuple):
-    """One call of a module that returned: three times :func:`zero_or_nan`, and numbers that say which call it was."""
+class ModuleCall(NamedTuple):
+    """One call of a module that returned: three flags (:func:`zero_or_nan`), and numbers that say which call it was."""
 
     outputs: torch.Tensor
     inputs: torch.Tensor | None
@@ -147,27 +152,23 @@ class Call(NamedTuple):
 
 
 def made_or_passed_on(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Whether ``outputs`` are not finite, by :func:`zero_or_nan` of both; see [Note: masks].
-
-    A ``-inf`` that was there before is a mask that is passed on.
-    """
+    """Whether ``outputs`` are not finite, by the flags of both; a ``-inf`` of the inputs is a mask, [Note: masks]."""
     return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())
 
 
-class FirstCalls:
-    """The first call with a non-finite output, and the first that was given finite inputs: on one device.
+class FirstNonFinite:
+    """On one device: the first call with a non-finite output, and the first of those that had finite inputs.
 
-    Calls come in the order in which they returned. Their flags are put together some at a time, and a call that
-    is found stays on the device as numbers, so that neither memory nor waiting grows with the calls.
+    Calls are added in the order in which they returned. See [Note: flags that add up].
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = shared(Order.WATCH)
-        self._pending: list[Call] = []
+        self._pending: list[ModuleCall] = []
         self._found: torch.Tensor | None = None
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ModuleCall) -> None:
         """Remember a call."""
         with self._lock:
             self._pending.append(call)
@@ -175,11 +176,10 @@ class FirstCalls:
                 self._flush()
 
     def read(self) -> list[list[int]]:
-        """For each of the two ``[when, where, inputs, weights finite]``, ``when`` -1 if there was none.
+        """For each of the two calls ``[when, where, inputs, weights]``; ``when`` is -1 if there was none.
 
-        ``inputs``: 1 if they were finite, 2 if finite but for ``-inf``, 0 if not.
-
-        Waits for the device.
+        ``inputs`` is 1 if they were finite, 2 if finite except for ``-inf``, 0 if not; ``weights`` is 1 if finite.
+        This waits for the device.
         """
         with self._lock:
             if self._pending:
@@ -200,13 +200,13 @@ class FirstCalls:
         self._found = now if before is None else torch.where(before[:, :1] < 0, now, before)
 
     def _there(self, flags: list[Any]) -> torch.Tensor:
-        """As a vector on the device; what was not there to be looked at counts as finite."""
+        """Flags as a vector on the device; what could not be looked at counts as finite."""
         zero = torch.zeros((), device=self._device)
         there = [zero if flag is None else flag.to(self._device, torch.float32, non_blocking=True) for flag in flags]
         return torch.stack(there)
 
 
 def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The first chosen row; -1 in its first place when none is."""
+    """The first chosen row; its first number is -1 if none is chosen."""
     row = rows.index_select(0, chosen.to(torch.uint8).argmax().view(1))[0]  # rows[tensor] would wait for the device
     return torch.cat((torch.where(chosen.any(), row[:1], -1), row[1:]))

@@ -1,7 +1,17 @@
-"""What of a model and its optimizer should be the same on several ranks.
+"""``check_replicas``: are the copies of one tensor on several ranks still the same, and if not, whose is different?
 
-Copies of one tensor on several ranks: are they still the same, and if not, which rank's is another.
+:class:`TensorsToCompare` are the tensors of a model and its optimizer that should be the same on several ranks.
 """
+
+# [Note: one sum says that all copies are the same]
+# Each rank multiplies the checksum of its copy by a factor, and the factors of the ranks that should have the same
+# tensor add up to zero. So the sum over all ranks is zero exactly if their checksums are equal, and it does not matter
+# which tensor is on which ranks: groups of copies that cross one another (a two-dimensional mesh) go into one sum, and
+# what is sent does not grow with their number. The tensors are added up in 512 sums; each tensor has a factor of its
+# own, so that two differences do not cancel. A difference goes unnoticed with a probability of about 2**-60. Only if a
+# sum is not zero, a second collective of that sum's tensors tells which ranks differ.
+# Before that, all ranks must hold tensors of the same names, shapes and dtypes, in one order. A hash of these goes
+# through the same collective, so that ranks that do not agree raise alike and none waits.
 
 from __future__ import annotations
 
@@ -28,10 +38,10 @@ from disthooks.grads.plan import optimized_shards
 Ranks = tuple[int, ...]
 
 
-class Copy(NamedTuple):
+class ReplicatedTensor(NamedTuple):
     """One tensor of this rank, and the ranks that should have the same.
 
-    ``shape`` is that of the whole; ``part`` is what is here of it, plain and strided.
+    ``shape`` is the shape of the whole tensor; ``part`` is what is here of it, plain and strided.
     """
 
     name: str
@@ -40,21 +50,21 @@ class Copy(NamedTuple):
     replica_ranks: Ranks
 
 
-class Copies:
-    """The tensors of one engine: those that have several copies, and what all ranks must agree on beforehand.
+class TensorsToCompare:
+    """The tensors of a model and its optimizer that should be the same on several ranks.
 
     Args:
-        engine: whose parameters they are.
-        everyone: the ranks that hold a whole copy each of what is on no mesh.
-        alone: whether the engine knows of one process only, so that ``everyone`` is what counts for parameters.
+        engine: the engine of the model.
+        everyone: the ranks that each hold a whole copy of a tensor that is on no mesh.
+        alone: whether the engine knows of one process only, so that ``everyone`` holds for parameters too.
     """
 
     def __init__(self, engine: Engine, everyone: Ranks, alone: bool) -> None:
         self._engine, self._everyone, self._alone = engine, everyone, alone
-        self._found: list[Copy] = []
+        self._found: list[ReplicatedTensor] = []
 
     def add_parameters(self) -> None:
-        """Every parameter."""
+        """Add every parameter."""
         for shard in self._engine.weight_shards():
             cut = hasattr(shard.parameter, "device_mesh")
             shape = tuple(shard.part.shape) if shard.part is not None else ()
@@ -62,12 +72,12 @@ class Copies:
             self._add(shard.name, tensor, self._replica_ranks(shard.replica_ranks), shape)
 
     def add_buffers(self) -> None:
-        """Every buffer, those that ``state_dict`` leaves out as well."""
+        """Add every buffer, also those that ``state_dict`` leaves out."""
         for name, buffer in self._engine.model.named_buffers():
             self._add(canonical_name(name), buffer, self._everyone, tuple(buffer.shape))
 
     def add_state(self, optimizer: Any) -> None:
-        """What ``optimizer`` keeps for each parameter: tensors, and Python's numbers; a parameter's ranks are its."""
+        """Add what ``optimizer`` keeps for each parameter, tensors and numbers; they are on the parameter's ranks."""
         if not self._engine.has_named_state:
             raise UsageError(
                 f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
@@ -76,11 +86,12 @@ class Copies:
         inner, seen = self._engine.inner_optimizer(optimizer), set[int]()
         for i in optimized_shards(self._engine, self._engine.optimizer_parameters(inner)):
             shard = self._engine.shards[i]
-            if id(shard.parameter) in seen:  # FSDP1's flat ones are several of the user's
+            if id(shard.parameter) in seen:  # a flat parameter of FSDP1 stands for several of the user's
                 continue
             seen.add(id(shard.parameter))
             if shard.sharding == "sharded" and not hasattr(shard.parameter, "device_mesh"):
-                self._must_be_alone(shard)  # and a rank that has no element of it may have no state
+                # A rank without any element of the parameter may have no state, so states are not compared.
+                self._must_be_alone(shard)
                 continue
             for key, value in _leaves(inner.state.get(shard.parameter, {})):
                 self._add(f"{shard.name}: {key}", value, self._replica_ranks(shard.replica_ranks), tuple(value.shape))
@@ -92,12 +103,12 @@ class Copies:
                 f"({self._engine.label}), and not every rank has the same entries of it: leave the optimizer out"
             )
 
-    def replicated(self) -> list[Copy]:
-        """Those that other ranks have as well."""
+    def replicated(self) -> list[ReplicatedTensor]:
+        """The tensors that other ranks have as well."""
         return [copy for copy in self._found if len(copy.replica_ranks) > 1]
 
     def signature(self) -> int:
-        """64 bits that are the same on ranks that hold tensors of the same names, shapes and dtypes, in one order."""
+        """A 64-bit hash of the names, shapes and dtypes, in order; equal on ranks with the same kinds of tensors."""
         lines = (f"{c.name} {list(c.shape)} {c.part.dtype} {len(c.replica_ranks)}" for c in self._found)
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         return signed64(int.from_bytes(digest, "little"))
@@ -109,16 +120,16 @@ class Copies:
         return self._everyone if self._alone else replica_ranks
 
     def _add(self, name: str, tensor: torch.Tensor, replica_ranks: Ranks, shape: tuple[int, ...]) -> None:
-        """With the shape that all ranks know it by: none where each has another part of it."""
-        if hasattr(tensor, "device_mesh"):  # its own placements tell, those of a parameter's state too
+        """Add a tensor with the shape that all ranks know it by; it is empty if each has another part of it."""
+        if hasattr(tensor, "device_mesh"):  # its own placements count, also if it is the state of a parameter
             replica_ranks = self._engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
             shape = tuple(tensor.shape)
         for key, part in _plain(name, tensor):
-            self._found.append(Copy(name + key, part, shape, replica_ranks))
+            self._found.append(ReplicatedTensor(name + key, part, shape, replica_ranks))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors and numbers in nested dicts and lists, by path; in an order that does not depend on insertion."""
+    """Tensors and numbers in nested dicts and lists, by path, in an order that does not depend on insertion."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (bool, int)):
@@ -137,7 +148,7 @@ def _items(value: Any) -> Iterable[tuple[object, Any]]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The local part as a strided tensor; of a subclass that is made of several tensors, each of them."""
+    """The local part as a strided tensor; for a subclass that is made of several tensors, each of them."""
     part = local_part(tensor).detach()
     reason = exotic(part)
     if reason == "subclass" and hasattr(part, "__tensor_flatten__"):
@@ -149,12 +160,12 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
         yield "", part
 
 
-def named(ranks: Sequence[int], last: str = ", ") -> str:
-    """Some ranks in words; ``last`` stands before the last one.
+def format_ranks(ranks: Sequence[int], last: str = ", ") -> str:
+    """Some ranks in words, with ``last`` before the last one.
 
-    >>> named([3]), named([0, 5]), named(range(12))
+    >>> format_ranks([3]), format_ranks([0, 5]), format_ranks(range(12))
     ('rank 3', 'ranks 0, 5', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more')
-    >>> named([0, 5], " and "), named([1, 2, 3], " and ")
+    >>> format_ranks([0, 5], " and "), format_ranks([1, 2, 3], " and ")
     ('ranks 0 and 5', 'ranks 1, 2 and 3')
     """
     shown = ", ".join(map(str, ranks[:8]))
@@ -165,8 +176,8 @@ def named(ranks: Sequence[int], last: str = ", ") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-# How many sums all tensors are added up in. It bounds what is sent when all is well, whatever the model and the
-# number of ranks; when something differs, the tensors of its sum are looked at, and so more of them than need be.
+# In how many sums all tensors are added up; see [Note: one sum says that all copies are the same]. The number bounds
+# what is sent if all copies are the same. If something differs, all tensors of its sum are looked at.
 BUCKETS = 512
 
 
@@ -199,13 +210,11 @@ class Difference:
         few = "no majority: " if 2 * self.agree <= self.copies and not self.tied else ""
         about = f"({kind}, {shape}; {few}{self.agree} of {self.copies} agree)"
         if not self.tied:
-            return f"{self.name} differs on {named(self.ranks)} {about}"
-        said = [f"{named(group, ' and ')} differ, and nothing says which is right" for group in self.tied]
+            return f"{self.name} differs on {format_ranks(self.ranks)} {about}"
+        said = [f"{format_ranks(group, ' and ')} differ, and nothing says which is right" for group in self.tied]
         wrong = tuple(rank for rank in self.ranks if not any(rank in group for group in self.tied))
-        said += [f"it differs on {named(wrong)}"] if wrong else []
-        return (
-            f"{self.name}: {'; '.join(said)} {about}" if self.tied else f"{self.name} differs on {named(wrong)} {about}"
-        )
+        said += [f"it differs on {format_ranks(wrong)}"] if wrong else []
+        return f"{self.name}: {'; '.join(said)} {about}"
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,7 @@ def check_replicas(
     engine = detect_engine(model)
     alone = engine.label in ("a plain module", "DataParallel")
     everyone = _plain_ranks(ranks) if alone else _engines_ranks(engine, ranks)
-    copies = Copies(engine, everyone, alone)
+    copies = TensorsToCompare(engine, everyone, alone)
     copies.add_parameters()
     if buffers:
         copies.add_buffers()
@@ -313,7 +322,7 @@ def _plain_ranks(ranks: Iterable[int] | None) -> Ranks:
 class _Comparison:
     """One comparison over ``ranks``, this one among them."""
 
-    def __init__(self, engine: Engine, ranks: Ranks, copies: Copies) -> None:
+    def __init__(self, engine: Engine, ranks: Ranks, copies: TensorsToCompare) -> None:
         self._engine, self._ranks, self._copies = engine, ranks, copies
         self._rank = global_rank() if len(ranks) > 1 else ranks[0]
         self._replicated = copies.replicated()
@@ -321,7 +330,7 @@ class _Comparison:
         self._device = collectives.device_for(self._group, engine.shards[0].values().device)
 
     def report(self) -> ReplicaReport:
-        """Compare; the second collective only when it is needed."""
+        """Compare; the second collective runs only if something differs."""
         differs: tuple[Difference, ...] = ()
         if self._group is not None:
             sums = self._checksums()
@@ -335,16 +344,14 @@ class _Comparison:
     def _checksums(self) -> torch.Tensor:
         of, device = Checksums(), self._device
         sums = [of(copy.part) for copy in self._replicated]
-        # From the host nothing waits; to it, the copy must have arrived before it is added up.
+        # A copy from the host need not be waited for; a copy to the host must have arrived before it is added up.
         moved = [each.to(device, non_blocking=each.device.type == "cpu") for each in sums]
         return torch.stack(moved) if moved else torch.zeros(0, dtype=torch.int64, device=device)
 
     def _sketch(self, sums: torch.Tensor) -> torch.Tensor:
-        """Numbers whose totals over all ranks are zero exactly if every copy is the same: int64, ``BUCKETS + 1``.
+        """``BUCKETS + 1`` int64 numbers, whose totals over all ranks are zero exactly if every copy is the same.
 
-        Over the ranks that have the same tensor, the factors of its checksum add up to zero. So groups of copies
-        that cross one another share one sum, and its size does not grow with their number. A tensor that differs
-        goes unnoticed with a probability of about 2**-60.
+        See [Note: one sum says that all copies are the same].
         """
         factors = [_factor(self._rank, c.replica_ranks) * (splitmix64(i) | 1) for i, c in enumerate(self._replicated)]
         padded = torch.zeros(-(-len(factors) // BUCKETS) * BUCKETS, dtype=torch.int64, device=self._device)
@@ -357,7 +364,7 @@ class _Comparison:
         return numbers.to(self._device, non_blocking=True)
 
     def _differences(self, suspects: Sequence[int], sums: torch.Tensor) -> tuple[Difference, ...]:
-        """Of the tensors ``suspects``: what every rank has, and the lowest rank of those that should have the same."""
+        """Which ranks differ in the tensors ``suspects``: each rank sends its checksums and its lowest replica rank."""
         firsts = self._numbers([self._replicated[i].replica_ranks[0] for i in suspects])
         mine = torch.stack((firsts, sums[self._numbers(suspects)]), 1).flatten()
         rows = collectives.gather(self._group, mine)
@@ -370,7 +377,7 @@ class _Comparison:
         return tuple(each for each in found if each is not None)
 
     def _strangers(self) -> UsageError:
-        """What to raise when ranks hold different tensors; says which ranks."""
+        """The error for ranks that hold different tensors; it says which ranks."""
         rows = collectives.gather(self._group, self._numbers([self._copies.signature(), len(self._copies)]))
         signatures = {rank: row[0] for rank, row in zip(self._ranks, rows, strict=True)}
         counts = dict(zip(self._ranks, (row[1] for row in rows), strict=True))
@@ -379,12 +386,12 @@ class _Comparison:
             numbers = ", ".join(str(counts[rank]) for rank in self._ranks[:8]) + (
                 ", ..." if len(self._ranks) > 8 else ""
             )
-            who = f"{named(odd, ' and ')} hold tensors of different names, shapes or dtypes ({numbers} tensors)"
+            who = f"{format_ranks(odd, ' and ')} hold tensors of different names, shapes or dtypes ({numbers} tensors)"
         else:
             usual = next(counts[rank] for rank in self._ranks if rank not in odd)
             who = (
-                f"{named(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than the others "
-                f"({counts[odd[0]]} tensors, the others {usual})"
+                f"{format_ranks(odd)} of {len(self._ranks)} hold tensors of other names, shapes or dtypes than the "
+                f"others ({counts[odd[0]]} tensors, the others {usual})"
             )
         return UsageError(
             f"check_replicas: {who}: nothing was compared. Give the same model, "
@@ -395,14 +402,14 @@ class _Comparison:
 
 @functools.lru_cache(maxsize=64)
 def _factor(rank: int, ranks: Ranks) -> int:
-    """Of each of ``ranks`` a number that looks random; they add up to zero."""
+    """The factor of ``rank`` for a tensor of ``ranks``: a number that looks random; all of them add up to zero."""
     if rank != ranks[0]:
         return splitmix64(rank) | 1
     return -sum(splitmix64(other) | 1 for other in ranks[1:])
 
 
 def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
-    """The ranks that have another value than most, and how many most are; all ranks where several values are on most.
+    """The ranks with another value than most ranks, and how many most are; all ranks if several values are on most.
 
     >>> _odd({0: 7, 1: 7, 2: 8}), _odd({0: 7, 1: 8}), _odd({0: 7, 1: 8, 2: 7, 3: 8, 4: 9}), _odd({0: 7, 1: 7})
     (((2,), 2), ((0, 1), 1), ((0, 1, 2, 3, 4), 2), ((), 2))
@@ -412,7 +419,7 @@ def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
     return tuple(rank for rank in sorted(values) if tied or values[rank] != right), most
 
 
-def _difference(copy: Copy, groups: Sequence[dict[int, int]]) -> Difference | None:
+def _difference(copy: ReplicatedTensor, groups: Sequence[dict[int, int]]) -> Difference | None:
     looked = [(*_odd(values), len(values)) for values in groups]
     wrong = [(ranks, agree, size) for ranks, agree, size in looked if ranks]
     if not wrong:

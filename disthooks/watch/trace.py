@@ -1,9 +1,20 @@
-"""One thing that fired, as a record, as a line, and all of them as a table.
+"""``trace``: the order in which forward, backward, saved-tensor and gradient hooks fire.
 
-A pair of saved-tensor hooks that only looks: what torch or an outer pair does with the tensors stays so.
-
-The order in which forward, backward, saved-tensor and gradient hooks fire.
+:class:`TraceEvent` is one thing that fired, :class:`TraceReport` the table of a trace, and
+:class:`SavedTensorObserver` the pair of saved-tensor hooks that sees what autograd saves.
 """
+
+# [Note: a pair of hooks that only looks]
+# torch calls the innermost pair of saved-tensor hooks alone. A trace must not change what becomes of a tensor, so its
+# pair calls the outer one, and keeps what that returns; where there is none, it does what torch does without hooks:
+# it keeps the tensor and checks its version at unpack. It keeps an alias, because the tensor itself would make a cycle
+# with the node that saves it. A Parameter is kept itself: an alias would keep alive what ZeRO-3 gathers.
+# Inside a module to which disthooks' own hooks are attached, those are innermost and hide the trace's. They tell what
+# became of each tensor as an event (`_handles.SavedTensorEvent`), which takes the place of what the trace would see.
+#
+# [Note: seen contents]
+# Two saved tensors are the same content if they have one storage at one version. The storage is known by its address,
+# and a weak reference is kept with it: while that exists, no other storage gets the address.
 
 from __future__ import annotations
 
@@ -28,7 +39,7 @@ from disthooks._match import Pattern, canonical_name, match, unwrap_engine
 from disthooks._tensors import exotic, format_bytes, storages_of
 from disthooks._torch import StorageRef, hooks_allowed, top_hooks
 from disthooks.errors import MutationError, UsageError
-from disthooks.watch.features import choose, display_name, tensors_of, version_of
+from disthooks.watch.features import choose_modules, display_name, tensors_of, version_of
 
 #: What to do when torch says this of a model that is traced.
 REMEDIES = {
@@ -94,7 +105,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return count * tensor.element_size()
 
 
-def line(event: TraceEvent, width: int, with_kind: bool) -> str:
+def format_event(event: TraceEvent, width: int, with_kind: bool) -> str:
     """``event`` as one line, names in a column of ``width``."""
     dtype = str(event.dtype).removeprefix("torch.") if event.dtype is not None else "-"
     first = f"{event.kind:<17} " if with_kind else ""
@@ -134,7 +145,7 @@ class TraceReport:
         return "\n".join(lines)
 
 
-def summary(events: Iterable[TraceEvent]) -> TraceReport:
+def summarise(events: Iterable[TraceEvent]) -> TraceReport:
     """The "forward" events by module."""
     rows: dict[str, TraceRow] = {}
     for event in events:
@@ -148,29 +159,29 @@ def summary(events: Iterable[TraceEvent]) -> TraceReport:
 _autograd: Any = torch._C._autograd
 
 
-class Told(Protocol):
-    """Takes "pack" or "unpack", the module's name, the tensor, and what became of it."""
+class SavedTensorListener(Protocol):
+    """Is given "pack" or "unpack", the module's name, the tensor, and what became of it."""
 
     def __call__(self, kind: str, name: str, tensor: torch.Tensor, fate: str) -> None:
-        """Write it down."""
+        """Record it."""
 
 
-class Chained(threading.local):
-    """What disthooks' own hooks said of the tensor that this thread has just given to them."""
+class OuterHooks(threading.local):
+    """What disthooks' own hooks said of the tensor that this thread has just given to the outer pair."""
 
     active = False
     fate: str | None = None
 
 
-class Contents:
-    """Tells a storage and version seen before from a new one, and a weight from an activation."""
+class SeenContents:
+    """Knows the contents that were saved before, and weights from activations; see [Note: seen contents]."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int | None], StorageRef] = {}
         self._lock = shared(Order.WATCH)
 
     def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
-        """ "parameter", "shared" or "saved"."""
+        """What becomes of ``tensor``: "parameter", "shared" or "saved"."""
         if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
             return "parameter"
         if exotic(tensor) is not None:
@@ -179,19 +190,19 @@ class Contents:
         if ref.address in weights:
             return "parameter"
         key = (ref.address, version_of(tensor))
-        with self._lock:  # the reference that is kept keeps the address from being given to another storage
+        with self._lock:
             return "saved" if self._seen.setdefault(key, ref) is ref else "shared"
 
 
 def replica_weights(module: nn.Module) -> frozenset[int]:
-    """Addresses of the storages of a DataParallel replica's weights, which are not Parameters there."""
+    """Addresses of the storages of a DataParallel replica's weights, which are no Parameters there."""
     if not getattr(module, "_is_replica", False):
         return frozenset()
     return frozenset(address for address, (kind, _) in storages_of(module).items() if kind == "parameter")
 
 
-class _Looked:
-    """What autograd holds: what the outer pair made of the tensor, or else the tensor and its version."""
+class ObservedTensor:
+    """What autograd holds of a tensor: the outer pair's value, or else the tensor and its version."""
 
     __slots__ = ("fate", "name", "value", "version")
 
@@ -199,19 +210,24 @@ class _Looked:
         self.name, self.value, self.version, self.fate = name, value, version, fate
 
 
-class Look:
-    """The pair that one outermost forward opens in its thread, on top of the pair that is active there.
+class SavedTensorObserver:
+    """The pair of hooks that one outermost forward opens in its thread; see [Note: a pair of hooks that only looks].
 
     Args:
-        module: the module whose forward opens.
-        name: finds the name of the innermost watched module of this thread.
-        told: told of every tensor.
-        contents: shared by all forwards of one trace.
-        chained: likewise.
+        module: the module whose forward opens the pair.
+        name: gives the name of the innermost watched module of this thread.
+        told: called with every tensor.
+        contents: the contents that were seen; all forwards of one trace share it.
+        chained: what the outer pair says; all forwards of one trace share it.
     """
 
     def __init__(
-        self, module: nn.Module, name: Callable[[], str], told: Told, contents: Contents, chained: Chained
+        self,
+        module: nn.Module,
+        name: Callable[[], str],
+        told: SavedTensorListener,
+        contents: SeenContents,
+        chained: OuterHooks,
     ) -> None:
         self._name, self._told, self._contents, self._chained = name, told, contents, chained
         self._weights = replica_weights(module)
@@ -219,9 +235,9 @@ class Look:
         self._open = False
 
     def open(self) -> None:
-        """Become the innermost pair of this thread, where hooks are allowed and would see anything."""
+        """Become the innermost pair of this thread, if hooks are allowed there and would see anything."""
         self._outer = top_hooks(True)
-        # Under checkpoint's own pair nothing is saved; on top of it a wrapper inside would not know it is there.
+        # Under checkpoint's own pair nothing is saved, and a wrapper inside would no longer find it on top.
         checkpoint = self._outer is not None and self._outer[0].__module__ == "torch.utils.checkpoint"
         if hooks_allowed() and not checkpoint:
             _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -230,30 +246,28 @@ class Look:
     def close(self) -> None:
         """Take the pair off.
 
-        An interrupt may have left it open while the ``with`` of the outer pair ended and took this one off in
-        place of its own: then its own is what must go.
+        An interrupt may have left it open while the ``with`` of the outer pair ended. That took off the topmost pair,
+        which was this one, and left the outer one: then the outer one is taken off here.
         """
         top = top_hooks(True)
         if self._open and top is not None and (top[0] == self._pack or top == self._outer):
             _autograd._pop_saved_tensors_default_hooks()
         self._open = False
 
-    def _pack(self, tensor: torch.Tensor) -> _Looked:
+    def _pack(self, tensor: torch.Tensor) -> ObservedTensor:
         name = self._name()
         fate = self._contents.fate(tensor, self._weights)
         if self._outer is None:
-            # The tensor itself would make a cycle with the node that saves it; of a Parameter the alias would
-            # keep what ZeRO-3 gathers.
             alias = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-            packed = _Looked(name, alias, version_of(tensor), fate)
+            packed = ObservedTensor(name, alias, version_of(tensor), fate)
         else:
             said, value = self._chain(self._outer[0], tensor)
             fate = said or fate
-            packed = _Looked(name, value, None, fate)
+            packed = ObservedTensor(name, value, None, fate)
         self._told("pack", name, tensor, fate)
         return packed
 
-    def _unpack(self, packed: _Looked) -> torch.Tensor:
+    def _unpack(self, packed: ObservedTensor) -> torch.Tensor:
         if self._outer is not None:
             tensor: torch.Tensor = self._chain(self._outer[1], packed.value)[1]
         else:
@@ -271,8 +285,8 @@ class Look:
             self._chained.active = False
 
 
-def _check(packed: _Looked) -> None:
-    """What torch checks when no hooks are on, and leaves to them when they are."""
+def _check(packed: ObservedTensor) -> None:
+    """Check the version as torch does without hooks; with hooks it leaves the check to them."""
     if packed.version is not None and packed.value._version != packed.version:
         raise MutationError(
             f"a tensor of shape {tuple(packed.value.shape)} that {display_name(packed.name)!r} saved for backward was "
@@ -297,23 +311,23 @@ KINDS = (
 )
 
 
-class _Frame:
+class RunningForward:
     """One forward under way in one thread."""
 
     __slots__ = ("begin", "error", "look", "module", "name", "saved")
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module, self.saved = name, module, 0
-        self.look: Look | None = None
+        self.look: SavedTensorObserver | None = None
         self.error = sys.exc_info()[1]
         self.begin = time.perf_counter()
 
 
-class _Threads(threading.local):
+class PerThread(threading.local):
     """The forwards under way in this thread, outermost first."""
 
     def __init__(self) -> None:
-        self.frames: list[_Frame] = []
+        self.frames: list[RunningForward] = []
 
 
 class Trace(Attachment):
@@ -331,8 +345,8 @@ class Trace(Attachment):
         self._chosen = {name: type(module).__name__ for name, module in chosen.items()}
         self._events: list[TraceEvent] = []
         self._on = True
-        self._threads, self._chained, self._contents = _Threads(), Chained(), Contents()
-        self._told: dict[str, str] = {}  # names that disthooks' own hooks go by, to names here
+        self._threads, self._chained, self._contents = PerThread(), OuterHooks(), SeenContents()
+        self._module_names: dict[str, str] = {}  # names that disthooks' own hooks go by, to names here
         self.on_remove(self._end)
 
     @property
@@ -342,7 +356,7 @@ class Trace(Attachment):
 
     def report(self) -> TraceReport:
         """For each module that ran: calls, host seconds, bytes saved and the shape last returned."""
-        return summary(self._events)
+        return summarise(self._events)
 
     def __enter__(self) -> Trace:
         return self
@@ -362,8 +376,8 @@ class Trace(Attachment):
         def keep(handle: Any) -> None:
             self.on_remove(handle.remove)
 
-        # The first to come and the last to go: the other hooks of the module happen in between, and two traces
-        # close in the reverse order of their opening.
+        # The first hook before forward and the last after it, so that the module's other hooks run in between, and two
+        # traces close in the reverse order of their opening.
         pre = UncopiedHook(functools.partial(self._begin, name))
         keep(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         keep(module.register_forward_hook(UncopiedHook(functools.partial(self._finish, name)), always_call=True))
@@ -383,16 +397,16 @@ class Trace(Attachment):
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frames = self._threads.frames
         self._add("forward_pre", name, type(module).__name__, _single((*args, *kwargs.values())))
-        frame = _Frame(name, module)
+        frame = RunningForward(name, module)
         if not frames and self._saves:
-            frame.look = Look(module, self._innermost, self._saved, self._contents, self._chained)
+            frame.look = SavedTensorObserver(module, self._innermost, self._saved, self._contents, self._chained)
             frame.look.open()
         frames.append(frame)
 
     def _finish(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         frames = self._threads.frames
         index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
-        if index is None:  # its beginning was never seen: a hook before ours raised
+        if index is None:  # a hook before ours raised, so the beginning was never seen
             return
         frame = frames[index]
         seconds = time.perf_counter() - frame.begin
@@ -433,14 +447,14 @@ class Trace(Attachment):
                 frame.saved += event.nbytes
 
     def _heard(self, event: _handles.SavedTensorEvent) -> None:
-        """Of disthooks' own hooks, which are innermost inside their module and so hide ours."""
+        """Record what disthooks' own hooks tell; see [Note: a pair of hooks that only looks]."""
         if self._chained.active:
             self._chained.fate = event.outcome
         elif event.kind == "pack" and self._threads.frames:
-            self._told[event.module_name] = self._innermost()
+            self._module_names[event.module_name] = self._innermost()
             self._saved("pack", self._innermost(), event.tensor, event.outcome)
-        elif event.kind == "unpack" and event.module_name in self._told:
-            self._saved("unpack", self._told[event.module_name], event.tensor, event.outcome)
+        elif event.kind == "unpack" and event.module_name in self._module_names:
+            self._saved("unpack", self._module_names[event.module_name], event.tensor, event.outcome)
 
     # -- events
 
@@ -458,7 +472,7 @@ class Trace(Attachment):
         if self._on:
             self._events.append(event)
             if self._write is not None and kind in self._show:
-                self._write(line(event, self._width, len(self._show) > 1))
+                self._write(format_event(event, self._width, len(self._show) > 1))
         return event
 
     def _drop(self, index: int) -> None:
@@ -469,7 +483,7 @@ class Trace(Attachment):
 
     def _end(self) -> None:
         self._on = False
-        self._drop(0)  # what an interrupt may have left open
+        self._drop(0)  # an interrupt may have left forwards open
 
 
 def _single(values: tuple[Any, ...]) -> Any:
@@ -485,7 +499,7 @@ def trace(
     saved_tensors: bool = True,
     full_backward: bool = False,
 ) -> Trace:
-    """Write down, in order, every hook that fires in the matching modules, and print what ``show`` names.
+    """Record, in order, every hook that fires in the matching modules, and print the kinds that ``show`` names.
 
     The kinds of event, in the order of one training step:
 
@@ -495,19 +509,19 @@ def trace(
     - ``full_backward_pre``, ``full_backward``: torch's full backward hooks, only with ``full_backward=True``;
     - ``tensor_hook``, ``post_accumulate``: the gradient of a parameter arrived, and was added to ``.grad``.
 
-    Outputs, gradients and errors are what they are without it: a saved tensor that is changed in place raises
-    in backward, as torch does where no saved-tensor hooks are. Hooks that are on around the model keep working.
-    Not seen: what a module saves under other saved-tensor hooks that it opens itself (``save_on_cpu``,
-    checkpointing) and what is saved under a checkpoint around the model; ``tensor_hook`` under FSDP, where torch
-    never fires it. It is made to follow a few steps: the events, without their tensors, stay in memory.
+    Outputs, gradients and errors are what they are without a trace: a saved tensor that is changed in place raises
+    in backward, as torch raises without saved-tensor hooks. Hooks around the model keep working.
+    A trace does not see what a module saves under saved-tensor hooks that it opens itself (``save_on_cpu``,
+    checkpointing), what is saved under a checkpoint around the model, and ``tensor_hook`` under FSDP, where torch
+    never calls it. It is made to follow a few steps: the events, without their tensors, stay in memory.
 
     Args:
         model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
         patterns: globs over module names, module classes or predicates; every module when there are none.
             Their parameters are followed, and those of the modules in them.
         depth: only modules at most so deep: 0 is the model, 1 its children too; None for all. What deeper
-            modules save counts for the one above.
-        print: called with each line as it happens; None for silence.
+            modules save counts for the module above them.
+        print: called with each line as it happens; None prints nothing.
         show: the kinds to print, names or globs: ``"forward"`` is one line for each module, ``"*"`` everything.
         saved_tensors: follow ``pack`` and ``unpack``. False for a model that uses ``torch.func.grad`` or ``vjp`` in
             its forward, which torch refuses while there are saved-tensor hooks.
@@ -533,7 +547,7 @@ def trace(
     if depth is not None and depth < 0:
         raise UsageError(f"trace: depth={depth} is above the model itself; 0 is the model, 1 its children too")
     kinds = match(((kind, kind) for kind in KINDS), [show] if isinstance(show, str) else show, "kind of event")
-    chosen = choose(model, patterns or ["*"], depth)
+    chosen = choose_modules(model, patterns or ["*"], depth)
     made = Trace(chosen, print, {kind for kind, _ in kinds}, saved_tensors)
     try:
         _attach(made, model, chosen, full_backward)

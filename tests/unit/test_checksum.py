@@ -11,7 +11,7 @@ from torch import nn
 from disthooks import _hashing
 from disthooks._hashing import Checksums
 from disthooks.engines.detect import detect_engine
-from disthooks.watch.replicas import Copies, _Comparison, _factor, check_replicas
+from disthooks.watch.replicas import TensorsToCompare, _Comparison, _factor, check_replicas
 
 DTYPES = [
     torch.float32,
@@ -99,7 +99,7 @@ def test_contents_count_and_not_how_they_lie() -> None:
 
 def _sketch(model: nn.Module, rank: int, ranks: tuple[int, ...], twins: list[tuple[int, ...]]) -> torch.Tensor:
     """What ``rank`` would send if the parameters had copies on ``twins``."""
-    copies = Copies(detect_engine(model), ranks, alone=True)
+    copies = TensorsToCompare(detect_engine(model), ranks, alone=True)
     copies.add_parameters()
     copies._found = [copy._replace(replica_ranks=t) for copy, t in zip(copies._found, twins, strict=True)]
     made = _Comparison(detect_engine(model), (0,), copies)

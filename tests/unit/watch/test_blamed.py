@@ -270,7 +270,7 @@ def test_nothing_is_kept_alive_and_pending_is_bounded() -> None:
         assert gone() is None
         for _ in range(60):
             model(torch.ones(4, 3))
-        (book,) = found._books.values()
+        (book,) = found._first_calls.values()
         assert len(book._pending) < 256
         for _ in range(60):
             model(torch.full((4, 3), math.nan))
