@@ -136,10 +136,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from disthooks._fork_safe import importing
     from disthooks._kinds import module_of
 
-    module = _MODULES.get(name) or module_of(name)
-    globals()[name] = found = _named(module, name)
+    with importing:  # see [Note: forks]
+        globals()[name] = found = _named(_MODULES.get(name) or module_of(name), name)
     return found
 
 

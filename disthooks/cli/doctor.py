@@ -482,7 +482,7 @@ def _measured(path: str, most: int) -> dict[str, Any]:
         written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
         _, read = _timed(lambda offset: file.read(block, extent.offset + offset, CHUNK), written, CHUNK)
     finally:
-        file.free(extent)
+        file.release(extent)
         file.shrink(keep_peak=False)
     return {"direct": file.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from disthooks import memory
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import DeferredSum, Order, shared_lock
 from disthooks._streams import on_accelerator
 from disthooks.saved.report import SavedReport, SiteReport, shared_out
 from disthooks.saved.stores.base import Store
@@ -130,22 +130,22 @@ class Counters:
         saved_bytes: bytes of all contents that were packed so far; changed under the lock.
         warned: the warnings of the attachment.
         codec_errors: what lossy codecs lost.
-        change_held: adds to the bytes that are held. Destructors call it: see [Note: the order of locks].
+        change_held: adds to the bytes that are held. Destructors call it: see [Note: destructors].
     """
 
     def __init__(self) -> None:
-        self.lock = shared(Order.COUNTERS)
+        self.lock = shared_lock(Order.COUNTERS)
         self.saved_bytes = 0
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
-        self._calls = self._inner = self._held = 0
+        self._calls = self._inner = 0
+        self._held = DeferredSum()
         self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
         self._differed: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
         self._called: set[str] = set()  # names of modules
-        self._changes: collections.deque[int] = collections.deque()
-        self.change_held: Callable[[int], None] = self._changes.append  # a C function: no interrupt comes inside it
+        self.change_held: Callable[[int], None] = self._held.change
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()  # a copy of a module has saved nothing yet
@@ -161,7 +161,7 @@ class Counters:
             module.stored += stored
             module.moved += moved
             module.pack_seconds += seconds
-            self._drain_changes()
+            self._held.total()  # so that changes do not pile up
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Count bytes that the store gave back in ``seconds``, and the seconds of its copies beside that."""
@@ -251,7 +251,6 @@ class Counters:
         # meanwhile, so these are asked before the lock is taken. See [Note: the order of locks].
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
         with self.lock:
-            self._drain_changes()
             modules = {
                 name: SiteReport(*(getattr(module, field) for field in _ModuleCounts.__slots__))
                 for name, module in self._modules.items()
@@ -272,7 +271,7 @@ class Counters:
                 differed=dict(self._differed),
                 recompute_idle=int(is_recompute_idle and not self._recomputed),
                 loaded=total.loaded,
-                held=self._held,
+                held=self._held.total(),
                 passed=dict(self._passed),
                 inner=self._inner,
                 pack_seconds=total.pack_seconds,
@@ -285,8 +284,3 @@ class Counters:
                 told=self.warned.texts,
                 uncalled=tuple(uncalled),
             )
-
-    def _drain_changes(self) -> None:
-        while self._changes:
-            self._held += self._changes[0]
-            self._changes.popleft()  # in a line of its own: what a call returns, an interrupt may take away

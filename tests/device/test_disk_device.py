@@ -16,8 +16,8 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import carrier, mover
-from disthooks.saved.stores.transfer import link_of
+from disthooks.saved.stores import disk, transfer
+from disthooks.saved.stores.device_copy import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
 from tests.support.stores.faulty import soon
@@ -63,8 +63,8 @@ def clean(store: dh.OnDisk) -> bool:
 @pytest.fixture
 def each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are not joined: each is written when it is put."""
-    monkeypatch.setattr(mover, "_SMALL", 0)
-    monkeypatch.setattr(mover, "_JOINED", 1)
+    monkeypatch.setattr(disk, "_SMALL", 0)
+    monkeypatch.setattr(disk, "_JOINED", 1)
 
 
 @pytest.fixture
@@ -319,14 +319,14 @@ def test_its_threads_are_on_the_device(
     seen: set[int] = set()
 
     def watched(name: str) -> None:
-        real = getattr(carrier.Transfer, name)
+        real = getattr(transfer.Transfer, name)
 
         def run(*args: object) -> object:
             if threading.current_thread().name.startswith("disthooks"):
                 seen.add(torch.accelerator.current_device_index())
             return real(*args)
 
-        monkeypatch.setattr(carrier.Transfer, name, run)
+        monkeypatch.setattr(transfer.Transfer, name, run)
 
     watched("write")
     watched("read")

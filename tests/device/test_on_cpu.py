@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import courier as couriers
-from disthooks.saved.stores import pools, transfer
-from disthooks.saved.stores.transfer import Lane
+from disthooks.saved.stores import cpu, device_copy, pools
+from disthooks.saved.stores.order import Lane
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
 from tests.support.sim import simulated
@@ -386,7 +385,7 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
     truth = gradient(x)
     store = dh.OnCpu(in_flight="400 KiB")
     step(store, x)
-    real, calls = transfer.event_on, [0]
+    real, calls = device_copy.event_on, [0]
     for at in range(1, 60, 3):
         calls[0] = 0
 
@@ -397,8 +396,8 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
             return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(transfer, "event_on", interrupted)
-            patch.setattr(couriers, "event_on", interrupted)
+            patch.setattr(device_copy, "event_on", interrupted)
+            patch.setattr(cpu, "event_on", interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 assert torch.equal(step(store, x), truth)
         gc.collect()
@@ -450,7 +449,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
     only_simulated(device)
     store = dh.OnCpu("4 MiB", in_flight="64 MiB")
     x = torch.randn(1 << 18, device=device)
-    link, done = transfer.link_of(device), []
+    link, done = device_copy.link_of(device), []
     with simulated.held(link._out):
         for _ in range(4):
             store.put(x)  # and dropped

@@ -14,7 +14,7 @@ import disthooks as dh
 from disthooks import _streams
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
-from disthooks.saved.stores import courier
+from disthooks.saved.stores import device_copy
 from tests.support.sim import simulated
 from tests.support.sim.carried import chain, every, given, gradient, is_clean, only_simulated, tier
 
@@ -75,7 +75,7 @@ def test_a_copy_of_its_own_is_read_on_another_stream(device: torch.device, monke
     only_simulated(device)
     store, side = dh.OnCpu(), new_stream(device)
     large = given(device, 8 * N).detach()
-    monkeypatch.setattr(courier, "_copy", copied)
+    monkeypatch.setattr(device_copy, "_copy", copied)
     torch.accelerator.synchronize(device)
     with simulated.held(side):
         with on(side):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from disthooks._streams import current_stream, event_on, new_stream, on
-from disthooks.saved.stores import transfer
-from disthooks.saved.stores.transfer import Link, Throughput
+from disthooks.saved.stores import device_copy
+from disthooks.saved.stores.device_copy import Link, Throughput
 from tests.support.sim import simulated
 from tests.support.sim.carried import only_simulated
 
@@ -207,7 +207,7 @@ def test_an_interrupt_in_the_middle_of_a_copy(device: torch.device, way: str, mo
 
     begin = {"send": lambda: link.send(numbers(device), pinned()), "bring": lambda: link.bring(sent)}[way]
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "event_on", interrupted)
+        patch.setattr(device_copy, "event_on", interrupted)
         with pytest.raises(KeyboardInterrupt):
             begin()
     assert len(link._sent) + len(link._coming) == 1

@@ -9,8 +9,8 @@ import torch
 
 import disthooks as dh
 from disthooks.saved.stores import pools
+from disthooks.saved.stores.device_copy import Link
 from disthooks.saved.stores.pools import PinnedPool, pinned_block
-from disthooks.saved.stores.transfer import Link
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MiB = 1 << 20

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores import carrier as moved
+from disthooks import _fork_safe
 from disthooks.saved.stores import transfer
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import clean, movers, pipe, right, script
@@ -100,7 +100,7 @@ def test_a_process_that_ends_while_it_writes_leaves_nothing(
 
 def test_threads_end_when_there_is_nothing_to_do(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert soon(lambda: not movers())  # those of other tests
-    monkeypatch.setattr(transfer, "_IDLE", 3.0)  # on a busy machine a second is over before anybody looks
+    monkeypatch.setattr(_fork_safe, "_IDLE", 3.0)  # on a busy machine a second is over before anybody looks
     store, fds = dh.OnDisk(tmp_path), len(os.listdir("/proc/self/fd"))
     assert not movers()
     assert right(store)
@@ -131,7 +131,7 @@ def test_the_file_goes_with_the_store(tmp_path: pathlib.Path) -> None:
 @pytest.mark.second_tier
 def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps of random sizes, the file, the memory, the descriptors and the threads stay as they were."""
-    monkeypatch.setattr(moved, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
+    monkeypatch.setattr(transfer, "_MEASURE_FROM", 8 << 20)  # what it writes to see what the disk gives, it writes soon
     generator = torch.Generator().manual_seed(0)
     store = dh.OnDisk(tmp_path, in_flight="4 MiB")
     saved = dh.saving(pipe(store))

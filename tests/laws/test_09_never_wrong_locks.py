@@ -164,8 +164,8 @@ def test_a_fork_waits_for_the_holder_of_the_outer_lock(outer: Order, inner: Orde
     The thread and the fork both go on.
     """
     second, first = (
-        _fork_safe.shared(inner),
-        _fork_safe.shared(outer),
+        _fork_safe.shared_lock(inner),
+        _fork_safe.shared_lock(outer),
     )  # the inner one is the older one: age decides nothing
     holds, forking = threading.Event(), threading.Event()
     got: list[bool] = []
@@ -261,7 +261,7 @@ def test_locks_that_another_thread_makes_during_a_fork_are_free_in_the_child() -
         made: list[Any] = []
 
         def late() -> None:
-            made.append(_fork_safe.shared(Order.ATTACH))
+            made.append(_fork_safe.shared_lock(Order.ATTACH))
             made[0].acquire()
 
         _fork_safe._before()
@@ -283,7 +283,7 @@ def test_a_generator_that_a_collection_ends_takes_no_lock(orders: Orders, tmp_pa
     running = body()
     kept = next(running)
     orders.pairs.clear()
-    with _fork_safe.shared(Order.COUNTERS):  # whoever holds the last lock of all
+    with _fork_safe.shared_lock(Order.COUNTERS):  # whoever holds the last lock of all
         del running
         gc.collect()
     assert not orders.pairs

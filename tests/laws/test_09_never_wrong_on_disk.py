@@ -16,7 +16,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import carrier as moved
+from disthooks.saved.stores import transfer
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import (
     Gate,
@@ -315,7 +315,7 @@ def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, memory, at)
 
-    monkeypatch.setattr(moved, "_MEASURE_FROM", 0)
+    monkeypatch.setattr(transfer, "_MEASURE_FROM", 0)
     monkeypatch.setattr(os, "pwrite", no_room)
     store = dh.OnDisk(tmp_path)
     for _ in range(3):

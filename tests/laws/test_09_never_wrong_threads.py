@@ -20,7 +20,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import mover as moving
+from disthooks.saved.stores import disk
 from disthooks.saved.stores.scratch_file import CHUNK
 from tests.support.models import identical
 from tests.support.stores.copies import Copies
@@ -219,7 +219,7 @@ def test_a_slab_is_never_larger_than_the_memory_it_is_joined_in(tmp_path: pathli
     slabs = {id(slab): slab for ticket in tickets if (slab := ticket.ticket.slab) is not None}
     assert len(slabs) > 1
     for slab in slabs.values():
-        assert slab.members[-1].offset + slab.members[-1].nbytes <= moving._JOINED + moving._SMALL < CHUNK
+        assert slab.members[-1].offset + slab.members[-1].nbytes <= disk._JOINED + disk._SMALL < CHUNK
     assert all(store.get(ticket).item() == i % 200 for i, ticket in enumerate(tickets))
 
 

@@ -161,7 +161,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     assert tier.held == 0
     mover = store._mover
     with mover._lock:
-        mover._settle()
+        mover._drain_releases()
         assert not mover._reads
     store.release_idle()
     assert soon(lambda: mover.files[0]._used == 0)  # a thread may be reading in this moment

@@ -1,11 +1,7 @@
-"""What went through a store, and how fast.
-
-What a store is: put a tensor, get it back bit for bit, drop it.
-"""
+"""What a store is: it keeps the bytes of tensors and gives them back. Its limit, its figures and its report."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import time
 from abc import ABC, abstractmethod
@@ -15,14 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import DeferredSum, Order, shared_lock
 from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import StoreError, UsageError
 
 
 class BusyTime:
-    """Time during which at least one thread was at it.
+    """The time during which at least one thread did something.
 
     >>> busy = BusyTime()
     >>> with busy.one(), busy.one():
@@ -35,11 +31,11 @@ class BusyTime:
         self.seconds = 0.0
         self._count = 0
         self._begin = 0.0
-        self._lock = shared(Order.IO_STATS)
+        self._lock = shared_lock(Order.IO_STATS)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """One thread is at it."""
+        """One thread does it inside this context."""
         with self._lock:
             if not self._count:
                 self._begin = time.perf_counter()
@@ -55,7 +51,7 @@ class BusyTime:
 
 @dataclass
 class IOStats:
-    """Bytes through the threads of a store; those of a :class:`StoreReport`."""
+    """Bytes that the threads of a store moved, under the names of a :class:`StoreReport`."""
 
     written: int = 0
     never_written: int = 0
@@ -65,11 +61,11 @@ class IOStats:
     read: int = 0
     writing: BusyTime = field(default_factory=BusyTime)
     reading: BusyTime = field(default_factory=BusyTime)
-    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads, the last ones above all
+    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads, in which the last ones weigh most
 
     @contextlib.contextmanager
     def one_read(self, nbytes: int) -> Iterator[None]:
-        """A thread reads ``nbytes``."""
+        """A thread reads ``nbytes`` inside this context."""
         begin = time.perf_counter()
         with self.reading.one():
             yield
@@ -171,12 +167,12 @@ _RENAMED = {
 class Store(ABC):
     """Keeps the bytes of tensors and gives them back.
 
-    Subclass it as a frozen dataclass to add a place. A store is shared by threads and by attachments; what
-    changes lives in its tickets, or behind a lock. ``drop`` is called from destructors: in any thread, at any
-    moment, so it must not wait.
+    To add a place, write a subclass that is a frozen dataclass. Threads and attachments share a store, so what changes
+    lives in its tickets or behind a lock. ``drop`` is called from destructors, in any thread and at any moment, so it
+    must not wait.
 
     Attributes:
-        min_bytes: bytes under which a tensor is kept where it is, unless a pipeline says otherwise (``AtLeast``).
+        min_bytes: smaller tensors stay where they are, unless a pipeline says otherwise (``AtLeast``).
     """
 
     min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
@@ -193,65 +189,65 @@ class Store(ABC):
         """Keep the contents of ``tensor`` (strided, any shape, dtype and device) and return a ticket.
 
         Raises:
-            StoreError: when it cannot; the tensor is then as it was and nothing is held.
+            StoreError: when that is not possible; the tensor is then as it was and nothing is held.
         """
 
     @abstractmethod
     def get(self, ticket: Any) -> torch.Tensor:
-        """A tensor of the shape, dtype, device and bits that were put; may be asked any number of times.
+        """A tensor of the shape, dtype, device and bits that were put; this may be called any number of times.
 
-        The very tensor that was put, or memory that nobody else has: it may be written to.
+        It is the tensor that was put, or one whose memory nobody else has, so that it may be written to.
 
         Raises:
-            StoreError: when it cannot; asking again is allowed.
+            StoreError: when that is not possible; the caller may try again.
         """
 
     @abstractmethod
     def drop(self, ticket: Any) -> None:
-        """Release what ``ticket`` stands for; called once."""
+        """Release the contents of ``ticket``; called once."""
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``tensor``, to put: nobody else has it, so the store may hold it as it is."""
+        """A contiguous copy of ``tensor`` to put. Nobody else has it, so the store may hold it as it is."""
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def peek(self, ticket: Any) -> torch.Tensor | None:
-        """What was put, if it still is in memory, so that another store can take it without a read; else None."""
+        """The tensor if it is still in memory, so that another store can take it without a read; else None."""
         return None
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
-        """Like ``put``, for what another store took from the device of ``stream``, where it comes back to."""
+        """Like ``put``, for a tensor in host memory that another store copied from the device of ``stream``."""
         return self.put(tensor.to(stream.device))
 
     def device_bytes(self) -> int:
-        """Bytes that it holds on accelerators of what it keeps elsewhere: on their way there, or back too early."""
+        """Bytes on accelerators of tensors that it keeps elsewhere: not copied yet, or brought back ahead."""
         return 0
 
     def set_device_limit(self, nbytes: int) -> None:  # noqa: B027
-        """Hold at most ``nbytes`` so, from now on, as far as that can be without waiting on the host."""
+        """Keep ``device_bytes`` to at most ``nbytes`` from now on, as far as the host need not wait for that."""
 
     def pop_transfer_seconds(self, ticket: Any) -> float:
-        """Seconds that its bytes were moved beside the computation since this was last asked; 0 where none knows."""
+        """Seconds for which its bytes were moved beside the computation since the last call; 0 if not known."""
         return 0.0
 
     def prefetch(self, ticket: Any) -> None:  # noqa: B027
-        """``ticket`` will be asked for soon; by default nothing."""
+        """Prepare for ``get``, which will be called soon. By default this does nothing."""
 
     def wait(self) -> None:  # noqa: B027
-        """Wait until all that was put has arrived; StoreError when something did not. By default it always has."""
+        """Wait until all tensors that were put have arrived; StoreError when one could not."""
 
     def release_idle(self) -> None:  # noqa: B027
-        """Let go of threads, memory and space that are idle; they come back when needed. By default there are none."""
+        """Release threads, memory and space in files that are idle; they come back when they are needed."""
 
     def rest(self) -> None:
         """The name of :meth:`release_idle` before 0.2."""
         self.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """What it holds and what went through it: one entry for each place it keeps tensors in, by default none."""
+        """What it holds and what went through it, one entry for each place that it keeps tensors in."""
         return ()
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether putting ``tensor`` takes it out of the memory it is in."""
+        """Whether ``put`` takes ``tensor`` out of the memory that it is in."""
         return True
 
 
@@ -301,12 +297,12 @@ class Functions(Store):
 
 
 class ByteBudget:
-    """Bytes in use under a limit; releasing needs no lock, so a destructor may do it at any moment.
+    """Bytes in use under a limit. ``release`` takes no lock, so destructors may call it.
 
     Args:
-        limit: most bytes.
-        owner: for the error message.
-        grain: what is counted at once: a file has whole pages.
+        limit: most bytes; None for no limit.
+        owner: the store's name, for the error message.
+        grain: bytes of each tensor are rounded up to a multiple of it, as a file has whole pages.
 
     >>> budget = ByteBudget("1 KiB", "OnCpu")
     >>> budget.reserve(1000); budget.release(1000); budget.held
@@ -317,11 +313,11 @@ class ByteBudget:
         self._grain = grain
         self._limit = None if limit is None else _share(limit, f"{owner} limit")
         self._owner = owner
-        self._used = 0
-        self._released: collections.deque[int] = collections.deque()
-        #: Give so many bytes back. A C function: nothing interrupts it.
-        self.release: Callable[[int], None] = self._released.append
-        self._lock = shared(Order.BUDGET)
+        self._taken = 0
+        self._released = DeferredSum()
+        #: Give so many bytes back; for destructors, too.
+        self.release: Callable[[int], None] = self._released.change
+        self._lock = shared_lock(Order.BUDGET)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteBudget, (self._limit, self._owner, self._grain)
@@ -335,18 +331,18 @@ class ByteBudget:
     def held(self) -> int:
         """Bytes in use now."""
         with self._lock:
-            return self._settle()
+            return self._taken - self._released.total()
 
     def has_room(self, count: int) -> bool:
         """Whether ``count`` more bytes would fit now."""
         return self._limit is None or self.held + self.size(count) <= self._limit
 
     def could_have_room(self, count: int) -> bool:
-        """Whether ``count`` bytes would fit if it were empty."""
+        """Whether ``count`` bytes would fit if nothing else were held."""
         return self._limit is None or self.size(count) <= self._limit
 
     def size(self, count: int) -> int:
-        """What ``count`` bytes of one tensor count as.
+        """How many bytes ``count`` bytes of one tensor count as.
 
         >>> ByteBudget(None, "OnDisk", grain=4096).size(5000)
         8192
@@ -354,7 +350,7 @@ class ByteBudget:
         return -(-count // self._grain) * self._grain
 
     def reserve(self, count: int) -> None:
-        """Take the bytes that ``count`` bytes of one tensor count as: ``release(budget.size(count))`` gives them back.
+        """Take ``size(count)`` bytes for one tensor; ``release(budget.size(count))`` gives them back.
 
         Raises:
             StoreError: when that would go over the limit.
@@ -362,7 +358,7 @@ class ByteBudget:
         taken, count = 0, self.size(count)
         try:
             with self._lock:
-                used = self._settle()
+                used = self._taken - self._released.total()
                 if self._limit is not None and used + count > self._limit:
                     free = max(0, self._limit - used)
                     raise StoreError(
@@ -372,21 +368,15 @@ class ByteBudget:
                         wanted=count,
                         free=free,
                     )
-                self._used = used + count
+                self._taken += count
                 taken = count
         except BaseException:
             self.release(taken)  # an interrupt came at the end
             raise
 
-    def _settle(self) -> int:
-        while self._released:
-            self._used -= self._released[0]
-            self._released.popleft()  # in a line of its own: what a call returns, an interrupt may take away
-        return self._used
-
 
 def _share(limit: int | str, what: str) -> int:
-    """Bytes of this process in ``limit``: of one ``"per node"``, its part among the processes of the node."""
+    """The bytes of this process: all of ``limit``, or an equal part of it if it is ``"... per node"``."""
     total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
     nbytes = parse_bytes(total, what)
     return nbytes // local_world_size() if per_node else nbytes

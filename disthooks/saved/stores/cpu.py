@@ -1,20 +1,364 @@
-"""Saved tensors in CPU memory."""
+"""Saved tensors in CPU memory: sent there while the forward goes on, and back before backward reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
+from disthooks._fork_safe import ForkSafe, Order
 from disthooks._registry import register
-from disthooks._streams import on_accelerator
+from disthooks._streams import current_stream, event_on, on, on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
-from disthooks.saved.stores.courier import Carried, Courier
+from disthooks.saved.stores.device_copy import Batch, Carried, Owed, Parcel, Throughput, join, link_of
+from disthooks.saved.stores.order import Lane, PerThread
+from disthooks.saved.stores.pools import pool_of
+
+SMALL = 64 << 10  # bytes: smaller ones go together, for a copy has its price whatever its size
+JOINED = 1 << 20  # bytes of small ones that are worth a copy
+
+
+_LOOK = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
+_MARGIN = 1.5  # a copy may take so many times what the last ones took
+
+
+class Courier(ForkSafe[Carried]):
+    """Copies tensors of ``device`` to host memory and back, beside the computation.
+
+    On the device it holds at most ``most`` bytes, and always the newest tensor. Held there are tensors that are being
+    copied, tensors that are not sent because backward reads them at once, and tensors that were brought back ahead.
+
+    Args:
+        device: an accelerator, with its index.
+        most: bytes.
+        pin: whether host memory is page-locked.
+
+    Attributes:
+        out, back: the bytes copied each way, and how long that took by the device's clock.
+        from_memory, ahead, in_vain, never_written: bytes, as in :class:`StoreReport`.
+    """
+
+    def __init__(self, device: torch.device, most: int, pin: bool) -> None:
+        super().__init__(Order.MOVER)
+        self.device, self.most, self._own_most = device, most, most
+        self._link, self.pool = link_of(device), pool_of(device, pin)
+        self.out, self.back = Throughput(), Throughput()
+        self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
+        self._own = PerThread(Lane)  # the lane of each thread that puts
+        self._staying: dict[Carried, None] = {}  # the oldest first
+        self._batches: dict[int, Batch] = {}  # by the stream that made what is in them
+        self._flying: collections.deque[Parcel] = collections.deque()  # the oldest first
+        self._bytes = 0  # of these three
+        self._coming: dict[Parcel, None] = {}  # ahead, the oldest first
+        self._coming_bytes = 0
+        self.owed = Owed()
+
+    # -- for the threads of the computation
+
+    def ticket(self, tensor: torch.Tensor) -> Carried:
+        """A ticket to put."""
+        return Carried(tensor.detach(), self._own())
+
+    def put(self, ticket: Carried) -> None:
+        """Have the tensor of ``ticket`` sent: now, after what the current stream has to do, or later, or never.
+
+        Raises:
+            OSError: when there is no host memory for it, or for one that has to make room for it.
+        """
+        with self._lock:
+            self._drain_releases()
+            ticket.lane.put(ticket)
+            if not ticket.nbytes:
+                return
+            ticket.counted = ticket.nbytes
+            self._bytes += ticket.nbytes
+            if ticket.lane.is_back_soon(ticket, self.most):
+                self._staying[ticket] = None
+            else:
+                self._send(ticket)
+            while self._bytes + self._coming_bytes > self.most and self._relieve(ticket):
+                pass
+
+    def get(self, ticket: Carried) -> torch.Tensor:
+        """The tensor of ``ticket`` for the current stream: the one that was put, if it is still there, or a copy."""
+        with self._lock:
+            self._drain_releases()
+            if ticket.dropped:
+                raise StoreError("a stored tensor is asked for after it was dropped")
+            timed = ticket.lane.is_timed(ticket)
+            came = event_on(current_stream(self.device), timed=True) if timed else None
+            ticket.lane.read(ticket)
+            found = self._found(ticket)
+            if came is not None:
+                ticket.lane.mark(ticket, came, event_on(current_stream(self.device), timed=True))
+            self._look_ahead(ticket)
+            return found
+
+    def prefetch(self, ticket: Carried) -> None:
+        """``ticket`` will be wanted soon."""
+        with self._lock:
+            self._drain_releases()
+            parcel = ticket.parcel
+            if parcel is not None and not (ticket.dropped or parcel.is_there or parcel.coming):
+                self._bring([parcel], {parcel})
+
+    def drop(self, ticket: Carried) -> None:
+        """``ticket`` is dropped; called from destructors. See [Note: destructors].
+
+        Memory that no copy uses is freed at once, the rest when the link is next used.
+        """
+        if ticket.dropped:
+            return
+        ticket.dropped, ticket.tensor = True, None
+        parcel = ticket.parcel
+        if parcel is not None and not parcel.joined:
+            coming = parcel.coming
+            if coming is not None and coming.is_done():
+                coming.tensor = None
+            if parcel.outgoing.is_done():
+                parcel.outgoing.source = None
+        self.release(ticket)
+
+    def wait(self) -> None:
+        """Wait on the host until all that is to be sent has arrived."""
+        with self._lock:
+            self._drain_releases()
+            self._flush()
+        self._link.wait()
+        with self._lock:
+            self._drain_releases()
+
+    def in_host(self, ticket: Carried) -> torch.Tensor:
+        """The tensor of ``ticket`` in host memory; the host waits for the copy, which may only begin now."""
+        with self._lock:
+            self._drain_releases()
+            tensor = ticket.tensor
+            if tensor is not None and not ticket.nbytes:
+                return tensor.cpu()
+            if tensor is not None:
+                self._staying.pop(ticket, None)
+                self._ship([ticket])
+            parcel = ticket.parcel
+        if parcel is None:
+            raise StoreError("a stored tensor is asked for after it was dropped")
+        return parcel.in_host(ticket)
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes on the device that are being copied to the host, or will be."""
+        with self._lock:
+            self._drain_releases()
+            return self._bytes - sum(ticket.counted for ticket in self._staying)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device, of any kind."""
+        with self._lock:
+            self._drain_releases()
+            return self._bytes + self._coming_bytes
+
+    def set_device_limit(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on the device, if that is less than ``most``; the computation waits if it has to."""
+        with self._lock:
+            self._drain_releases()
+            self.most = min(self._own_most, nbytes)
+            while self._bytes + self._coming_bytes > self.most and self._relieve(None):
+                pass
+
+    def wait_for_memory(self) -> bool:
+        """Wait on the host for the oldest copy of a dropped tensor; False when there is none."""
+        with self._lock:
+            had_dropped = bool(self._releases)
+            self._drain_releases()
+        return self.owed.wait() or had_dropped
+
+    def release_idle(self) -> None:
+        """Free what copies are done with, and idle host memory."""
+        with self._lock:
+            self._drain_releases()
+        self.pool.clear()
+
+    # -- to the host, under the lock
+
+    def _send(self, ticket: Carried) -> None:
+        if ticket.nbytes > SMALL:
+            self._ship([ticket])
+            return
+        number = ticket.stream.stream_id
+        batch = self._batches.get(number)
+        if batch is None:
+            batch = self._batches[number] = Batch(min(JOINED, self.most // 8))
+        if batch.add(ticket):
+            self._flush([number])
+
+    def _flush(self, streams: Iterable[int] | None = None) -> None:
+        for number in list(self._batches if streams is None else streams):
+            self._ship(self._batches[number].tickets)
+            del self._batches[number]
+
+    def _ship(self, tickets: Sequence[Carried]) -> None:
+        """Send those of ``tickets`` that were not dropped in one copy, after the stream that made them."""
+        found = [(ticket, ticket.tensor) for ticket in tickets if ticket.parcel is None]
+        held = [(ticket, tensor) for ticket, tensor in found if tensor is not None]  # the others were dropped
+        if not held:
+            return
+        members, tensors = [ticket for ticket, _ in held], [tensor for _, tensor in held]
+        with on(members[0].stream):  # the thread that sends them may work on another stream
+            source = join(members, tensors) if len(held) > 1 else tensors[0]
+            outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
+            parcel = Parcel(members, outgoing, joined=len(held) > 1)
+        self._flying.append(parcel)
+        for ticket in members:
+            ticket.parcel, ticket.counted = parcel, 0
+            ticket.tensor = None
+        self.written += parcel.nbytes
+
+    def _relieve(self, newest: Carried | None) -> bool:
+        """Hold less on the device, without waiting on the host; whether that was possible."""
+        newly = None if newest is None else newest.parcel
+        parcel = next((parcel for parcel in self._flying if parcel is not newly), None)
+        if parcel is not None:
+            self._link.let_go(parcel.outgoing)
+            self._landed(parcel)
+            return True
+        oldest = next((ticket for ticket in self._staying if ticket is not newest), None)
+        if oldest is not None:  # more was put than last time
+            self._ship([oldest])
+            self._staying.pop(oldest, None)
+        return oldest is not None
+
+    def _landed(self, parcel: Parcel) -> None:
+        self._flying.remove(parcel)
+        self._bytes -= parcel.nbytes
+
+    def _drain_releases(self) -> None:
+        self._link.poll()
+        self.owed.poll()
+        while self._flying and self._flying[0].outgoing.source is None:
+            self._landed(self._flying[0])
+        super()._drain_releases()
+        if not self._bytes:
+            self._batches.clear()  # everything in them was dropped
+        elif not (self._flying or self._staying or self._batches):
+            self._bytes = 0  # whatever an interrupt left it at
+        if not self._coming:
+            self._coming_bytes = 0
+
+    def _apply_release(self, release: Carried) -> None:
+        release.lane.drop(release)
+        self._staying.pop(release, None)
+        self._bytes -= release.counted
+        self.never_written += release.counted
+        release.counted = 0
+        if release.parcel is not None:
+            self._let_go(release, release.parcel)
+
+    def _let_go(self, ticket: Carried, parcel: Parcel) -> None:
+        parcel.members.discard(ticket)
+        parcel.done_with(ticket)
+        ticket.parcel = None
+        if not parcel.members:
+            self._give_up(parcel)
+
+    # -- to the device, under the lock
+
+    def _found(self, ticket: Carried) -> torch.Tensor:
+        tensor, parcel = ticket.tensor, ticket.parcel
+        source = None if parcel is None else parcel.outgoing.source
+        if parcel is None or source is not None:
+            self.from_memory += ticket.nbytes
+        if parcel is None:
+            assert tensor is not None
+            return ticket.itself(tensor)
+        if source is not None:
+            return parcel.from_source(ticket, source)
+        if parcel.whole is not None:
+            return parcel.from_back(ticket, None)
+        coming = parcel.coming
+        if coming is None:
+            coming = parcel.coming = self._link.bring(parcel.outgoing, self.back)
+            self.read += parcel.nbytes
+        else:
+            self.ahead += parcel.nbytes
+        back = self._link.take(coming)
+        self._is_taken(parcel)
+        return parcel.from_back(ticket, back)
+
+    def _is_taken(self, parcel: Parcel) -> None:
+        if parcel in self._coming:
+            del self._coming[parcel]
+            self._coming_bytes -= parcel.nbytes
+        if parcel.coming is not None:
+            parcel.came, parcel.coming = parcel.coming.done, None
+
+    def _give_up(self, parcel: Parcel) -> None:
+        if not parcel.members:
+            while parcel.owed:
+                release, nbytes = parcel.owed.popleft()
+                self.owed.give_back(parcel, release, nbytes)
+        if parcel.coming is not None:
+            self.in_vain += parcel.nbytes
+            self._is_taken(parcel)  # the link holds its memory until the copy into it is done
+
+    def _look_ahead(self, ticket: Carried) -> None:
+        """Bring back what will be read after ``ticket``, each parcel just in time: early ones take memory."""
+        times = ticket.lane.times()
+        due: dict[Parcel, float] = {}  # in order, and when each is wanted
+        following = cast("Iterable[tuple[Carried, float]]", ticket.lane.after(ticket))
+        soonest, room = None, self.most - self._bytes
+        for other, _ in itertools.islice(following, _LOOK):
+            at, parcel = times.get(other.position), other.parcel
+            soonest = at if soonest is None else soonest
+            if parcel is None or parcel.is_there or parcel in due:
+                continue
+            room -= parcel.nbytes
+            if due and room < 0:
+                break
+            due[parcel] = math.nan if at is None else at
+        if due:
+            count = self._how_many(due, times.get(ticket.position), soonest)
+            self._bring([parcel for parcel in itertools.islice(due, count) if parcel.coming is None], due)
+
+    def _how_many(self, due: Mapping[Parcel, float], now: float | None, soonest: float | None) -> int:
+        """How many of ``due`` have to be on their way before the next read of the computation, at ``soonest``."""
+        pace = self._link.back.pace
+        if pace is None or now is None or soonest is None or any(math.isnan(at) for at in due.values()):
+            return len(due)  # speed or times are not known: as many as fit
+        latest, count = math.inf, 1
+        for place, (parcel, at) in reversed(list(enumerate(due.items()))):
+            coming = parcel.coming
+            takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * parcel.nbytes * pace
+            latest = min(latest, at) - takes  # when the copy has to begin, for it and all behind it to be in time
+            if latest <= soonest:
+                count = max(count, place + 1)
+        return count
+
+    def _bring(self, parcels: Iterable[Parcel], wanted: Mapping[Parcel, float] | set[Parcel]) -> None:
+        """Begin to copy ``parcels`` back while there is room; those that are not in ``wanted`` make room."""
+        for parcel in parcels:
+            needless = [other for other in self._coming if other not in wanted]
+            while needless and not self._has_room(parcel):
+                self._give_up(needless.pop(0))
+            if (self._coming or self._bytes) and not self._has_room(parcel):
+                return
+            try:
+                parcel.coming = self._link.bring(parcel.outgoing, self.back)
+            except torch.OutOfMemoryError:
+                return  # there may be memory by the time that it is read
+            self.read += parcel.nbytes
+            self._coming[parcel] = None
+            self._coming_bytes += parcel.nbytes
+
+    def _has_room(self, parcel: Parcel) -> bool:
+        return self._bytes + self._coming_bytes + parcel.nbytes <= self.most
 
 
 class _Held(NamedTuple):
@@ -26,19 +370,19 @@ class _Held(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A ticket, and who counts and moves it. It is dropped when nobody has it: Ctrl-C may take it from anybody."""
+    """A ticket with its courier and budget. Its destructor drops it, as Ctrl-C may take it from its owner."""
 
     courier: Courier
     ticket: Carried
     budget: ByteBudget
 
     def drop(self) -> None:
-        """Drop it, if that is not done yet."""
+        """Drop the ticket unless that was done."""
         owed, self.ticket.owed = self.ticket.owed, 0
         parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
         if owed and parcel is not None and parcel.joined:
-            parcel.owed.append((self.budget.release, owed))  # its host memory goes with the last tensor in it
+            parcel.owed.append((self.budget.release, owed))  # the host memory goes with the last tensor in it
         else:
             self.courier.owed.give_back(parcel, self.budget.release, owed)
 
@@ -132,7 +476,7 @@ class OnCpu(Store):
         return sent
 
     def _reserve(self, nbytes: int) -> None:
-        """Take them of the limit; if there are none, wait for copies of what nobody wants any more."""
+        """Take ``nbytes`` of the limit; at the limit, wait for the copies of dropped tensors."""
         while True:
             try:
                 self.budget.reserve(nbytes)
@@ -188,7 +532,7 @@ class OnCpu(Store):
         return (_report(self.budget, list(self._couriers.values())),)
 
     def courier(self, device: torch.device) -> Courier:
-        """Who moves the tensors of ``device``, an accelerator, for this store."""
+        """What copies the tensors of ``device``, an accelerator, for this store."""
         found = self._couriers.get(device)
         if found is None:
             made = Courier(device, parse_bytes(self.in_flight, "in_flight"), pin=self.pin_memory is not False)

@@ -1,8 +1,13 @@
-"""Saved tensors on disk: one anonymous file for each process and directory, moved beside the computation."""
+"""Saved tensors on disk: in a file without a name for each process and directory, moved beside the computation."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import os
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,77 +15,373 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, Workers, shared_lock
 from disthooks._ranks import local_rank
 from disthooks._registry import register
-from disthooks._streams import on_accelerator
+from disthooks._streams import on_accelerator, work_for
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
-from disthooks.saved.stores.carrier import Ticket, Transfer
-from disthooks.saved.stores.mover import Mover
+from disthooks.saved.stores.device_copy import Incoming, let_go
+from disthooks.saved.stores.order import AccessOrder, PerThread
 from disthooks.saved.stores.pools import PAGE
-from disthooks.saved.stores.scratch_file import GpuDirect, ScratchFile, opened
+from disthooks.saved.stores.scratch_file import GpuDirectWay, ScratchFile, Waste, file_in
+from disthooks.saved.stores.transfer import (
+    FAILED,
+    GONE,
+    QUEUED,
+    WRITTEN,
+    Ahead,
+    Slab,
+    Ticket,
+    Transfer,
+    padded,
+    taken_together,
+)
 
-_SMALL = 256 << 10  # bytes: smaller ones are joined in other memory
+_SMALL = 256 << 10  # bytes: smaller ones are joined
+_MOST_UNPAGED = 256 << 10  # bytes: copies of tensors up to here are joined in other memory, and need no whole pages
+
+_JOINED = 1 << 20  # bytes of small ones that are worth a write
+_MUCH = 0.1  # of a backward, spent waiting for reads
+
+
+class Mover(Workers[Slab | list[Ticket], Ticket]):
+    """Moves tensors between memory and files, beside the computation.
+
+    A tensor that is put is held until it is written; when more than ``limit`` bytes are held, ``put`` waits. Each
+    ``get`` has the tensors read that will be asked for next, at most ``limit`` bytes of them.
+
+    A waiting thread watches the threads that it waits for. If one dies, its job has failed.
+
+    Args:
+        files: tensors go to each in turn.
+        limit: bytes in flight, each way.
+        transfer: moves the bytes.
+        threads: at most so many.
+    """
+
+    def __init__(self, files: Sequence[ScratchFile], limit: int, transfer: Transfer, threads: int = 2) -> None:
+        self.files, self.limit, self.process = files, limit, os.getpid()
+        self.transfer = transfer
+        self.stats = self.transfer.stats
+        self._orders = PerThread(AccessOrder)  # that of each thread that puts
+        self._turns = itertools.cycle(files)
+        self._writes: collections.deque[Ticket] = collections.deque()
+        self._reads: collections.deque[Slab] = collections.deque()
+        self._ahead = Ahead(limit, self.stats)
+        self._flying = 0  # bytes put and not written
+        self._uncalled = 0  # of those, bytes for which no thread was called yet
+        self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
+        self._said = 0  # how often one was; what else was in flight then fails for the same reason, and is not said
+        self._claims: dict[int, Slab] = {}  # what the threads of the computation read themselves, by thread
+        super().__init__(threads)
+
+    def after_fork(self) -> None:
+        """Forget all jobs: what was not written stays in memory in a child."""
+        super().after_fork()
+        self.transfer.after_fork()
+        for ticket in self._ahead:
+            ticket.reading = False
+        self._reads.clear()
+        self._writes.clear()
+
+    # -- for the threads of the computation
+
+    def ticket(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
+        """A ticket to put, for ``tensor``, contiguous and in CPU memory or on an accelerator, which belongs on
+        ``device``."""
+        return Ticket(tensor, device, self._orders())
+
+    def put(self, ticket: Ticket) -> None:
+        """Have the tensor of ``ticket`` written.
+
+        Raises:
+            StoreError: when an earlier one could not be written. It stays in memory, and this is said once.
+        """
+        with self._lock:
+            self._drain_releases()
+            # When it is closed, the process ends and nobody writes any more.
+            while 0 < self._flying > self.limit - ticket.nbytes and not (self._failed or self._closed):
+                self._wait()
+            self._say_failure()
+            self.transfer.make_room(ticket.nbytes, self.limit)
+            self.transfer.for_writes(self.limit)
+            self.transfer.begin(ticket)
+            ticket.order.put(ticket)
+            self._flying += ticket.nbytes
+            ticket.state, ticket.said = QUEUED, self._said
+            self._writes.append(ticket)
+            self._uncalled += ticket.nbytes
+            if self._uncalled >= min(_JOINED, self.limit):
+                self._call_for_work()
+
+    def get(self, ticket: Ticket) -> torch.Tensor:
+        """The tensor of ``ticket``: the one that was put, as long as it is in memory, or a copy.
+
+        Raises:
+            StoreError: when one could not be written, which is said once: it stays in memory. Or when it cannot be
+                read, or is not what was written.
+        """
+        with self._lock:
+            self._drain_releases()
+            if ticket.dropped or ticket.state == GONE:
+                raise StoreError("a stored tensor is asked for after it was dropped")
+            self._say_failure()
+            ticket.order.read(ticket)
+            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # or nearly
+                self.stats.ahead += ticket.nbytes
+            found = self._in_memory(ticket)
+            self._have_read(self._ahead.after(ticket))
+        # Reads into memory that was used before are faster. It is kept only if backward waits for reads.
+        self.transfer.for_reads(keep=2 * self.limit if ticket.order.waiting > _MUCH else 0)
+        if found is None:
+            begin = time.perf_counter()
+            while (found := self._read_for(ticket)) is None:
+                pass
+            ticket.order.waited(time.perf_counter() - begin)
+        return self.transfer.give(ticket, found)
+
+    def prefetch(self, ticket: Ticket) -> None:
+        """Have the tensor of ``ticket`` read, because it will be asked for soon."""
+        with self._lock:
+            self._drain_releases()
+            self._have_read([slab] if (slab := self._ahead.one(ticket, {ticket})) is not None else [])
+
+    def drop(self, ticket: Ticket) -> None:
+        """``ticket`` is dropped; called from destructors. See [Note: destructors].
+
+        Its memory is freed at once, its place in the file by the next thread that takes the lock.
+        """
+        if not ticket.dropped:
+            ticket.dropped = True
+            if ticket.outgoing is not None:  # as Python ends, the names of this module may be gone before
+                let_go(ticket.outgoing)
+            ticket.tensor = ticket.ahead = ticket.outgoing = None
+            self.release(ticket)
+
+    def wait(self) -> None:
+        """Wait until everything is written; StoreError when something could not be."""
+        with self._lock:
+            self._drain_releases()
+            while self._flying and not self._closed:
+                self._wait()
+            self._say_failure()
+
+    def release_idle(self) -> None:
+        """Release idle threads and memory, and unused space in the files."""
+        self.end_idle()
+        self.transfer.buffers.clear()
+        for file in self.files:
+            file.shrink(keep_peak=False)
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that are put and not yet written."""
+        with self._lock:
+            self._drain_releases()
+            return self._flying
+
+    def _read_for(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
+        """Read the slab of ``ticket`` here, or wait a while for a thread that reads it; the tensor if it is there."""
+        me = threading.get_ident()
+        tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
+        try:
+            with self._lock:
+                slab = self._claim(ticket, me)
+                if slab is None:
+                    self._wait()
+            if slab is not None:
+                tensors = self.transfer.read(slab)
+        finally:
+            with self._lock:
+                slab = self._claims.get(me)
+                if slab is not None:
+                    self._was_read(slab, tensors)
+                    self._claims.pop(me, None)  # now: after an interrupt, all of it is done again
+        with self._lock:
+            return self._in_memory(ticket)
+
+    # -- under the lock
+
+    def _say_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed[0].dropped:
+            self._said += 1
+            try:
+                raise failed[1]
+            finally:
+                del failed  # its traceback holds this frame: no cycle may stay
+
+    def _lost(self, job: Slab | list[Ticket]) -> None:
+        if isinstance(job, Slab):
+            self._was_read(job, [])
+        else:
+            self._was_written(job, StoreError("a thread that moved a saved tensor has died"))
+
+    def _in_memory(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
+        """The tensor of ``ticket`` if it is in memory, for a caller that asks for it now."""
+        if ticket.ahead is not None:
+            ahead = ticket.ahead
+            self._ahead.remove(ticket)
+            return ahead
+        if ticket.tensor is not None:
+            self.stats.from_memory += ticket.nbytes
+        return ticket.tensor
+
+    def _claim(self, ticket: Ticket, reader: int) -> Slab | None:
+        """The slab of ``ticket`` for the thread ``reader`` to read, or None when another thread reads it."""
+        slab = ticket.slab
+        if slab is None or ticket.ahead is not None:
+            return None
+        if slab in self._reads:
+            self._reads.remove(slab)
+        elif self._is_read(slab):
+            return None
+        self._claims[reader] = slab
+        for member in slab.members:
+            member.reading = not member.dropped
+        return slab
+
+    def _drain_releases(self) -> None:
+        interrupted = self._claims.get(threading.get_ident())
+        if interrupted is not None:
+            self._was_read(interrupted, [])  # an interrupt kept this thread from saying that it reads no more
+            self._claims.pop(threading.get_ident(), None)
+        super()._drain_releases()
+        self.transfer.poll()
+        if not self._writes and not any(self._jobs.values()):
+            self._flying = 0  # whatever an interrupt left it at
+
+    def _apply_release(self, release: Ticket) -> None:
+        release.order.drop(release)
+        self._ahead.remove(release)
+        if release.state == QUEUED:
+            release.state = GONE  # it stays in the queue, and is passed over there
+            self._flying -= release.nbytes
+            self.stats.never_written += release.nbytes
+            self._done.notify_all()
+        self._let_go(release)
+
+    def _is_read(self, slab: Slab) -> bool:
+        """Whether a thread reads it, or will; ``ticket.reading`` may be left from before an interrupt."""
+        return slab in self._reads or slab in self._jobs.values() or slab in self._claims.values()
+
+    def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
+        """Release the place of a dropped ticket unless its slab is being read; ``read`` was read just now."""
+        slab = ticket.slab
+        if slab is not None and read is None and slab in self._reads and all(m.dropped for m in slab.members):
+            for member in slab.members:
+                self._let_go(member, slab)
+            self._reads.remove(slab)
+        elif ticket.dropped and slab is not None and (slab is read or not self._is_read(slab)):
+            slab.live.discard(ticket)
+            if not slab.live and not slab.freed:
+                release, extent = slab.file.release, slab.extent
+                slab.freed = True
+                release(extent)  # a C function: see [Note: interrupts]
+            elif slab.live:
+                slab.file.release(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
+            ticket.slab = None
+
+    def _have_read(self, slabs: Sequence[Slab]) -> None:
+        self._reads.extend(slabs)
+        with contextlib.suppress(StoreError):  # no thread can be started: the callers of get read them
+            for _ in slabs:
+                self._call_for_work()
+
+    def _next(self) -> Slab | list[Ticket] | None:
+        if self._pause() == 0:
+            slab = min(self._reads, key=lambda slab: slab.start)
+            self._reads.remove(slab)
+            return slab
+        found = taken_together(self._writes, _SMALL, _JOINED)
+        self._uncalled = 0
+        return found or None
+
+    def _pause(self) -> float | None:
+        start = min((slab.start for slab in self._reads), default=None)
+        return None if start is None else max(0.0, start - time.perf_counter())
+
+    def _was_written(self, tickets: list[Ticket], error: BaseException | None) -> None:
+        self._is_over(tickets)
+        for ticket in tickets:
+            self._flying -= ticket.nbytes
+            ticket.state = WRITTEN if error is None else FAILED
+            if error is None and ticket.slab is not None:
+                ticket.tensor = ticket.outgoing = None
+            elif error is not None and not ticket.dropped and ticket.said == self._said:
+                self._failed = self._failed or (ticket, error)
+            self._let_go(ticket)
+        self._done.notify_all()
+
+    def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor | Incoming]]) -> None:
+        """Hand out what was read ahead; a ticket without a tensor is read again by its ``get``, which raises."""
+        self._is_over(slab)  # first, so that a ticket that is dropped from now on is released at once
+        for ticket in slab.members:
+            ticket.reading = False
+        for ticket, tensor in tensors:
+            if not ticket.dropped and ticket.tensor is None:
+                ticket.ahead = tensor
+                self._ahead.add(ticket)
+        for ticket in slab.members:
+            if ticket.ahead is None:
+                self._ahead.remove(ticket)
+            self._let_go(ticket, slab)
+        self._done.notify_all()
+
+    # -- in the threads
+
+    def _do(self, job: Slab | list[Ticket]) -> None:
+        tickets = job.members if isinstance(job, Slab) else job
+        if (device := next((ticket.device for ticket in tuple(tickets) if ticket.at is not None), None)) is not None:
+            work_for(device)
+        if isinstance(job, Slab):
+            self._read_ahead(job)
+        else:
+            self._write(job)
+
+    def _read_ahead(self, slab: Slab) -> None:
+        tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
+        with contextlib.suppress(BaseException):
+            tensors = self.transfer.read(slab)
+        with self._lock:
+            self._was_read(slab, tensors)
+
+    def _write(self, job: list[Ticket]) -> None:
+        file = next(self._turns)
+        try:
+            self.transfer.write(job, file)
+        except BaseException as error:
+            with self._lock:
+                self._was_written(job, error)
+        else:
+            with self._lock:
+                self._was_written(job, None)
+        self.transfer.look_after(file)
+
+
 _Directory = str | os.PathLike[str]
-_files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
+
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
-_lock = shared(Order.OPENING)
 
-
-def _file(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
-    key = os.path.realpath(directory), os.getpid(), direct
-    found = _files.get(key)
-    if found is None:
-        found = _files[key] = ScratchFile(directory, direct)
-    return found
+_lock = shared_lock(Order.OPENING)
 
 
 def _mover(store: OnDisk) -> Mover:
     """The mover of this process for what ``store`` asks for; a fork gets one of its own."""
-    directories = [_here(directory) for directory in store.directories]
+    directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
     process, asked = os.getpid(), (store.direct, store.in_flight, store.checksum, store.gpu_direct)
     key = (*map(os.path.realpath, directories), process, *asked)
     with _lock:
         found = _movers.get(key)
         if found is None:
-            files = [_file(directory, store.direct) for directory in directories]
-            way = _Way(files, store)
+            files = [file_in(directory, store.direct) for directory in directories]
+            way = GpuDirectWay(files, store.checksum, store.gpu_direct)
             budget = parse_bytes(store.in_flight, "in_flight")
             found = _movers[key] = Mover(files, budget, Transfer(store.checksum, way))
         return found
-
-
-class _Way:
-    """The way past the host that ``store`` asks for, looked for when it is first needed; and why there is none.
-
-    Raises:
-        StoreError: at once, when it has to be there and is not.
-    """
-
-    def __init__(self, files: Sequence[ScratchFile], store: OnDisk) -> None:
-        self._files, self._checksum, self._lock = files, store.checksum, shared(Order.WAY)
-        self._looked = store.gpu_direct is False
-        self._found: GpuDirect | None = None
-        self.why_staged = ""  # also when nobody asked for it
-        if store.gpu_direct is True and self() is None:
-            what = f"OnDisk({files[0].directory!r}): gpu_direct=True, but {self.why_staged}"
-            raise StoreError(what, path=files[0].directory)
-
-    def __call__(self) -> GpuDirect | None:
-        if not self._looked:
-            with self._lock:
-                if not self._looked:
-                    self._found, self.why_staged = opened(self._files, self._checksum)
-                    self._looked = True
-        return self._found
-
-
-def _here(directory: str) -> str:
-    """``directory`` of this process: "{local_rank}" is its number on its node."""
-    return directory.replace("{local_rank}", local_rank())
 
 
 @register("store")
@@ -163,7 +464,7 @@ class OnDisk(Store):
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of ``tensor``: of a large one in whole pages, which are written as they are and used again."""
-        if not tensor.is_cpu or tensor.nbytes <= _SMALL:
+        if not tensor.is_cpu or tensor.nbytes <= _MOST_UNPAGED:
             return super().own(tensor)
         try:
             return self._own_mover().transfer.copied(tensor)
@@ -251,14 +552,14 @@ class OnDisk(Store):
 
 
 class _Stored(NamedTuple):
-    """A ticket, and who counts and moves it. It is dropped when nobody has it: Ctrl-C may take it from anybody."""
+    """A ticket with its mover and budget. Its destructor drops it, as Ctrl-C may take it from its owner."""
 
     mover: Mover
     ticket: Ticket
     budget: ByteBudget
 
     def drop(self) -> None:
-        """Drop it, if that is not done yet."""
+        """Drop the ticket unless that was done."""
         owed, self.ticket.owed = self.ticket.owed, 0
         self.budget.release(owed)
         self.mover.drop(self.ticket)

@@ -1,21 +1,15 @@
-"""In which order stored tensors will be wanted: guessed from the last backward.
-
-In which order what lies in tiers will be wanted, and which of a tier is wanted last.
-"""
+"""The order in which stored tensors will be read: learned from the last backward, one for each thread."""
 
 from __future__ import annotations
 
-import collections
-import heapq
 import itertools
 import math
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
-from disthooks._fork_safe import Order, own, shared
+import torch
 
 Learns = TypeVar("Learns")
 
@@ -24,16 +18,16 @@ _LOOK = 256  # places: beyond so many that are gone or passed there is nothing w
 
 
 class Ordered(Protocol):
-    """What a :class:`AccessOrder` remembers: its place there, and whether it is still wanted."""
+    """What an :class:`AccessOrder` remembers: its position there, and whether it was dropped."""
 
     position: int
     dropped: bool
 
 
 class PerThread(Generic[Learns]):
-    """One for each thread that asks; that of a thread that has ended is for the next new one.
+    """One object for each thread that asks; a new thread inherits that of a thread that has ended.
 
-    ``nn.DataParallel`` starts a thread for each replica in each forward: what the last one learned is not to be lost.
+    ``nn.DataParallel`` starts a thread for each replica in each forward; what the last one learned must not be lost.
 
     >>> own = PerThread(AccessOrder)
     >>> own() is own()
@@ -51,7 +45,7 @@ class PerThread(Generic[Learns]):
         self._all: dict[threading.Thread, Learns] = {}
 
     def __call__(self) -> Learns:
-        """That of this thread."""
+        """The object of this thread."""
         mine = getattr(self._mine, "one", None)
         if mine is None:
             left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
@@ -61,7 +55,7 @@ class PerThread(Generic[Learns]):
 
 
 class _Order(NamedTuple):
-    """In which order one backward read, and when."""
+    """The order in which one backward read, and when."""
 
     order: Sequence[int]  # positions
     times: Sequence[float]  # seconds, in that order
@@ -76,11 +70,11 @@ class _Order(NamedTuple):
 
 
 class AccessOrder:
-    """What one thread put into a store since all of it was gone, and the order in which it is read.
+    """What one thread put into a store since the store had nothing of it, and the order in which it is read.
 
-    A backward reads what its forward put from the last to the first, with small exceptions. Those repeat from step
-    to step, so the order of the last time that as many were put is expected; the reverse one where there was none.
-    A wrong guess costs a read, never a wrong tensor.
+    A backward reads what its forward put from the last to the first, with small exceptions that repeat from step to
+    step. So the expected order is that of the last time that as many tensors were put, and the reverse order if there
+    was no such time. A wrong guess costs a read, never a wrong tensor.
 
     >>> class Ticket:
     ...     position, dropped = 0, False
@@ -94,15 +88,15 @@ class AccessOrder:
         self._tickets: list[Ordered] = []
         self._live: set[Ordered] = set()
         self._reads: dict[int, float] = {}  # positions in the order of their first read, and when that was
-        self._passed: set[int] = set()  # those that this backward has read
-        self._again = False  # whether what was read last had been read before
-        self._reached: Ordered | None = None  # what was read last of those that had not
-        self._known: dict[int, _Order] = {}  # by how many were put; the last one last
-        self._waited = 0.0  # seconds, which are not in the times: a clock of what is computed
+        self._passed: set[int] = set()  # positions that this backward has read
+        self._again = False  # whether the last read was of a ticket that had been read before
+        self._reached: Ordered | None = None  # the last ticket that was read for the first time
+        self._known: dict[int, _Order] = {}  # by the number of tickets that were put; the newest last
+        self._waited = 0.0  # seconds that are not counted in the times: they are those of computing
 
     def put(self, ticket: Ordered) -> None:
         """``ticket`` is the next one."""
-        # Something is never let go of: begin anew with what is left.
+        # Some tickets are never dropped, as in a loop that keeps its graphs: begin anew with those that are left.
         if len(self._tickets) > 4 * len(self._live) + 4096:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
@@ -114,9 +108,10 @@ class AccessOrder:
         self._live.add(ticket)
 
     def read(self, ticket: Ordered) -> None:
-        """``ticket`` is wanted; a second time by another reader of the same backward, or when another one begins.
+        """``ticket`` is read now.
 
-        That is told by the next one, which then is wanted again, too.
+        If it was read before, either another node of the same backward reads it, or another backward has begun. In the
+        second case the next ticket was read before, too, so two such reads in a row begin a new backward.
         """
         again = ticket.position in self._passed
         if again and self._again:
@@ -132,10 +127,7 @@ class AccessOrder:
         self._waited += seconds
 
     def drop(self, ticket: Ordered) -> None:
-        """``ticket`` is dropped, perhaps again.
-
-        After the last of them the order of their reads is what the next time expects.
-        """
+        """``ticket`` is dropped, perhaps again. Once all are, the order of their reads is expected next time."""
         self._live.discard(ticket)
         if self._live or not self._tickets:
             return
@@ -154,9 +146,9 @@ class AccessOrder:
         return 0.0 if known is None else known.waiting
 
     def turn(self, ticket: Ordered) -> float:
-        """When ``ticket`` will be wanted, as a number to compare with those of others: a larger one is later.
+        """When ``ticket`` will be read, as a number: a larger one is later than a smaller one.
 
-        By the last backward; what that did not read is wanted last, and of what it cannot tell the newest first.
+        The last backward tells. What it did not read comes last. Of what it cannot tell, the newest comes first.
         """
         if not self._known:
             return -ticket.position
@@ -167,9 +159,9 @@ class AccessOrder:
         return math.inf if ticket.position < count else -ticket.position
 
     def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
-        """Those that will be wanted after ``ticket``, the next one first, and in how many seconds of computing.
+        """The tickets that will be read after ``ticket``, the next one first, and the seconds of computing until each.
 
-        0 seconds where that is not known.
+        The seconds are 0 where they are not known.
         """
         if self._again and self._reached is not None:
             ticket = self._reached
@@ -186,128 +178,109 @@ class AccessOrder:
                 yield other, seconds
 
 
-class Placed:
-    """A tensor in one of the tiers; it moves down when those that will be wanted sooner need its place.
+class Sized(Ordered, Protocol):
+    """What a :class:`Lane` needs besides: its bytes."""
 
-    Attributes:
-        tier: its number; -1 for nowhere.
-        ticket: the tier's own.
-        nbytes: of the tensor.
-        at: the stream of an accelerator that filled it, if it is on one.
-        turn: its place among the others.
-        asked: whether its tier was told that it will be wanted soon.
+    nbytes: int
+
+
+class Lane(AccessOrder):
+    """An :class:`AccessOrder` that learns two things more from each backward.
+
+    The first is how many bytes are put between the put of a tensor and its first read: few for the last modules of a
+    forward, or in the last stage of a pipeline. The second is when each read comes by the clock of the device, because
+    the host runs ahead of it. Both only save time: if they are wrong, no number is.
+
+    >>> class Ticket:
+    ...     position, dropped, nbytes = 0, False, 8
+    >>> lane = Lane()
+    >>> for _ in range(2):
+    ...     tickets = [Ticket(), Ticket(), Ticket()]
+    ...     for ticket in tickets: lane.put(ticket)
+    ...     stays = [lane.is_back_soon(ticket, 16) for ticket in tickets]
+    ...     for ticket in reversed(tickets): lane.read(ticket); ticket.dropped = True; lane.drop(ticket)
+    >>> stays
+    [False, True, True]
     """
-
-    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "turn")
-
-    def __init__(self, nbytes: int, at: Any = None) -> None:
-        self.lock = own(Order.PLACED, again=False)  # held while it is moved or read
-        self.tier = -1
-        self.ticket: Any = None
-        self.nbytes, self.at = nbytes, at
-        self.turn: Turn | None = None
-        self.asked = self.dropped = False
-
-
-class Turn:
-    """What is remembered of a :class:`Placed` until all of its stream are gone; it does not hold it."""
-
-    __slots__ = ("dropped", "order", "placed", "position")
-
-    def __init__(self, placed: Placed, order: AccessOrder) -> None:
-        self.placed, self.order = weakref.ref(placed), order
-        self.position, self.dropped = 0, False
-
-
-class Turns:
-    """Learns from each backward in which order the next one will want what each thread puts."""
 
     def __init__(self) -> None:
-        self._own = PerThread(AccessOrder)  # that of each thread
-        self._gone: collections.deque[Turn] = collections.deque()
-        self._lock = shared(Order.TURNS)
+        super().__init__()
+        self._before: list[int] = []  # bytes put before each position
+        self._total = 0
+        self._turns: dict[int, int] = {}  # by position: bytes put between put and first read
+        self._expected: Mapping[int, int] = {}  # the same of the last time
+        self._marks: dict[int, tuple[torch.Event, torch.Event]] = {}  # before a read, and when it could go on
+        self._rounds: dict[int, int] = {}  # by how many were put: how often
+        self._unread: dict[int, dict[int, tuple[torch.Event, torch.Event]]] = {}  # marks, not asked yet
+        self._times: dict[int, dict[int, float]] = {}
 
-    def put(self, placed: Placed) -> None:
-        """``placed`` is the next one of this thread."""
-        with self._lock:
-            self._settle()
-            placed.turn = Turn(placed, self._own())
-            placed.turn.order.put(placed.turn)
+    def put(self, ticket: Ordered) -> None:
+        """``ticket`` is the next one."""
+        super().put(ticket)
+        place = ticket.position
+        if place != len(self._before):  # all of it is new, or was numbered anew: what is not known is long ago
+            self._before = [0] * place
+            self._total = 0 if place == 0 else self._total
+        self._before.append(self._total)
+        self._total += cast(Sized, ticket).nbytes
 
-    def read(self, placed: Placed, look: int) -> list[Placed]:
-        """``placed`` is wanted; the next ones, up to ``look`` of them."""
-        turn = placed.turn
-        if turn is None:
-            return []
-        with self._lock:
-            self._settle()
-            turn.order.read(turn)
-            following = itertools.islice(turn.order.after(turn), look)
-            found = [cast(Turn, other).placed() for other, _ in following]
-        return [other for other in found if other is not None]
+    def is_back_soon(self, ticket: Sized, room: int) -> bool:
+        """Whether ``ticket``, just put, was read last time before ``room`` bytes had been put, its own included."""
+        turn = self._expected.get(ticket.position)
+        return turn is not None and turn + ticket.nbytes <= room
 
-    def of(self, placed: Placed) -> float:
-        """When it will be wanted; a larger number is later."""
-        turn = placed.turn
-        if turn is None:
-            return 0.0
-        with self._lock:
-            return turn.order.turn(turn)
+    def read(self, ticket: Ordered) -> None:
+        """``ticket`` is wanted."""
+        place = ticket.position
+        if place not in self._turns and place < len(self._before):
+            self._turns[place] = self._total - self._before[place] - cast(Sized, ticket).nbytes
+        super().read(ticket)
 
-    def drop(self, placed: Placed) -> None:
-        """``placed`` is not wanted any more; called from destructors, so it takes no lock."""
-        turn = placed.turn
-        if turn is not None and not turn.dropped:
-            turn.dropped = True
-            self._gone.append(turn)
+    def drop(self, ticket: Ordered) -> None:
+        """``ticket`` is dropped; after the last of them what was learned is what the next time expects."""
+        count = len(self._tickets)
+        super().drop(ticket)
+        if not count or self._tickets:
+            return
+        if self._turns:
+            self._expected = self._turns
+            self._rounds[count] = self._rounds.get(count, 0) + 1
+        if self._marks:
+            self._unread[count] = self._marks
+        for known in (self._rounds, self._unread, self._times):
+            while len(known) > _ORDERS:
+                known.pop(next(iter(known)))
+        self._turns, self._marks, self._before, self._total = {}, {}, [], 0
 
-    def _settle(self) -> None:
-        while self._gone:
-            turn = self._gone[0]
-            turn.order.drop(turn)
-            self._gone.popleft()  # now: after an interrupt, all of it is done again
+    # -- the time of the device
+
+    def is_timed(self, ticket: Ordered) -> bool:
+        """Whether to time this read: the first one of a ticket, in the 1st, 2nd, 3rd, 5th, 9th, ... step."""
+        rounds = self._rounds.get(len(self._tickets), 0)
+        return rounds.bit_count() <= 1 and ticket.position not in self._marks
+
+    def mark(self, ticket: Ordered, came: torch.Event, went: torch.Event) -> None:
+        """Remember the event at which the computation ``came`` to this read, and that at which it ``went`` on."""
+        self._marks[ticket.position] = came, went
+
+    def times(self) -> Mapping[int, float]:
+        """By position, the seconds of computing before the read, as last measured; empty while they are not known.
+
+        This never waits for the device.
+        """
+        count = len(self._tickets)
+        marks = self._unread.get(count)
+        # The last event first, as it most often happens last; another stream or thread may be later.
+        if marks is not None and all(event.query() for _, event in reversed(marks.values())):
+            self._times[count] = _seconds(marks)
+            del self._unread[count]
+        return self._times.get(count, {})
 
 
-class Queue:
-    """What lies in one tier; it holds none of it, and sorts out from time to time what is gone.
-
-    >>> queue, old, new = Queue(0), Placed(8), Placed(8)
-    >>> for placed, turn in ((old, 7), (new, 3)):
-    ...     placed.tier = 0
-    ...     queue.add(placed, turn)
-    >>> queue.last() is old
-    True
-    """
-
-    def __init__(self, tier: int) -> None:
-        self._tier = tier
-        self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # what is wanted last is the first
-        self._numbers = itertools.count()
-        self._most = 1024
-        self._lock = shared(Order.QUEUE)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def add(self, placed: Placed, turn: float) -> None:
-        """``placed`` lies in this tier now."""
-        with self._lock:
-            if len(self._heap) > self._most:
-                self._heap = [entry for entry in self._heap if self._there(entry) is not None]
-                heapq.heapify(self._heap)
-                self._most = 2 * len(self._heap) + 1024
-            heapq.heappush(self._heap, (-turn, next(self._numbers), weakref.ref(placed)))
-
-    def last(self) -> Placed | None:
-        """What will be wanted last of those that are there; the oldest of several."""
-        with self._lock:
-            while self._heap:
-                found = self._there(self._heap[0])
-                if found is not None:
-                    return found
-                heapq.heappop(self._heap)
-        return None
-
-    def _there(self, entry: tuple[float, int, weakref.ref[Placed]]) -> Placed | None:
-        placed = entry[2]()
-        return None if placed is None or placed.dropped or placed.tier != self._tier else placed
+def _seconds(marks: Mapping[int, tuple[torch.Event, torch.Event]]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    at, last = 0.0, None
+    for position, (came, went) in marks.items():
+        at += 0.0 if last is None else max(0.0, last.elapsed_time(came)) / 1000
+        found[position], last = at, went
+    return found

@@ -1,7 +1,4 @@
-"""Page-aligned memory that is used again: a fresh allocation costs more than the read into it.
-
-Page-locked host memory, which a device reads and writes beside the computation, and which is used again.
-"""
+"""Host memory that is used again: pools of blocks that begin at a page, page-locked for a device or not."""
 
 from __future__ import annotations
 
@@ -21,8 +18,22 @@ from typing import Any
 
 import torch
 
-from disthooks._fork_safe import Order, care_for, shared
+from disthooks._fork_safe import ForkSafe, Order
 from disthooks._tensors import format_bytes
+
+# [Note: pinned memory]
+# A device copies to and from page-locked ("pinned") host memory by itself, beside the computation. Ordinary memory
+# may be swapped out or moved by the system, so a copy of it goes through a buffer of the driver, and the host waits.
+#
+# - To lock pages takes milliseconds. So blocks are used again, and they come in few sizes, so that a new tensor finds
+#   an idle block of its size even when the lengths of batches vary.
+# - Locked pages are lost to all other processes of the node. So one eighth of the memory that the system calls
+#   available, or of the container's limit, is left alone. Beyond that, ordinary memory is used and said once.
+# - After a fork, parent and child share their pages until one of them writes, and the page of the one that writes
+#   moves. The device would go on with the old page. So locked blocks do not exist in a child (MADV_DONTFORK), which
+#   must never unmap their addresses: there is nothing at them, or something else.
+# - Where a node has several parts of memory (NUMA), a copy is fastest from the part that is near to the device, and
+#   pages come from there.
 
 PAGE = 4096
 _HUGE = 4 << 20  # from here on it is worth asking for huge pages
@@ -31,7 +42,7 @@ _HUGE = 4 << 20  # from here on it is worth asking for huge pages
 def room_for(nbytes: int) -> int:
     """``nbytes`` rounded up to one of eight sizes for each power of two, and to whole pages.
 
-    Few sizes mean that what was freed is soon used again whatever sizes come.
+    As there are few sizes, a block that is freed is soon used again, whatever sizes come.
 
     >>> [room_for(n) for n in (1, 4097, 33000, 100_000)]
     [4096, 8192, 36864, 106496]
@@ -41,13 +52,13 @@ def room_for(nbytes: int) -> int:
 
 
 class _Returns:
-    """Gives its memory back to the pool when nobody uses it any more."""
+    """Memory that goes back to its pool when nobody uses it any more."""
 
     pool: AlignedPool
     block: Any
 
     def __del__(self) -> None:
-        self.pool.returned.append(self.block)  # a destructor takes no lock
+        self.pool.release(self.block)  # see [Note: destructors]
 
 
 @functools.cache
@@ -56,34 +67,34 @@ def lease_type(room: int) -> Any:
     return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
 
 
-class AlignedPool:
+class AlignedPool(ForkSafe[Any]):
     """A pool of page-aligned blocks of memory.
 
     Args:
-        keep: idle blocks are kept to be used again while all blocks together, in use or idle, have at most so many
-            bytes.
+        keep: bytes. Idle blocks are kept while all blocks together, in use or idle, have at most so many.
     """
 
+    _may_repeat = False  # a block that is idle twice would be given to two
+
     def __init__(self, keep: int = 0) -> None:
+        super().__init__(Order.POOL)
         self.keep = keep
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
         self._blocks: list[weakref.ref[Any]] = []  # all that there are
-        self._many = 64  # those that are gone are sorted out at so many
-        self.returned: collections.deque[Any] = collections.deque()
-        self._lock = shared(Order.POOL)
+        self._many = 64  # references to blocks that are gone are removed when there are so many
 
     def lease(self, nbytes: int) -> Any:
         """A writable buffer of ``room_for(nbytes)`` bytes, whatever is in them.
 
-        Its memory comes back when neither it nor a tensor made of it is in use.
+        Its memory comes back when neither the buffer nor a tensor over it is in use.
 
         Raises:
             OSError: when the system has no more memory.
         """
         room = room_for(nbytes)
         with self._lock:
-            self._settle()
+            self._drain_releases()
             number = self._fitting(room)
             block = self._idle.pop(number) if number is not None else None
             self._shrink(self.keep - (0 if block is not None else room))
@@ -107,29 +118,28 @@ class AlignedPool:
         return lease_type(len(block)).from_buffer(block)
 
     def trim(self, keep: int) -> None:
-        """From now on ``keep`` so many; more is given back to the system."""
-        if self.returned or keep < self.keep:
+        """From now on keep ``keep`` bytes; give more than that back to the system."""
+        if self._releases or keep < self.keep:
             with self._lock:
                 self.keep = keep
-                self._settle()
+                self._drain_releases()
                 self._shrink(keep)
         self.keep = keep
 
     def clear(self) -> None:
         """Give all idle blocks back to the system."""
         with self._lock:
-            self._settle()
+            self._drain_releases()
             self._shrink(0)
 
-    def _settle(self) -> None:
-        while self.returned:
-            self._numbers += 1
-            self._idle[self._numbers] = self.returned.popleft()
+    def _apply_release(self, release: Any) -> None:
+        self._numbers += 1
+        self._idle[self._numbers] = release
 
     def _shrink(self, most: int) -> None:
-        """Let go of idle blocks, the oldest first, until all together have at most ``most`` bytes."""
+        """Free idle blocks, the oldest first, until all blocks together have at most ``most`` bytes."""
         if not self._idle and len(self._blocks) < self._many:
-            return  # to count all blocks for each lease would take the square of their number
+            return  # if each lease counted all blocks, that would take the square of their number
         total = self._total()
         self._many = 2 * len(self._blocks) + 64
         while self._idle and total > most:
@@ -167,14 +177,26 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int =
     return flat.view(dtype).view(shape).data  # no view of another
 
 
+def shaped(block: torch.Tensor, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """A contiguous tensor at byte ``offset`` of ``block``.
+
+    >>> shaped(torch.arange(8, dtype=torch.uint8), torch.Size([2]), torch.uint8, offset=4)
+    tensor([4, 5], dtype=torch.uint8)
+    """
+    return block[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+
 _view_memory.restype = ctypes.py_object
+
 _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 
 def memory_at(address: int, nbytes: int, write: bool = False) -> memoryview:
-    """``nbytes`` from ``address`` on, for the system calls. They are not held: keep whose they are."""
+    """``nbytes`` from ``address`` on, for system calls. This does not keep the memory alive: keep its owner."""
     view: memoryview = _view_memory(address, nbytes, _WRITE if write else _READ)
     return view
 
@@ -182,7 +204,7 @@ def memory_at(address: int, nbytes: int, write: bool = False) -> memoryview:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency.
 
-    The memory is not held: keep the tensor.
+    This does not keep the memory alive: keep the tensor.
     """
     return memory_at(tensor.data_ptr(), tensor.nbytes)
 
@@ -193,7 +215,9 @@ _SPARE = 1.25  # idle blocks are kept up to so many times what was ever in use a
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the system call
 _PREFERRED = 1  # MPOL_PREFERRED: from this node, or another one when it is full
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
 _ending = threading.Event()
+
 atexit.register(_ending.set)
 
 
@@ -220,28 +244,25 @@ class Block:
         _object: Callable[[Any], Any] = ctypes.py_object,
     ) -> None:
         if self.process != _getpid():
-            # In a child there is nothing at this address, or something else: it is never to be unmapped.
+            # See [Note: pinned memory]: this address must not be unmapped in a child.
             _hold(_object(self._memory))
         elif self._unpin is not None and not _is_ending():
             self._unpin(self.address)  # before it is unmapped; as the process ends the system does both
 
 
-class PinnedPool:
+class PinnedPool(ForkSafe[Block]):
     """A pool of page-aligned blocks, page-locked for ``device``.
 
-    A block is used again when no tensor uses it any more; who has a device copy from it or to it holds a tensor over
-    it until that is done. Sizes are those of :func:`~disthooks.saved.stores.pools.room_for`, an eighth of a power of
-    two apart, and what is idle is kept up to a quarter more than was ever in use at once.
-
-    A block is page-locked only while an eighth of the node's memory is left besides (of what the system calls
-    available, or of the container's limit): both count for all processes of the node, and what is page-locked is lost
-    to them. Otherwise, or when the system refuses, it is ordinary memory, to and from which copies make the host wait;
-    that is said once. Where the system says to which part of memory the device is near (NUMA), blocks come from there.
+    A block is used again when no tensor uses it any more: while a device copies to it or from it, somebody holds a
+    tensor over it. Its size is one of :func:`~disthooks.saved.stores.pools.room_for`. Idle blocks are kept up to a
+    quarter more than was ever in use at once. See [Note: pinned memory].
 
     Args:
         device: an accelerator.
         pin: False for ordinary memory.
     """
+
+    _may_repeat = False  # a block that is idle twice would be given to two
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self.device = device
@@ -249,22 +270,20 @@ class PinnedPool:
         self._node = numa_node(device)
         self._idle: dict[int, collections.deque[Block]] = {}  # by size; that which was used last is the last
         self._total = self._resting = self._peak = 0  # bytes of all blocks, of those that are idle, most ever in use
-        self.returned: collections.deque[Block] = collections.deque()
         self.refused = False  # whether the last new one could not be page-locked
-        self._lock = shared(Order.POOL)
-        care_for(self)
+        super().__init__(Order.POOL)
 
     def after_fork(self) -> None:
-        """A child cannot use the device; what is mapped here is its parent's alone (``MADV_DONTFORK``)."""
+        """Forget all blocks: a child has none of them. See [Note: pinned memory]."""
         self._idle.clear()
-        self.returned.clear()
+        self._releases.clear()
         self._total = self._resting = self._peak = 0
 
     @property
     def held(self) -> int:
         """Bytes of all blocks, in use or idle."""
         with self._lock:
-            self._settle()
+            self._drain_releases()
             return self._total
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -279,7 +298,7 @@ class PinnedPool:
         """A writable buffer of at least ``room_for(nbytes)`` bytes, which comes back when nothing uses it."""
         room = room_for(nbytes)
         with self._lock:
-            self._settle()
+            self._drain_releases()
             block = self._again(room)
             if block is None:
                 self._shrink(int(_SPARE * self._peak) - room)
@@ -293,7 +312,7 @@ class PinnedPool:
     def clear(self) -> None:
         """Give all idle blocks back to the system."""
         with self._lock:
-            self._settle()
+            self._drain_releases()
             self._shrink(0)
             self._peak = self._total
             self.refused = False  # it may be different next time
@@ -312,13 +331,10 @@ class PinnedPool:
         self._resting -= found
         return block
 
-    def _settle(self) -> None:
-        while self.returned:
-            block = self.returned.popleft()
-            if block.process != os.getpid():
-                continue
-            self._idle.setdefault(len(block), collections.deque()).append(block)
-            self._resting += len(block)
+    def _apply_release(self, release: Block) -> None:
+        if release.process == os.getpid():
+            self._idle.setdefault(len(release), collections.deque()).append(release)
+            self._resting += len(release)
 
     def _shrink(self, most: int) -> None:
         while self._idle and self._total > most:
@@ -386,18 +402,18 @@ def pinned_block(device: torch.device, room: int, node: int | None) -> Block | N
             _forget_error(device)
             return None
     with contextlib.suppress(AttributeError, OSError):
-        # After a fork the first write to a page would move it, and the device would go on with the old one.
+        # See [Note: pinned memory].
         block._memory.madvise(mmap.MADV_DONTFORK)
     block._unpin, block.pinned = runtime.cudaHostUnregister, True
     return block
 
 
 def _nothing(address: int) -> None:
-    """Memory of torch's allocator needs no more than to be let go of."""
+    """Torch's allocator unlocks its memory by itself."""
 
 
 def _forget_error(device: torch.device) -> None:
-    """The runtime keeps a refusal for whoever launches next: let that be this."""
+    """The runtime reports a refusal to the next launch on ``device``: make that this one."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 
@@ -424,7 +440,7 @@ def _node_memory() -> tuple[int, int, str] | None:
 
 
 def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | None:
-    """What is left under the limit of the control group, whose page cache can be taken back."""
+    """Memory left under the limit of the control group; its page cache counts as left."""
     for most, now, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -439,7 +455,7 @@ def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | No
 
 
 def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int | None:
-    """The part of memory that ``device`` is near to, where the system tells.
+    """The number of the part of memory that ``device`` is near to, where the system tells.
 
     >>> numa_node(torch.device("cpu")) is None
     True
@@ -455,7 +471,7 @@ def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int |
 
 
 def prefer_node(node: int | None, address: int, room: int) -> bool:
-    """Have the pages at ``address``, which nobody touched yet, come from ``node``; False where that cannot be said."""
+    """Have the untouched pages at ``address`` come from ``node``; False where the system cannot be told."""
     number = _MBIND.get(os.uname().machine)
     if node is None or number is None:
         return False

@@ -1,16 +1,4 @@
-"""One anonymous file that many tensors lie in.
-
-Between a GPU's memory and a disk, past the host's: GPUDirect Storage, through kvikio.
-
-kvikio's reads and writes happen on the host's schedule, in threads of its own, whatever the streams are at. So who
-writes waits on the host until the tensor is filled, who reads until the memory is nobody's any more, and both hold it
-until the future is done. That is done in the threads of a mover.
-
-A device's tensors on their way to a disk and back: through pinned memory, beside the computation.
-
-Everything is ordered by events. The link holds what a copy reads and writes until the device has said that it is done,
-whoever lets go of it before.
-"""
+"""A file without a name that many tensors lie in, and GPUDirect Storage, which moves a GPU's tensors to it."""
 
 from __future__ import annotations
 
@@ -31,17 +19,27 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from disthooks._fork_safe import Order, shared
-from disthooks._streams import current_stream, event_on, handed_over, on
+from disthooks._fork_safe import ForkSafe, Order, shared_lock
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
-from disthooks.saved.stores.pools import PAGE, AlignedPool, pool_of, room_for, tensor_over
-from disthooks.saved.stores.transfer import Coming, Outgoing, link_of
+from disthooks.saved.stores.pools import PAGE, AlignedPool, room_for
 
 CHUNK = 8 << 20  # bytes of one system call
 _PROBE = 32 << 20
 
+
+# [Note: direct I/O]
+# What is written through the page cache of the system stays in memory twice: the cache grows by every byte that is
+# written, and a container's limit counts it. O_DIRECT goes past the cache. Its price is that memory, offset and
+# length have to be multiples of a page:
+#
+# - Memory comes from pools of aligned blocks, and tensors are padded to whole pages. Torch's own tensors do not begin
+#   at a page, so they are copied through an aligned buffer, a chunk at a time.
+# - The system may move fewer bytes than it was asked to. A direct call has to begin at a page, so the next one begins
+#   at the last whole page that was moved.
+# - Whether a file system takes such calls is found out by writing a page and reading it back, since some accept the
+#   flag and fail later. ``why_buffered`` says why a file goes through the cache.
 
 # [Note: blocks of the file]
 # Small tensors are written together, each to pages of its own. An extent is used again when all tensors in it are
@@ -57,14 +55,14 @@ _PROBE = 32 << 20
 
 
 class Extent(NamedTuple):
-    """A place in the file of a file: first byte and number of bytes, both multiples of a page."""
+    """A place in a file: first byte and number of bytes, both multiples of a page."""
 
     offset: int
     room: int
 
 
 class Waste(NamedTuple):
-    """``room`` bytes at ``start`` of the extent at ``offset``, whole pages: nobody uses them."""
+    """``room`` bytes at ``start`` of the extent at ``offset``: whole pages that nobody uses."""
 
     offset: int
     start: int
@@ -78,18 +76,21 @@ class Bandwidth(NamedTuple):
     read: float
 
 
-class ScratchFile:
-    """One file without a name, so that nothing is left when its process dies, and who has which part of it.
+class ScratchFile(ForkSafe["Extent | Waste"]):
+    """A file without a name, so that nothing is left when its process dies; it knows which of its parts are used.
 
     Args:
-        directory: where the file lives.
-        direct: past the page cache of the system: True, False, or ``"auto"`` for where it works.
+        directory: where the file is.
+        direct: past the page cache: True, False, or ``"auto"`` for where it works. See [Note: direct I/O].
 
     Raises:
         StoreError: when no file can be made there, or ``direct`` is True and does not work there.
     """
 
+    _may_repeat = False  # an extent that is free twice would be given to two
+
     def __init__(self, directory: str, direct: bool | Literal["auto"]) -> None:
+        super().__init__(Order.SCRATCH_FILE)
         self.directory = directory
         self.process = os.getpid()
         self.why_buffered = "direct=False"
@@ -112,12 +113,7 @@ class ScratchFile:
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)
         self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets by room
         self._ends: dict[int, tuple[int, int]] = {}  # free extents by where they end: offset and room
-        self._freed: collections.deque[Extent | Waste] = collections.deque()
-        #: Let an extent be used again. A C function: safe in a destructor, and nothing interrupts it.
-        self.free: Callable[[Extent], None] = self._freed.append
         self._used = 0  # extents in use
-        #: Part of an extent in use is not needed any more. A C function, as ``free``.
-        self.waste: Callable[[Waste], None] = self._freed.append
         # See [Note: blocks of the file]. Both may have blocks.
         self._wasted: collections.defaultdict[int, list[Extent]] = collections.defaultdict(list)  # by their extent
         self._unused: dict[int, int] = {}  # rooms of free extents, by offset
@@ -126,7 +122,6 @@ class ScratchFile:
         self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
         self.parts = 1
         self._punches = True  # whether the file system can
-        self._lock = shared(Order.SCRATCH_FILE)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
         if self._fd >= 0:
@@ -173,16 +168,16 @@ class ScratchFile:
             done += given
 
     def _whole(self, count: int, wanted: int) -> int:
-        """What of ``count`` bytes moved is good to go on from: a direct call has to begin at a page."""
+        """How many of ``count`` bytes that were moved count. See [Note: direct I/O]."""
         return count if not self.direct or count >= wanted else count // PAGE * PAGE
 
     # -- who has which part
 
     def allocate(self, nbytes: int) -> Extent:
-        """An extent for ``nbytes``: one that is free, of that room or up to twice it, or else at the end."""
+        """An extent for ``nbytes``: a free one that has up to twice the room it needs, or else a new one at the end."""
         room = room_for(nbytes)
         with self._lock:
-            self._settle()
+            self._drain_releases()
             self._used += 1
             fitting = [size for size, offsets in self._free.items() if offsets and room <= size <= 2 * room]
             if fitting:
@@ -202,9 +197,9 @@ class ScratchFile:
             return Extent(offset, room)
 
     def shrink(self, keep_peak: bool) -> None:
-        """Give space back to the file system: all that is unused, or what the last few steps did not need either."""
+        """Give unused space back to the file system: all of it, or what the last steps did not need (``keep_peak``)."""
         with self._lock:
-            self._settle()
+            self._drain_releases()
             wanted = max(self._end, *self._peaks) if keep_peak else self._end
             if self._size > (2 * wanted if keep_peak else wanted) and self.process == os.getpid():
                 with contextlib.suppress(OSError):
@@ -219,7 +214,7 @@ class ScratchFile:
 
     @property
     def may_be_measured(self) -> bool:
-        """Whether a limit leaves room for what that writes."""
+        """Whether the limits leave room for what ``measure`` writes."""
         most = self._most
         return most is None or self.resident + _PROBE <= most
 
@@ -230,11 +225,11 @@ class ScratchFile:
         return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
 
     def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
-        """Give blocks that nobody uses back to the file system: ``at_once``, or if there would be too many.
+        """Give unused blocks back to the file system: ``at_once``, or when the limits ask for it.
 
         Args:
             wanted: bytes that will be written to where no blocks are.
-            at_once: whatever the limit is.
+            at_once: whatever the limits are.
         """
         if self.process != os.getpid():
             return
@@ -251,7 +246,7 @@ class ScratchFile:
         if self._punches:
             for part in itertools.chain.from_iterable(self._wasted.values()):
                 self._punch(part)
-            self._wasted.clear()  # each is a hole now; where there are no holes it is asked no more
+            self._wasted.clear()  # each is a hole now, or the file system can make none
 
     def _punch(self, extent: Extent) -> bool:
         """Whether ``extent`` is a hole now; not every file system can."""
@@ -260,18 +255,19 @@ class ScratchFile:
         self._punches, self._has_holes = done, self._has_holes or done
         return done
 
-    def _settle(self) -> None:
-        while self._freed:
-            found = self._freed.popleft()
-            if isinstance(found, Waste):
-                self._wasted[found.offset].append(Extent(found.offset + found.start, found.room))
-                continue
-            offset, room = found
-            self._used -= 1
-            self._wasted.pop(offset, None)
-            self._unused[offset] = room
-            self._free[room].append(offset)
-            self._ends[offset + room] = offset, room
+    def _apply_release(self, release: Extent | Waste) -> None:
+        if isinstance(release, Waste):
+            self._wasted[release.offset].append(Extent(release.offset + release.start, release.room))
+            return
+        offset, room = release
+        self._used -= 1
+        self._wasted.pop(offset, None)
+        self._unused[offset] = room
+        self._free[room].append(offset)
+        self._ends[offset + room] = offset, room
+
+    def _drain_releases(self) -> None:
+        super()._drain_releases()
         while self._end in self._ends:  # what is free at the end is no part of the file any more
             offset, room = self._ends.pop(self._end)
             self._free[room].remove(offset)
@@ -288,7 +284,7 @@ class ScratchFile:
     # -- what the disk gives
 
     def measure(self, buffers: AlignedPool) -> Bandwidth:
-        """Write and read ``_PROBE`` bytes, and keep what that gave in ``measured``; StoreError when it cannot."""
+        """Write and read ``_PROBE`` bytes, and keep the bandwidth in ``measured``; StoreError when that fails."""
         lease = buffers.lease(CHUNK)
         extent = self.allocate(_PROBE)
         memory = memoryview(lease).cast("B")[:CHUNK]
@@ -301,12 +297,12 @@ class ScratchFile:
                 self.read(memory, extent.offset + offset, CHUNK)
             end = time.perf_counter()
         finally:
-            self.free(extent)
+            self.release(extent)
         self.measured = Bandwidth(_PROBE / (middle - begin), _PROBE / (end - middle))
         return self.measured
 
     def error(self, what: str, error: OSError | None, wanted: int | None) -> StoreError:
-        """A StoreError that says what happened, where, and how much room there is."""
+        """A StoreError that says what happened, where, and how much room is left."""
         free = None
         with contextlib.suppress(OSError):
             disk = os.statvfs(self.directory)
@@ -330,8 +326,8 @@ def _high(fd: int) -> int:
     """The file of ``fd`` under a descriptor of 512 or more; ``fd`` itself where the process may have none so high.
 
     The system gives the lowest number that is free. Code that closes a descriptor twice closes whatever got its number
-    meanwhile. On a busy machine with gloo the file of a file was found closed ("Bad file descriptor") two times, and
-    nothing in disthooks closes it. So the file has a number that other code is not given.
+    meanwhile. On a busy machine with gloo a scratch file was found closed ("Bad file descriptor") two times, though
+    nothing in disthooks closes it. So the file gets a number that other code is not given.
     """
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -351,7 +347,7 @@ def _fallocate() -> Any:
 
 
 def _open_direct(directory: str) -> tuple[int, str]:
-    """A file past the page cache, or -1 and why there is none: a page is written and read to see."""
+    """A file past the page cache, or -1 and why there is none. See [Note: direct I/O]."""
     flags = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
     if not all(flags):
         return -1, "this system has no O_DIRECT"
@@ -373,11 +369,16 @@ def _open_direct(directory: str) -> tuple[int, str]:
 
 _LEAST = 1 << 20  # bytes: kvikio moves smaller ones through host memory by itself
 _KINDS = ("cuda",)  # of devices
+
 _INSTALL = "install kvikio-cu12 (or -cu13, as your CUDA is) and NVIDIA's nvidia-fs driver, or leave gpu_direct=False"
 
 
 class GpuDirect:
-    """The files of ``files``, opened once more for GPUs.
+    """Scratch files that are opened once more for GPUs: NVIDIA's GPUDirect Storage, through kvikio.
+
+    kvikio reads and writes on the host's schedule, in threads of its own, whatever the streams do. So a writer waits on
+    the host until the tensor is filled, a reader until nobody uses the memory any more, and both hold the memory until
+    kvikio is done.
 
     Raises:
         OSError, RuntimeError, ValueError: what kvikio raises for a file that it cannot move directly.
@@ -390,7 +391,7 @@ class GpuDirect:
             self._files = {file: kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+") for file in files}
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, contiguous, goes this way: whole pages, and enough of them to be worth it."""
+        """Whether ``tensor``, which is contiguous, can go this way: it has whole pages, and enough of them."""
         return tensor.device.type in _KINDS and tensor.nbytes >= _LEAST and tensor.nbytes % PAGE == 0
 
     def write(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
@@ -423,7 +424,7 @@ class GpuDirect:
 
 
 def opened(files: Sequence[ScratchFile], checksum: bool) -> tuple[GpuDirect | None, str]:
-    """The way past the host for all of ``files``, or why there is none."""
+    """GPUDirect Storage for all of ``files``, or why it cannot be used."""
     if checksum:
         return None, "checksum=True reads every byte on the host"
     buffered = next((file for file in files if not file.direct), None)
@@ -458,7 +459,7 @@ def _kvikio() -> tuple[Any, str]:
 
 
 def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
-    """Write and read a little of each file, to see that what comes back is what was written."""
+    """Write a little to each file and read it back; RuntimeError when something else came back."""
     device = torch.accelerator.current_accelerator()
     there = torch.arange(_LEAST // 8, device=device)
     for file in files:
@@ -469,100 +470,49 @@ def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
             direct.write(file, there, extent.offset)
             direct.read(file, back, extent.offset)
         finally:
-            file.free(extent)
+            file.release(extent)
         if not torch.equal(there, back):
             raise RuntimeError("what was written did not come back")
 
 
-class Incoming:
-    """What was read for a device, on its way there.
-
-    Attributes:
-        coming: its copy on the device, in memory of the stream that the tensor was put on.
-    """
-
-    __slots__ = ("__weakref__", "coming")
-
-    def __init__(self, coming: Coming) -> None:
-        self.coming = coming
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes there that nobody has taken."""
-        return 0 if self.coming.tensor is None else self.coming.host.nbytes
+_files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
 
 
-class _Read(Outgoing):
-    """Host memory that is filled already, for a link to bring."""
+def file_in(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
+    """The file of this process in ``directory``."""
+    key = os.path.realpath(directory), os.getpid(), direct
+    found = _files.get(key)
+    if found is None:
+        found = _files[key] = ScratchFile(directory, direct)
+    return found
 
-    __slots__ = ()
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        self.device, self.host, self.rate, self.source = device, host, None, None
-        self.done = event_on(current_stream(device))  # a link that brings it waits for this anyway
+class GpuDirectWay:
+    """GPUDirect Storage for ``files``, opened when it is first needed; and why it cannot be used.
 
-
-def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory that ``device`` reads and writes beside the host: ``uint8``, whole pages from a page's beginning on.
+    Args:
+        files: all of those that it has to work for.
+        checksum: whether the host has to read every byte.
+        wanted: whether it has to be there (True), must not be used (False), or is used where it works ("auto").
 
     Raises:
-        OSError: when the system has no more memory.
+        StoreError: at once, when it has to be there and is not.
     """
-    pool = pool_of(device, True)
-    lease = pool.lease(nbytes)
-    begin = -ctypes.addressof(lease) % PAGE
-    if begin:  # not every system's pinned memory begins at a page
-        lease = pool.lease(nbytes + PAGE)
-        begin = -ctypes.addressof(lease) % PAGE
-    return tensor_over(lease, torch.Size([(len(lease) - begin) // PAGE * PAGE]), torch.uint8, begin)
 
+    def __init__(self, files: Sequence[ScratchFile], checksum: bool, wanted: bool | Literal["auto"]) -> None:
+        self._files, self._checksum, self._lock = files, checksum, shared_lock(Order.WAY)
+        self._looked = wanted is False
+        self._found: GpuDirect | None = None
+        self.why_staged = ""  # empty, too, when nobody asked for it
+        if wanted is True and self() is None:
+            what = f"OnDisk({files[0].directory!r}): gpu_direct=True, but {self.why_staged}"
+            raise StoreError(what, path=files[0].directory)
 
-def shaped(block: torch.Tensor, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """A contiguous tensor at byte ``offset`` of ``block``.
-
-    >>> shaped(torch.arange(8, dtype=torch.uint8), torch.Size([2]), torch.uint8, offset=4)
-    tensor([4, 5], dtype=torch.uint8)
-    """
-    return block[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-
-
-def sent(tensor: torch.Tensor) -> Outgoing:
-    """Begin to copy ``tensor``, contiguous and of some bytes, into pinned pages, in the order of the current stream.
-
-    Raises:
-        OSError: when the system has no more memory.
-    """
-    host = shaped(pinned(tensor.nbytes, tensor.device), tensor.shape, tensor.dtype)
-    return link_of(tensor.device).send(tensor, host)
-
-
-def arriving(host: torch.Tensor, stream: torch.Stream) -> Incoming:
-    """Begin to copy ``host``, which is filled, to the device of ``stream``, into memory of that stream."""
-    with on(stream):
-        return Incoming(link_of(stream.device).bring(_Read(host, stream.device)))
-
-
-def brought(host: torch.Tensor, device: torch.device, outgoing: Outgoing | None) -> torch.Tensor:
-    """A copy of ``host`` on ``device`` for the current stream; ``outgoing`` may be filling it still."""
-    link = link_of(device)
-    return link.take(link.bring(_Read(host, device) if outgoing is None else outgoing))
-
-
-def taken(incoming: Incoming, device: torch.device) -> torch.Tensor:
-    """The copy of ``incoming`` for the current stream."""
-    return link_of(device).take(incoming.coming)
-
-
-def source_of(outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor | None:
-    """What ``outgoing`` copies, as long as it is held, for the current stream."""
-    source = None if outgoing is None else outgoing.source
-    return None if source is None else handed_over(source, made_on)
-
-
-def let_go(outgoing: Outgoing | None) -> None:
-    """``outgoing`` is not wanted any more: its source goes at once if it is copied, or when the link is next used.
-
-    It takes no lock and waits for nothing, for destructors.
-    """
-    if outgoing is not None and outgoing.is_done():
-        outgoing.source = None
+    def __call__(self) -> GpuDirect | None:
+        """GPUDirect Storage for these files, or None where it cannot be used."""
+        if not self._looked:
+            with self._lock:
+                if not self._looked:
+                    self._found, self.why_staged = opened(self._files, self._checksum)
+                    self._looked = True
+        return self._found

@@ -1,24 +1,24 @@
-"""Saved tensors where they are.
-
-Several stores, the fastest first: what does not fit into one goes to the next.
-"""
+"""Stores in front of other stores: saved tensors stay where they are, or go to the next tier when one is full."""
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
+from disthooks._fork_safe import ForkSafe, Order, shared_lock, tensor_lock
 from disthooks._registry import register
 from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport
-from disthooks.saved.stores.order import Placed, Queue, Turns
+from disthooks.saved.stores.order import AccessOrder, PerThread
 
 
 @register("store")
@@ -87,6 +87,129 @@ class _There(NamedTuple):
     nbytes: int
 
 
+class Placed:
+    """A tensor in one of the tiers; it moves down when tensors that are read sooner need its room.
+
+    Attributes:
+        tier: its number; -1 for nowhere.
+        ticket: the ticket of its tier.
+        nbytes: of the tensor.
+        at: the stream of an accelerator that filled it, if it is on one.
+        turn: its place in the order of reads.
+        asked: whether its tier was told that it will be read soon.
+    """
+
+    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "turn")
+
+    def __init__(self, nbytes: int, at: Any = None) -> None:
+        self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
+        self.tier = -1
+        self.ticket: Any = None
+        self.nbytes, self.at = nbytes, at
+        self.turn: Turn | None = None
+        self.asked = self.dropped = False
+
+
+class Turn:
+    """What is remembered of a :class:`Placed`, without keeping it alive, until all tensors of its thread are gone."""
+
+    __slots__ = ("dropped", "order", "placed", "position")
+
+    def __init__(self, placed: Placed, order: AccessOrder) -> None:
+        self.placed, self.order = weakref.ref(placed), order
+        self.position, self.dropped = 0, False
+
+
+class Turns(ForkSafe[Turn]):
+    """Learns from each backward in which order the next one will read the tensors of each thread."""
+
+    def __init__(self) -> None:
+        super().__init__(Order.TURNS)
+        self._own = PerThread(AccessOrder)  # that of each thread
+
+    def put(self, placed: Placed) -> None:
+        """``placed`` is put, as the next tensor of this thread."""
+        with self._lock:
+            self._drain_releases()
+            placed.turn = Turn(placed, self._own())
+            placed.turn.order.put(placed.turn)
+
+    def read(self, placed: Placed, look: int) -> list[Placed]:
+        """``placed`` is read now; return up to ``look`` tensors that will be read next."""
+        turn = placed.turn
+        if turn is None:
+            return []
+        with self._lock:
+            self._drain_releases()
+            turn.order.read(turn)
+            following = itertools.islice(turn.order.after(turn), look)
+            found = [cast(Turn, other).placed() for other, _ in following]
+        return [other for other in found if other is not None]
+
+    def of(self, placed: Placed) -> float:
+        """When ``placed`` will be read; a larger number is later."""
+        turn = placed.turn
+        if turn is None:
+            return 0.0
+        with self._lock:
+            return turn.order.turn(turn)
+
+    def drop(self, placed: Placed) -> None:
+        """``placed`` is dropped; called from destructors. See [Note: destructors]."""
+        turn = placed.turn
+        if turn is not None and not turn.dropped:
+            turn.dropped = True
+            self.release(turn)
+
+    def _apply_release(self, release: Turn) -> None:
+        release.order.drop(release)
+
+
+class Queue:
+    """The tensors of one tier, the one that is read last first; it keeps none of them alive.
+
+    >>> queue, old, new = Queue(0), Placed(8), Placed(8)
+    >>> for placed, turn in ((old, 7), (new, 3)):
+    ...     placed.tier = 0
+    ...     queue.add(placed, turn)
+    >>> queue.last() is old
+    True
+    """
+
+    def __init__(self, tier: int) -> None:
+        self._tier = tier
+        self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the one that is read last comes first
+        self._numbers = itertools.count()
+        self._most = 1024
+        self._lock = shared_lock(Order.QUEUE)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, placed: Placed, turn: float) -> None:
+        """``placed`` lies in this tier now."""
+        with self._lock:
+            if len(self._heap) > self._most:
+                self._heap = [entry for entry in self._heap if self._there(entry) is not None]
+                heapq.heapify(self._heap)
+                self._most = 2 * len(self._heap) + 1024
+            heapq.heappush(self._heap, (-turn, next(self._numbers), weakref.ref(placed)))
+
+    def last(self) -> Placed | None:
+        """The tensor of this tier that will be read last; the oldest if there are several."""
+        with self._lock:
+            while self._heap:
+                found = self._there(self._heap[0])
+                if found is not None:
+                    return found
+                heapq.heappop(self._heap)
+        return None
+
+    def _there(self, entry: tuple[float, int, weakref.ref[Placed]]) -> Placed | None:
+        placed = entry[2]()
+        return None if placed is None or placed.dropped or placed.tier != self._tier else placed
+
+
 _LOOK = 8  # tensors: of what will be wanted next, so many are looked at
 _AHEAD = 32 << 20  # bytes of them that a tier is told of
 
@@ -98,11 +221,11 @@ def _tiered(stores: Sequence[Store]) -> Tiered:
 @register("store", build=_tiered)
 @dataclass(frozen=True)
 class Tiered(Store):
-    """Several stores, the fastest first; when one is full, the tensors in it that will be wanted last go to the next.
+    """Several stores, the fastest first; when one is full, the tensors in it that backward reads last go to the next.
 
-    A backward wants last what was saved first, so the oldest make room for a new one. Where reading them back would
-    take as long as writing the new one (a disk that is full), it is the new one that goes further down. A store that
-    fails counts as full. What is in memory still when a write fails is not lost.
+    Backward reads last what was saved first, so the oldest tensors make room for a new one. If they would have to be
+    read back for that, as from a full disk, the new tensor goes further down instead. A store that fails counts as
+    full. A tensor that is still in memory when its write fails is not lost.
 
     Args:
         stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
@@ -179,7 +302,7 @@ class Tiered(Store):
             try:
                 tensor = store.get(ticket.ticket)
             except StoreError:
-                # It may be the failure of another tensor, which is said once.
+                # The error may be that of another tensor, which the store reports once.
                 held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
@@ -258,10 +381,7 @@ class Tiered(Store):
             self._broken.discard(tier)
 
     def _make_room(self, tier: int, nbytes: int = 0) -> bool:
-        """Move the tensor of ``tier`` that will be wanted last further down, for a new one of ``nbytes``.
-
-        False when that cannot be done.
-        """
+        """Move the tensor of ``tier`` that is read last further down, for one of ``nbytes``; whether one moved."""
         if tier + 1 == len(self.stores):
             return False
         while (last := self._queues[tier].last()) is not None:
@@ -285,11 +405,11 @@ class Tiered(Store):
     # -- the device
 
     def _make_way(self, nbytes: int) -> None:
-        """Have what is on the device leave room for ``nbytes`` more, which are there already.
+        """Make room for a new tensor of ``nbytes``, which is on the device already.
 
-        What moves down is there until it is copied. So that nothing waits for that, it begins before the limit is
-        reached: a tensor of the largest size can be on its way while the next one comes, in up to an eighth of the
-        limit.
+        A tensor that moves down takes memory of the device until it is copied. So that nobody waits for the copy, the
+        move begins before the limit is reached: in up to an eighth of the limit, a tensor of the largest size can be on
+        its way while the next one comes.
         """
         first = self.stores[0]
         limit = first.budget.limit if isinstance(first, OnDevice) else None
@@ -297,13 +417,13 @@ class Tiered(Store):
             return
         self._largest[0] = max(self._largest[0], nbytes)
         early = limit - min(limit // 8, 2 * self._largest[0])
-        with contextlib.suppress(StoreError):  # the tiers below are full: it is the new one that finds out
+        with contextlib.suppress(StoreError):  # the tiers below are full: putting the new tensor says so
             while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
                 pass
         self._leave_room(nbytes)
 
     def _leave_room(self, nbytes: int) -> None:
-        """Let the tiers below hold on the device what the first one leaves of its limit, less ``nbytes``."""
+        """Limit what the tiers below hold on the device to what the first tier leaves of its limit, less ``nbytes``."""
         first = self.stores[0]
         if not isinstance(first, OnDevice) or first.budget.limit is None:
             return
@@ -314,7 +434,7 @@ class Tiered(Store):
             store.set_device_limit(max(0, room - sum(held) + own))
 
     def _look_ahead(self, following: Sequence[Placed]) -> None:
-        """Have what will be wanted next, and is further down, brought nearer."""
+        """Have the tensors that will be read next brought nearer."""
         most = _AHEAD
         for placed in following:
             most -= placed.nbytes if placed.tier > 0 else 0
@@ -331,7 +451,7 @@ class Tiered(Store):
 
     @contextlib.contextmanager
     def _at(self, placed: Placed) -> Iterator[None]:
-        """Nobody else is at it; who drops it meanwhile leaves that to this one."""
+        """Hold the lock of ``placed``; if it is dropped meanwhile, drop it at the end."""
         try:
             with placed.lock:
                 yield
@@ -339,7 +459,7 @@ class Tiered(Store):
             self._let_go(placed)
 
     def _let_go(self, placed: Placed) -> None:
-        """Drop it if it is to be dropped, unless somebody is at it, who will then."""
+        """Drop it from its tier if it was dropped, unless another thread holds its lock and will do so."""
         while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
             try:
                 tier, placed.tier = placed.tier, -1

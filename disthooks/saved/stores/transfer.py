@@ -1,515 +1,508 @@
-"""A device's tensors on their way to host memory and back, beside the computation.
-
-Everything is ordered by events; nothing here waits for the device but :meth:`Outgoing.wait`.
-
-Who frees memory that another stream reads or writes gives wrong numbers, so a link holds both ends of each copy until
-its event has happened. That is looked at whenever the link is used.
-
-What one thread puts into a store from a device: which of it comes back soon, and when each is wanted, there.
-
-A few threads that work as long as there is something to do.
-"""
+"""The bytes of stored tensors on their way from memory to a scratch file and back."""
 
 from __future__ import annotations
 
-import atexit
 import collections
-import functools
-import threading
+import contextlib
+import ctypes
+import itertools
+import math
+import os
+import sys
+import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
-from disthooks._fork_safe import Order, care_for, shared
-from disthooks._streams import capturing, current_stream, event_on, new_stream, on, used_on
+from disthooks._fork_safe import Order, shared_lock
+from disthooks._streams import current_stream, event_on, handed_over, on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.order import _ORDERS, AccessOrder, Ordered
+from disthooks.saved.stores.base import IOStats
+from disthooks.saved.stores.device_copy import (
+    Incoming,
+    Link,
+    Outgoing,
+    arriving,
+    brought,
+    link_of,
+    pinned,
+    sent,
+    source_of,
+    taken,
+)
+from disthooks.saved.stores.order import AccessOrder
+from disthooks.saved.stores.pools import PAGE, AlignedPool, memory_at, memory_of, shaped, tensor_over
+from disthooks.saved.stores.scratch_file import CHUNK, Extent, GpuDirect, ScratchFile
 
-_LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
+QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 
 
-class Throughput:
-    """Bytes that were copied, and the time the device took for it.
+class Ticket:
+    """One stored tensor: in memory until it is written, then in a slab of a file, and for a while in memory again."""
 
-    >>> rate = Throughput()
-    >>> rate.add(2_000_000, 0.001); rate.add(1000, 0.001)
-    >>> rate.nbytes, rate.seconds, rate.best
-    (2001000, 0.002, 2000000000.0)
+    __slots__ = (
+        "ahead",
+        "at",
+        "checksum",
+        "device",
+        "dropped",
+        "dtype",
+        "filled",
+        "nbytes",
+        "offset",
+        "order",
+        "outgoing",
+        "owed",
+        "position",
+        "reading",
+        "said",
+        "seconds",
+        "shape",
+        "slab",
+        "state",
+        "tensor",
+    )
 
-    Attributes:
-        best: bytes a second of the fastest large copy; None before there was one.
-        pace: seconds for a byte, of the last copies above all; None before there was one.
+    def __init__(self, tensor: torch.Tensor, device: torch.device, order: AccessOrder) -> None:
+        self.tensor: torch.Tensor | None = tensor  # until it is written
+        self.outgoing: Outgoing | None = None  # how it got from its device to where it is written from
+        self.at: torch.Stream | None = None  # of the device: on which it was filled, and will be wanted
+        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
+        self.order = order
+        self.filled: torch.Event | None = None  # there: of what goes to disk from the device itself
+        self.state = GONE  # until it is put
+        self.said = 0  # how many failures had been said when it was put
+        self.seconds = 0.0  # during which it was written and read, not yet asked for
+        self.owed = 0  # bytes of it that a budget counts
+        self.slab: Slab | None = None
+        self.offset = 0  # in the slab
+        self.checksum = 0
+        self.dropped = False
+        self.reading = False  # somebody is to read it
+        self.ahead: torch.Tensor | Incoming | None = None  # what was read
+        self.position = 0
+
+
+class Slab:
+    """What is written and read at once: one large tensor, or many small ones."""
+
+    __slots__ = ("extent", "file", "freed", "live", "members", "start")
+
+    def __init__(self, file: ScratchFile, extent: Extent, members: Sequence[Ticket]) -> None:
+        self.file, self.extent, self.members = file, extent, members
+        self.live = set(members)
+        self.freed = False
+        self.start = 0.0  # when to begin to read it, by ``time.perf_counter``
+
+
+def taken_together(writes: collections.deque[Ticket], small: int, joined: int) -> list[Ticket]:
+    """Remove from the front of ``writes`` what is written at once.
+
+    That is one tensor, or several of up to ``small`` bytes each until they are ``joined`` bytes.
     """
-
-    def __init__(self) -> None:
-        self.nbytes, self.seconds = 0, 0.0
-        self.best: float | None = None
-        self.pace: float | None = None
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """A copy has ended."""
-        self.nbytes += nbytes
-        self.seconds += seconds
-        if nbytes >= _LARGE and seconds > 0:
-            self.best = max(self.best or 0.0, nbytes / seconds)
-            pace = seconds / nbytes
-            self.pace = pace if self.pace is None else 0.9 * self.pace + 0.1 * pace
-
-
-class _Copy:
-    """One copy in a side stream: when it began and when it is done, on the device, and who counts it."""
-
-    __slots__ = ("begin", "device", "done", "host", "rate")
-
-    begin: torch.Event
-    done: torch.Event
-
-    def __init__(self, device: torch.device, host: torch.Tensor, rate: Throughput | None) -> None:
-        self.device, self.host, self.rate = device, host, rate
-
-    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # held: Python may be ending
-        """Whether it has happened; asked of a copy that an interrupt stopped on its way out, never.
-
-        While this thread captures a CUDA graph, which a question would end, nobody knows: a destructor may ask.
-        """
-        return hasattr(self, "done") and not _capturing() and self.done.query()
-
-
-class Outgoing(_Copy):
-    """A copy of a device's tensor in host memory, under way or there.
-
-    Attributes:
-        host: contiguous, of the shape and dtype of the tensor; filled once ``done`` has happened.
-        source: the tensor, held until it is copied; None after that.
-        done: the copy's end, on the device.
-    """
-
-    __slots__ = ("source",)
-
-    def __init__(self, source: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> None:
-        super().__init__(source.device, host, rate)
-        self.source: torch.Tensor | None = source
-
-    def wait(self) -> torch.Tensor:
-        """``host``, once it is filled. The host waits: for threads that write it to disk."""
-        self.done.synchronize()
-        self.source = None
-        return self.host
-
-
-class Coming(_Copy):
-    """A tensor on its way back to the device.
-
-    Attributes:
-        tensor: on the device, filled once ``done`` has happened; None when somebody has it.
-        stream: the one its memory belongs to.
-        done: the copy's end, on the device.
-    """
-
-    __slots__ = ("stream", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, rate: Throughput | None) -> None:
-        super().__init__(tensor.device, host, rate)
-        self.tensor: torch.Tensor | None = tensor
-        self.stream = stream
-
-
-class Link:
-    """What goes between one device and the host, in this process.
-
-    There is one stream for each way. What a caller's ``Throughput`` is given counts its copies alone.
-
-    Args:
-        device: an accelerator, with its index.
-
-    Attributes:
-        out: what was sent.
-        back: what was fetched.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._out, self._back = new_stream(device), new_stream(device)
-        self._sent: collections.deque[Outgoing] = collections.deque()
-        self._coming: collections.deque[Coming] = collections.deque()
-        self.out, self.back = Throughput(), Throughput()
-        self._lock = shared(Order.LINK)
-
-    # -- to the host
-
-    def send(self, tensor: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> Outgoing:
-        """Begin to copy ``tensor`` into ``host``, after what the current stream was given so far.
-
-        Both are held until that is done. ``tensor`` may be let go of before, by :meth:`let_go`.
-        """
-        source = tensor.detach().contiguous()
-        with self._lock:
-            self.poll()
-            self._out.wait_event(event_on(current_stream(self.device)))
-            outgoing = Outgoing(source, host, rate)
-            self._sent.append(outgoing)  # before the copy begins: an interrupt may come at any time
-            with on(self._out):
-                outgoing.begin = event_on(self._out, timed=True)
-                host.copy_(source, non_blocking=True)
-                outgoing.done = event_on(self._out, timed=True)
-            return outgoing
-
-    def let_go(self, outgoing: Outgoing) -> None:
-        """Let go of the source of ``outgoing`` now, without waiting on the host.
-
-        The current stream waits for the copy. So it is as good as an operator of that stream, and so is the source:
-        memory that belongs to the stream is used again by what comes later in it, and of memory that belongs to
-        another one (a batch that a loader brought on a stream of its own) the allocator is told, as it has to be of
-        every operator of this stream that uses it.
-        """
-        source = outgoing.source
-        if source is not None and not outgoing.is_done():
-            stream = current_stream(self.device)
-            stream.wait_event(outgoing.done)
-            used_on(source, stream)
-        outgoing.source = None
-
-    # -- to the device
-
-    def fetch(self, outgoing: Outgoing, rate: Throughput | None = None) -> torch.Tensor:
-        """The tensor on the device again: itself while it is held, or a copy that the current stream may use."""
-        source = outgoing.source
-        return source if source is not None else self.take(self.bring(outgoing, rate))
-
-    def bring(self, outgoing: Outgoing, rate: Throughput | None = None) -> Coming:
-        """Begin to copy it back, into memory of the current stream; :meth:`take` is for who wants it."""
-        with self._lock:
-            self.poll()
-            stream, host = current_stream(self.device), outgoing.host
-            coming = Coming(torch.empty(host.shape, dtype=host.dtype, device=self.device), host, stream, rate)
-            self._back.wait_event(event_on(stream))  # the memory may have been another tensor's until now
-            self._back.wait_event(outgoing.done)
-            self._coming.append(coming)
-            tensor = coming.tensor
-            assert tensor is not None
-            with on(self._back):
-                coming.begin = event_on(self._back, timed=True)
-                tensor.copy_(host, non_blocking=True)
-                coming.done = event_on(self._back, timed=True)
-            return coming
-
-    def take(self, coming: Coming) -> torch.Tensor:
-        """The tensor of ``coming``, which the current stream may use; once."""
-        tensor = coming.tensor
-        assert tensor is not None
-        stream = current_stream(self.device)
-        stream.wait_event(coming.done)
-        if stream != coming.stream:
-            used_on(tensor, stream)
-        coming.tensor = None
-        return tensor
-
-    # -- both
-
-    def poll(self) -> None:
-        """Let go of what is copied by now."""
-        with self._lock:
-            self._mend()
-            while self._sent and self._sent[0].is_done():
-                outgoing = self._sent[0]
-                outgoing.source = None
-                _count(outgoing, self.out)
-                self._sent.popleft()
-            while self._coming and self._coming[0].is_done():
-                _count(self._coming[0], self.back)
-                self._coming.popleft()
-
-    def wait(self) -> None:
-        """Wait on the host until all that was sent has arrived."""
-        with self._lock:
-            self._mend()
-            last = self._sent[-1] if self._sent else None
-        if last is not None:
-            last.done.synchronize()
-        self.poll()
-
-    def _mend(self) -> None:
-        """An interrupt may have come in the middle of a copy, of which nobody knows: it is done when the rest is."""
-        for copies, stream in ((self._sent, self._out), (self._coming, self._back)):
-            if copies and not hasattr(copies[-1], "done"):
-                copies[-1].begin = copies[-1].done = event_on(stream, timed=True)
-
-
-def _count(copy: _Copy, total: Throughput) -> None:
-    seconds = copy.begin.elapsed_time(copy.done) / 1000
-    for rate in filter(None, (total, copy.rate)):
-        rate.add(copy.host.nbytes, seconds)
-
-
-@functools.cache
-def link_of(device: torch.device) -> Link:
-    """The link of ``device`` in this process."""
-    return Link(device)
-
-
-class Sized(Ordered, Protocol):
-    """What a :class:`Lane` remembers besides: its bytes."""
-
-    nbytes: int
-
-
-class Lane(AccessOrder):
-    """A :class:`AccessOrder` that learns two things more, from one backward for the next.
-
-    How many bytes are put between the put of a tensor and its first read: few for the last modules of a forward, or
-    for the last stage of a pipeline. And when each read comes, in the time of the device: the host runs ahead of it,
-    so its clock says nothing. Both only make things faster; nothing is wrong when they are.
-
-    >>> class Ticket:
-    ...     position, dropped, nbytes = 0, False, 8
-    >>> lane = Lane()
-    >>> for _ in range(2):
-    ...     tickets = [Ticket(), Ticket(), Ticket()]
-    ...     for ticket in tickets: lane.put(ticket)
-    ...     stays = [lane.is_back_soon(ticket, 16) for ticket in tickets]
-    ...     for ticket in reversed(tickets): lane.read(ticket); ticket.dropped = True; lane.drop(ticket)
-    >>> stays
-    [False, True, True]
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before: list[int] = []  # bytes put before each position
-        self._total = 0
-        self._turns: dict[int, int] = {}  # by position: bytes put between put and first read
-        self._expected: Mapping[int, int] = {}  # the same of the last time
-        self._marks: dict[int, tuple[torch.Event, torch.Event]] = {}  # before a read, and when it could go on
-        self._rounds: dict[int, int] = {}  # by how many were put: how often
-        self._unread: dict[int, dict[int, tuple[torch.Event, torch.Event]]] = {}  # marks, not asked yet
-        self._times: dict[int, dict[int, float]] = {}
-
-    def put(self, ticket: Ordered) -> None:
-        """``ticket`` is the next one."""
-        super().put(ticket)
-        place = ticket.position
-        if place != len(self._before):  # all of it is new, or was numbered anew: what is not known is long ago
-            self._before = [0] * place
-            self._total = 0 if place == 0 else self._total
-        self._before.append(self._total)
-        self._total += cast(Sized, ticket).nbytes
-
-    def is_back_soon(self, ticket: Sized, room: int) -> bool:
-        """Whether ``ticket``, just put, was read last time before it and what was put after it had ``room`` bytes."""
-        turn = self._expected.get(ticket.position)
-        return turn is not None and turn + ticket.nbytes <= room
-
-    def read(self, ticket: Ordered) -> None:
-        """``ticket`` is wanted."""
-        place = ticket.position
-        if place not in self._turns and place < len(self._before):
-            self._turns[place] = self._total - self._before[place] - cast(Sized, ticket).nbytes
-        super().read(ticket)
-
-    def drop(self, ticket: Ordered) -> None:
-        """``ticket`` is dropped; after the last of them what was learned is what the next time expects."""
-        count = len(self._tickets)
-        super().drop(ticket)
-        if not count or self._tickets:
-            return
-        if self._turns:
-            self._expected = self._turns
-            self._rounds[count] = self._rounds.get(count, 0) + 1
-        if self._marks:
-            self._unread[count] = self._marks
-        for known in (self._rounds, self._unread, self._times):
-            while len(known) > _ORDERS:
-                known.pop(next(iter(known)))
-        self._turns, self._marks, self._before, self._total = {}, {}, [], 0
-
-    # -- the time of the device
-
-    def is_timed(self, ticket: Ordered) -> bool:
-        """Whether to note when this read is: the first of a ticket, the 1st, 2nd, 3rd, 5th, 9th, ... time around."""
-        rounds = self._rounds.get(len(self._tickets), 0)
-        return rounds.bit_count() <= 1 and ticket.position not in self._marks
-
-    def mark(self, ticket: Ordered, came: torch.Event, went: torch.Event) -> None:
-        """The computation ``came`` to this read, and ``went`` on from it."""
-        self._marks[ticket.position] = came, went
-
-    def times(self) -> Mapping[int, float]:
-        """By position: seconds of computation before its read, from the last time that it was measured; or nothing.
-
-        The device is not waited for: what it has not said yet is not known yet.
-        """
-        count = len(self._tickets)
-        marks = self._unread.get(count)
-        # The last of them first, but another stream or thread may be behind it.
-        if marks is not None and all(event.query() for _, event in reversed(marks.values())):
-            self._times[count] = _seconds(marks)
-            del self._unread[count]
-        return self._times.get(count, {})
-
-
-def _seconds(marks: Mapping[int, tuple[torch.Event, torch.Event]]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    at, last = 0.0, None
-    for position, (came, went) in marks.items():
-        at += 0.0 if last is None else max(0.0, last.elapsed_time(came)) / 1000
-        found[position], last = at, went
+    found: list[Ticket] = []
+    total = 0
+    while writes and total < joined:
+        if found and writes[0].nbytes > small:
+            break
+        ticket = writes.popleft()
+        if ticket.state == QUEUED:
+            ticket.state = WRITING
+            found.append(ticket)
+            total += padded(ticket.nbytes)  # what it takes in the slab, and in the memory it is joined in
+            if ticket.nbytes > small:
+                break
     return found
 
 
-Job = TypeVar("Job")
-
-_IDLE = 1.0  # seconds after which a thread without work ends
-_LOOK = 0.1  # seconds after which who waits looks whether those it waits for are there
-
-_REMEDY = (
-    "The process, its user or its container has as many threads as it may have: raise the limit (ulimit -u, pids.max, "
-    "docker run --pids-limit), or use fewer (OMP_NUM_THREADS, workers of a DataLoader). What was saved so far is still "
-    "in memory, and its backward can run"
-)
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages: each of several joined tensors has its own."""
+    return -(-nbytes // PAGE) * PAGE
 
 
-class Crew(ABC, Generic[Job]):
-    """Up to ``most`` threads, started when there is work, ended when there is none for a second.
+_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept: it is used all the time
+_MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
 
-    Who waits for something to be done waits by :meth:`_wait`, which finds out when a thread has died, and has its job
-    counted as :meth:`_lost`: no wait is without an owner.
+
+Directly = Callable[[], "GpuDirect | None"]
+
+
+class Transfer:
+    """Writes the tensors of tickets to files and reads them back; see [Note: direct I/O].
+
+    Args:
+        checksum: keep a CRC-32 of what is written, and compare it with that of what is read.
+        directly: gives GPUDirect Storage where it works; first called when a tensor could use it.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._jobs: dict[threading.Thread, Job | None] = {}  # what each thread is at
-        self._closed = False
-        self._lock = shared(Order.MOVER)
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        care_for(self)
-        _crews.add(self)
+    def __init__(self, checksum: bool, directly: Directly = lambda: None) -> None:
+        self._checksum, self.directly = checksum, directly
+        self.buffers = AlignedPool()
+        self.stats = IOStats()  # written by several threads: a lost update spoils a statistic
+        self._measured: set[ScratchFile] = set()  # or tried to
+        self._links: dict[torch.device, Link] = {}  # that were used
+        self._sent: collections.deque[Outgoing] = collections.deque()  # whose sources are held, the oldest first
+        self._coming: weakref.WeakSet[Incoming] = weakref.WeakSet()
+        self._lock = shared_lock(Order.TRANSFER)  # of both
+        self._allowed = sys.maxsize  # bytes on devices
 
-    # -- what there is to do, asked and told under the lock
+    def for_reads(self, keep: int) -> None:
+        """Reads come next: free the memory that writes used, except ``keep`` bytes."""
+        self.buffers.trim(keep)
 
-    @abstractmethod
-    def _next(self) -> Job | None:
-        """The next thing to do."""
+    def for_writes(self, in_flight: int) -> None:
+        """Writes come next, of up to ``in_flight`` bytes at a time."""
+        self.buffers.keep = _STAGING + in_flight
 
-    def _pause(self) -> float | None:
-        """Seconds after which there is something to do, when there is nothing now; None when nobody knows of any."""
-        return None
-
-    @abstractmethod
-    def _do(self, job: Job) -> None:
-        """Do it; without the lock, in one of the threads. It must not raise."""
-
-    @abstractmethod
-    def _lost(self, job: Job) -> None:
-        """The thread that was at it has died."""
-
-    def _settle(self) -> None:
-        """Do what had to be put off; called whenever the lock was taken."""
-
-    # -- for all
-
-    def after_fork(self) -> None:
-        """A child has none of the threads."""
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._jobs.clear()
-
-    def end_idle(self) -> None:
-        """End the threads, if none of them has anything to do, and wait until they have ended."""
-        with self._lock:
-            self._settle()
-            busy = any(job is not None for job in self._jobs.values())
-            ending = [] if busy else list(self._jobs)
-            for thread in ending:
-                del self._jobs[thread]
-            self._work.notify_all()
-        _join(ending)
-
-    def close(self) -> None:
-        """The process ends: threads do no more than what they are at."""
-        with self._lock:
-            self._closed = True
-            threads = list(self._jobs)
-            self._work.notify_all()
-        _join(threads)
-
-    # -- under the lock
-
-    def _call_for_work(self) -> None:
-        """There is something to do: see to it that somebody does it.
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of ``tensor`` in CPU memory, in whole pages that can be written as they are.
 
         Raises:
-            StoreError: when there is no thread, and the system lets none start.
+            OSError: when the system has no more memory.
         """
-        for thread, job in list(self._jobs.items()):
-            if not thread.is_alive():
-                del self._jobs[thread]
-                if job is not None:
-                    self._lost(job)
-        if len(self._jobs) < self._most and None not in self._jobs.values() and not self._closed:
-            thread = threading.Thread(target=self._serve, name=f"disthooks {type(self).__name__}", daemon=True)
-            self._jobs[thread] = None
-            try:
-                thread.start()
-            except RuntimeError as error:
-                del self._jobs[thread]
-                if not self._jobs:
-                    raise StoreError(f"no thread can be started to move saved tensors: {error}. {_REMEDY}") from error
-        self._work.notify()
+        lease = self.buffers.lease(tensor.nbytes)
+        block = tensor_over(lease, torch.Size([len(lease)]), torch.uint8)
+        copy: torch.Tensor = shaped(block, tensor.shape, tensor.dtype).data
+        return copy.copy_(tensor)
 
-    def _is_over(self, job: Job) -> None:
-        """``job`` is done, whatever the thread that was at it does besides."""
-        for thread, at in self._jobs.items():
-            if at is job:
-                self._jobs[thread] = None
+    def after_fork(self) -> None:
+        """Forget the copies: a child cannot use the devices."""
+        self._links.clear()
+        self._sent.clear()
 
-    def _wait(self) -> None:
-        """Wait until something is done, or a while."""
-        self._call_for_work()
-        try:
-            self._done.wait(_LOOK)
-        except BaseException:
-            # An interrupt in a moment in which the lock is not held: who leaves its "with" has to have it.
-            if not self._lock._is_owned():
-                self._lock.acquire()
-            raise
-        self._settle()
+    def poll(self) -> None:
+        """Let go of the sources of copies that are done."""
+        if not self._links:
+            return
+        for link in tuple(self._links.values()):
+            link.poll()
+        with self._lock:
+            while self._sent and self._sent[0].source is None:
+                self._sent.popleft()
 
-    # -- in the threads
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on devices that are on their way out, or came back and were not taken."""
+        self.poll()
+        with self._lock:
+            coming = sum(incoming.device_bytes for incoming in tuple(self._coming))
+            return coming + sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
 
-    def _serve(self) -> None:
-        me = threading.current_thread()
+    def set_device_limit(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on devices: the current streams wait for copies, the host does not."""
+        self._allowed = nbytes
+        with self._lock:
+            while self._sent and self.device_bytes > nbytes and self._sent:
+                outgoing = self._sent.popleft()
+                link_of(outgoing.device).let_go(outgoing)
+
+    def make_room(self, nbytes: int, most: int) -> None:
+        """Wait until at most ``most - nbytes`` bytes are being copied from devices.
+
+        Copies of dropped tensors count, too: nobody else waits for them, and they still use both memories.
+        """
         while True:
             with self._lock:
-                self._settle()
-                job = self._next() if me in self._jobs and not self._closed else None
-                if job is None and me in self._jobs and not self._closed:
-                    pause = self._pause()
-                    if self._work.wait(_IDLE if pause is None else pause) or pause is not None:
-                        continue
-                if job is None:
-                    job = self._next() if me in self._jobs and not self._closed else None  # in the last moment
-                if job is None:
-                    self._jobs.pop(me, None)
+                under_way = sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
+                if not self._sent or under_way + nbytes <= most:
                     return
-                self._jobs[me] = job
-            self._do(job)
-            with self._lock:
-                if me in self._jobs:
-                    self._jobs[me] = None
-            job = None  # nothing is held while there is nothing to do
+                oldest = self._sent[0]
+            oldest.wait()
+            self.poll()
+
+    def begin(self, ticket: Ticket) -> None:
+        """Begin to copy the tensor of ``ticket`` from its device, if it is on one, without waiting."""
+        tensor = ticket.tensor
+        if tensor is None or tensor.is_cpu or not tensor.nbytes:
+            return
+        ticket.at = current_stream(ticket.device)
+        direct = self.directly()
+        if direct is not None and direct.takes(tensor):
+            ticket.filled = event_on(ticket.at)
+            return
+        self._links[ticket.device] = link_of(ticket.device)
+        ticket.outgoing = outgoing = sent(tensor)
+        with self._lock:
+            self._sent.append(outgoing)
+        ticket.tensor = outgoing.host
+
+    def give(self, ticket: Ticket, found: torch.Tensor | Incoming) -> torch.Tensor:
+        """The tensor that was ``found`` for ``ticket``, on its device and for the current stream.
+
+        That is the tensor that was put, as long as it is on its device.
+        """
+        if isinstance(found, Incoming):
+            return taken(found, ticket.device)
+        if ticket.at is None:
+            return found.to(ticket.device)
+        if found.device == ticket.device:
+            return handed_over(found, ticket.at)
+        outgoing = ticket.outgoing  # it goes when all is written: what was found is filled then
+        source = source_of(outgoing, ticket.at)
+        return source if source is not None else brought(found, ticket.device, outgoing)
+
+    def write(self, tickets: Sequence[Ticket], file: ScratchFile) -> None:
+        """Write the tensors of ``tickets`` to a new slab; after an error there is no slab.
+
+        Raises:
+            StoreError: when the system does not take it, or the memory of one was taken away meanwhile.
+        """
+        # Tickets that were dropped meanwhile have no tensor.
+        held = [(ticket, tensor) for ticket in tickets if (tensor := ticket.tensor) is not None and tensor.nbytes]
+        if not held:
+            return
+        end = 0
+        for ticket, tensor in held:
+            _wait_until_filled(ticket)
+            ticket.offset = padded(end)
+            end = ticket.offset + ticket.nbytes
+            _check_memory(tensor, file)
+            if self._checksum:
+                ticket.checksum = zlib.crc32(memory_of(tensor))
+        extent = file.allocate(end)
+        try:
+            begin = time.perf_counter()
+            with self.stats.writing.one():
+                self._write_at(file, extent.offset, held, end)
+            seconds = time.perf_counter() - begin
+            for _, tensor in held:
+                _check_memory(tensor, file)
+        except BaseException:
+            file.release(extent)
+            raise
+        slab = Slab(file, extent, [ticket for ticket, _ in held])
+        for ticket in slab.members:
+            ticket.slab = slab
+            ticket.seconds += seconds * ticket.nbytes / end
+            self.stats.written += ticket.nbytes
+
+    def look_after(self, file: ScratchFile) -> None:
+        """Give space in ``file`` back that is not needed; measure the disk once, when enough was written."""
+        file.shrink(keep_peak=True)
+        if self.stats.written > _MEASURE_FROM and file not in self._measured and file.may_be_measured:
+            self._measured.add(file)
+            with contextlib.suppress(StoreError, OSError):  # then it stays unmeasured
+                file.measure(self.buffers)
+
+    def _write_at(
+        self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+    ) -> None:
+        tensor, direct = held[0][1], self.directly() if held[0][0].filled is not None else None
+        if direct is not None:
+            direct.write(file, tensor, offset)  # never with others: it is large
+        elif len(held) > 1:
+            self._write_joined(file, offset, held, nbytes)
+        elif not file.direct:
+            file.write(memory_of(tensor), offset)
+        elif _is_in_pages(tensor):
+            file.write(memory_at(tensor.data_ptr(), padded(nbytes)), offset)
+        else:
+            self._write_aligned(file, offset, tensor)
+
+    def _write_joined(
+        self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
+    ) -> None:
+        staging = self.buffers.lease(nbytes)
+        address = ctypes.addressof(staging)
+        for ticket, tensor in held:
+            ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
+        file.write(memoryview(staging).cast("B")[: padded(nbytes)], offset)
+
+    def _write_aligned(self, file: ScratchFile, offset: int, tensor: torch.Tensor) -> None:
+        """Write ``tensor`` through an aligned buffer. See [Note: direct I/O]."""
+        staging = self.buffers.lease(min(tensor.nbytes, CHUNK))
+        memory = memoryview(staging).cast("B")
+        for start in range(0, tensor.nbytes, CHUNK):
+            count = min(CHUNK, tensor.nbytes - start)
+            ctypes.memmove(staging, tensor.data_ptr() + start, count)
+            file.write(memory[: padded(count)], offset + start)
+
+    def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor | Incoming]]:
+        """The tensors of a slab that were not dropped, in one block of memory.
+
+        Tensors of a device are on their way there when this returns.
+
+        Raises:
+            StoreError: when it cannot be read, or is not what was written.
+        """
+        file = slab.file
+        if file.process != os.getpid():
+            raise StoreError(
+                f"OnDisk({file.directory!r}): process {file.process} stored this tensor, and {os.getpid()} is a fork "
+                "of it: its file may be written meanwhile. Run the backward in the process that ran the forward",
+                path=file.directory,
+            )
+        wanted = [ticket for ticket in slab.members if not ticket.dropped]
+        if not wanted:
+            return []
+        if wanted[0].filled is not None:
+            return [(wanted[0], self._read_directly(wanted[0], file, slab.extent.offset))]
+        begin = wanted[0].offset // PAGE * PAGE
+        nbytes = wanted[-1].offset + wanted[-1].nbytes - begin
+        device = next((ticket.device for ticket in wanted if ticket.at is not None), None)
+        lease, memory = self._memory(file, nbytes, device)
+        started = time.perf_counter()
+        with self.stats.one_read(nbytes):
+            file.read(memory[: padded(nbytes)] if file.direct else memory[:nbytes], slab.extent.offset + begin, nbytes)
+        seconds = time.perf_counter() - started
+        for ticket in wanted:
+            ticket.seconds += seconds * ticket.nbytes / nbytes
+            start = ticket.offset - begin
+            if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:
+                raise file.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
+            self.stats.read += ticket.nbytes
+        return [(ticket, self._arrived(ticket, lease, ticket.offset - begin)) for ticket in wanted]
+
+    def _read_directly(self, ticket: Ticket, file: ScratchFile, offset: int) -> torch.Tensor:
+        """The tensor of ``ticket``, read by GPUDirect Storage."""
+        direct, stream = self.directly(), ticket.at
+        assert direct is not None
+        assert stream is not None
+        with on(stream):
+            tensor = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
+        event_on(stream).synchronize()  # the memory may have been another tensor's until now
+        begin = time.perf_counter()
+        with self.stats.one_read(ticket.nbytes):
+            direct.read(file, tensor, offset)
+        ticket.seconds += time.perf_counter() - begin
+        self.stats.read += ticket.nbytes
+        return tensor
+
+    def _memory(self, file: ScratchFile, nbytes: int, device: torch.device | None) -> tuple[Any, memoryview]:
+        """Memory to read into: pinned if its contents go on to a ``device``."""
+        try:
+            if device is not None:
+                block = pinned(nbytes, device)
+                return block, memory_at(block.data_ptr(), block.nbytes, write=True)
+            lease = self.buffers.lease(nbytes)
+        except OSError as error:
+            raise file.error("no memory to read into", error, nbytes) from error
+        return lease, memoryview(lease).cast("B")
+
+    def _arrived(self, ticket: Ticket, lease: Any, offset: int) -> torch.Tensor | Incoming:
+        """The tensor of ``ticket`` that was read; if it belongs on a device, it is sent there if there is room."""
+        if not isinstance(lease, torch.Tensor):
+            return tensor_over(lease, ticket.shape, ticket.dtype, offset)
+        host = shaped(lease, ticket.shape, ticket.dtype, offset)
+        if ticket.at is None:
+            return host
+        with self._lock:  # two threads must not both find the last room
+            if self.device_bytes + ticket.nbytes > self._allowed:
+                return host
+            incoming = arriving(host, ticket.at)
+            self._coming.add(incoming)
+        return incoming
 
 
-_crews: weakref.WeakSet[Crew[Any]] = weakref.WeakSet()
+def _wait_until_filled(ticket: Ticket) -> None:
+    """Wait until the tensor of ``ticket`` is in the memory that it is written from."""
+    if (outgoing := ticket.outgoing) is not None:
+        outgoing.wait()
+    if ticket.filled is not None:
+        ticket.filled.synchronize()
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():  # Ctrl-C may come before it starts
-            thread.join(_IDLE)
+def _is_in_pages(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` begins at a page, and has its last page for itself."""
+    end = int(tensor.storage_offset()) * tensor.element_size() + padded(tensor.nbytes)
+    return tensor.data_ptr() % PAGE == 0 and end <= tensor.untyped_storage().nbytes()
 
 
-@atexit.register
-def _close_all() -> None:
-    for crew in list(_crews):
-        crew.close()
+def _check_memory(tensor: torch.Tensor, file: ScratchFile) -> None:
+    last = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < last:
+        what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
+        raise file.error(what, None, last)
+
+
+_MOST = 64  # tickets that are looked at: backward differs from the expected order by a few
+_MARGIN = 1.5  # a read may take so many times what the last ones took
+
+
+class Ahead:
+    """The tickets that were read, or will be, before they are asked for; used under the lock of the mover.
+
+    Args:
+        budget: most bytes of them; a larger one is read alone.
+        stats: counts what was read in vain, and knows how fast reads are.
+    """
+
+    def __init__(self, budget: int, stats: IOStats) -> None:
+        self._budget, self._stats = budget, stats
+        self._tickets: dict[Ticket, None] = {}  # the oldest first
+        self._bytes = 0
+        self._enough = 0  # for so many reads nothing more has to be read ahead
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets)
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def add(self, ticket: Ticket) -> None:
+        """``ticket`` was read, or will be."""
+        if ticket not in self._tickets:
+            self._tickets[ticket] = None
+            self._bytes += ticket.nbytes
+
+    def remove(self, ticket: Ticket) -> None:
+        """``ticket`` was asked for or dropped: forget what was read for it."""
+        ticket.ahead = None
+        if ticket in self._tickets:
+            del self._tickets[ticket]
+            self._bytes -= ticket.nbytes
+
+    def after(self, ticket: Ticket) -> list[Slab]:
+        """The slabs to read because ``ticket`` is asked for now, each with the time to ``start``; make room for them.
+
+        Each should be there just in time. A tensor that is read early takes memory, and it would do so just while a
+        long operation works with large tensors.
+        """
+        following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.order.after(ticket)), _MOST)
+        first = next(following, None)
+        if first is None:
+            return []
+        if self._enough and (first[0] in self._tickets or first[0].tensor is not None):
+            self._enough -= 1
+            return []
+        due: dict[Ticket, float] = {}  # in order
+        room = self._budget
+        for other, seconds in itertools.chain([first], following):
+            room -= other.nbytes
+            if due and room < 0:
+                break
+            due[other] = seconds
+        self._enough = len(due) // 4
+        found = [self.one(other, {ticket, *due}) for other in due]
+        self._set_starts(due)
+        return [slab for slab in found if slab is not None]
+
+    def _set_starts(self, due: dict[Ticket, float]) -> None:
+        """Set for each read the last moment to start, so that it and all reads behind it are in time."""
+        now, latest = time.perf_counter(), math.inf
+        for ticket, seconds in reversed(due.items()):
+            if ticket.reading and ticket.slab is not None:
+                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._stats.pace
+                ticket.slab.start = now + latest
+
+    def one(self, ticket: Ticket, wanted: set[Ticket]) -> Slab | None:
+        """The slab to read for ``ticket``, if it is not in memory and fits; others than ``wanted`` make room."""
+        slab = ticket.slab
+        if ticket.state != WRITTEN or ticket.reading or ticket.dropped or ticket in self._tickets or slab is None:
+            return None
+        for other in [other for other in self._tickets if other.ahead is not None and other not in wanted]:
+            if self._bytes + ticket.nbytes <= self._budget:
+                break
+            self._stats.in_vain += other.nbytes
+            self.remove(other)
+        if self._tickets and self._bytes + ticket.nbytes > self._budget:
+            return None
+        for member in slab.members:
+            if not member.dropped and member.ahead is None:
+                member.reading = True
+                self.add(member)
+        slab.start = 0.0  # at once, unless a better time is set
+        return slab

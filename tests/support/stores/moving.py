@@ -15,7 +15,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import mover
+from disthooks.saved.stores import disk
 from tests.support import ROOT
 from tests.support.stores.faulty import soon
 
@@ -159,5 +159,5 @@ def script(text: str, *args: object, timeout: float = 300) -> subprocess.Complet
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are not joined: each is written when it is put."""
-    monkeypatch.setattr(mover, "_SMALL", 0)
-    monkeypatch.setattr(mover, "_JOINED", 1)
+    monkeypatch.setattr(disk, "_SMALL", 0)
+    monkeypatch.setattr(disk, "_JOINED", 1)

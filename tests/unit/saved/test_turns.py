@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.order import Placed, Queue, Turns
+from disthooks.saved.stores.tiers import Placed, Queue, Turns
 from tests.support.stores.copies import Copies
 
 

@@ -1,0 +1,530 @@
+"""Copies between a device and the host's memory, beside the computation, and what goes in one of them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from disthooks._fork_safe import Order, shared_lock
+from disthooks._streams import capturing, current_stream, event_on, handed_over, new_stream, on, used_on
+from disthooks.saved.stores.order import Lane
+from disthooks.saved.stores.pools import PAGE, pool_of, shaped, tensor_over
+
+# [Note: both ends of a copy]
+# Copies run on two side streams for each device, one for each way, and everything is ordered by events. When memory
+# that another stream still reads or writes is freed, the allocator gives it to somebody else and numbers are wrong.
+# So a link holds the source and the target of each copy until its event has happened. It looks at the events whenever
+# it is used, and nothing here makes the host wait except ``wait``.
+#
+# A destructor may ask whether a copy is done: it lets go of memory at once if it is, and leaves it to the link if
+# not. While a CUDA graph is captured no event may be asked, so then nothing is known to be done.
+
+_LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
+
+
+class Throughput:
+    """Bytes that were copied, and the time that the device took for them.
+
+    >>> rate = Throughput()
+    >>> rate.add(2_000_000, 0.001); rate.add(1000, 0.001)
+    >>> rate.nbytes, rate.seconds, rate.best
+    (2001000, 0.002, 2000000000.0)
+
+    Attributes:
+        best: bytes a second of the fastest large copy; None before there was one.
+        pace: seconds for a byte, a running mean of large copies; None before there was one.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds = 0, 0.0
+        self.best: float | None = None
+        self.pace: float | None = None
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """A copy has ended."""
+        self.nbytes += nbytes
+        self.seconds += seconds
+        if nbytes >= _LARGE and seconds > 0:
+            self.best = max(self.best or 0.0, nbytes / seconds)
+            pace = seconds / nbytes
+            self.pace = pace if self.pace is None else 0.9 * self.pace + 0.1 * pace
+
+
+class _Copy:
+    """One copy on a side stream: when it began and when it is done on the device, and who counts it."""
+
+    __slots__ = ("begin", "device", "done", "host", "rate")
+
+    begin: torch.Event
+    done: torch.Event
+
+    def __init__(self, device: torch.device, host: torch.Tensor, rate: Throughput | None) -> None:
+        self.device, self.host, self.rate = device, host, rate
+
+    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # an argument: Python may be ending
+        """Whether the copy has happened; False for one that an interrupt stopped, and while a graph is captured.
+
+        See [Note: both ends of a copy].
+        """
+        return hasattr(self, "done") and not _capturing() and self.done.query()
+
+
+class Outgoing(_Copy):
+    """A copy of a device's tensor to host memory, under way or done.
+
+    Attributes:
+        host: contiguous, of the shape and dtype of the tensor; filled once ``done`` has happened.
+        source: the tensor, held until it is copied; None after that.
+        done: the copy's end, on the device.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> None:
+        super().__init__(source.device, host, rate)
+        self.source: torch.Tensor | None = source
+
+    def wait(self) -> torch.Tensor:
+        """``host``, once it is filled. The host waits, so this is for threads that write to disk."""
+        self.done.synchronize()
+        self.source = None
+        return self.host
+
+
+class Coming(_Copy):
+    """A tensor on its way back to the device.
+
+    Attributes:
+        tensor: on the device, filled once ``done`` has happened; None when somebody has it.
+        stream: the one its memory belongs to.
+        done: the copy's end, on the device.
+    """
+
+    __slots__ = ("stream", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, stream: torch.Stream, rate: Throughput | None) -> None:
+        super().__init__(tensor.device, host, rate)
+        self.tensor: torch.Tensor | None = tensor
+        self.stream = stream
+
+
+class Link:
+    """The copies between one device and the host in this process. See [Note: both ends of a copy].
+
+    A caller may give a ``Throughput`` of its own, which counts its copies alone.
+
+    Args:
+        device: an accelerator, with its index.
+
+    Attributes:
+        out: what was sent.
+        back: what was fetched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._back = new_stream(device), new_stream(device)
+        self._sent: collections.deque[Outgoing] = collections.deque()
+        self._coming: collections.deque[Coming] = collections.deque()
+        self.out, self.back = Throughput(), Throughput()
+        self._lock = shared_lock(Order.LINK)
+
+    # -- to the host
+
+    def send(self, tensor: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> Outgoing:
+        """Begin to copy ``tensor`` into ``host``, after what the current stream was given so far.
+
+        Both are held until that is done. ``tensor`` may be let go of before, by :meth:`let_go`.
+        """
+        source = tensor.detach().contiguous()
+        with self._lock:
+            self.poll()
+            self._out.wait_event(event_on(current_stream(self.device)))
+            outgoing = Outgoing(source, host, rate)
+            self._sent.append(outgoing)  # before the copy begins: an interrupt may come at any time
+            with on(self._out):
+                outgoing.begin = event_on(self._out, timed=True)
+                host.copy_(source, non_blocking=True)
+                outgoing.done = event_on(self._out, timed=True)
+            return outgoing
+
+    def let_go(self, outgoing: Outgoing) -> None:
+        """Let go of the source of ``outgoing`` now, without waiting on the host.
+
+        The current stream waits for the copy, which makes the copy as good as an operator of that stream. Memory that
+        belongs to the stream is then used again by what comes later in it. Of memory that belongs to another stream, as
+        of a batch that a loader brought, the allocator is told, as of every operator that uses such memory.
+        """
+        source = outgoing.source
+        if source is not None and not outgoing.is_done():
+            stream = current_stream(self.device)
+            stream.wait_event(outgoing.done)
+            used_on(source, stream)
+        outgoing.source = None
+
+    # -- to the device
+
+    def fetch(self, outgoing: Outgoing, rate: Throughput | None = None) -> torch.Tensor:
+        """The tensor on the device again: itself while it is held, or a copy that the current stream may use."""
+        source = outgoing.source
+        return source if source is not None else self.take(self.bring(outgoing, rate))
+
+    def bring(self, outgoing: Outgoing, rate: Throughput | None = None) -> Coming:
+        """Begin to copy it back, into memory of the current stream; :meth:`take` gives the result."""
+        with self._lock:
+            self.poll()
+            stream, host = current_stream(self.device), outgoing.host
+            coming = Coming(torch.empty(host.shape, dtype=host.dtype, device=self.device), host, stream, rate)
+            self._back.wait_event(event_on(stream))  # the memory may have been another tensor's until now
+            self._back.wait_event(outgoing.done)
+            self._coming.append(coming)
+            tensor = coming.tensor
+            assert tensor is not None
+            with on(self._back):
+                coming.begin = event_on(self._back, timed=True)
+                tensor.copy_(host, non_blocking=True)
+                coming.done = event_on(self._back, timed=True)
+            return coming
+
+    def take(self, coming: Coming) -> torch.Tensor:
+        """The tensor of ``coming``, for the current stream; it can be taken once."""
+        tensor = coming.tensor
+        assert tensor is not None
+        stream = current_stream(self.device)
+        stream.wait_event(coming.done)
+        if stream != coming.stream:
+            used_on(tensor, stream)
+        coming.tensor = None
+        return tensor
+
+    # -- both
+
+    def poll(self) -> None:
+        """Let go of both ends of the copies that are done."""
+        with self._lock:
+            self._mend()
+            while self._sent and self._sent[0].is_done():
+                outgoing = self._sent[0]
+                outgoing.source = None
+                _count(outgoing, self.out)
+                self._sent.popleft()
+            while self._coming and self._coming[0].is_done():
+                _count(self._coming[0], self.back)
+                self._coming.popleft()
+
+    def wait(self) -> None:
+        """Wait on the host until all that was sent has arrived."""
+        with self._lock:
+            self._mend()
+            last = self._sent[-1] if self._sent else None
+        if last is not None:
+            last.done.synchronize()
+        self.poll()
+
+    def _mend(self) -> None:
+        """Give events to a copy that an interrupt stopped half way: it is done when what the stream has now is done."""
+        for copies, stream in ((self._sent, self._out), (self._coming, self._back)):
+            if copies and not hasattr(copies[-1], "done"):
+                copies[-1].begin = copies[-1].done = event_on(stream, timed=True)
+
+
+def _count(copy: _Copy, total: Throughput) -> None:
+    seconds = copy.begin.elapsed_time(copy.done) / 1000
+    for rate in filter(None, (total, copy.rate)):
+        rate.add(copy.host.nbytes, seconds)
+
+
+@functools.cache
+def link_of(device: torch.device) -> Link:
+    """The link of ``device`` in this process."""
+    return Link(device)
+
+
+class Incoming:
+    """What was read for a device, on its way there.
+
+    Attributes:
+        coming: its copy on the device, in memory of the stream that the tensor was put on.
+    """
+
+    __slots__ = ("__weakref__", "coming")
+
+    def __init__(self, coming: Coming) -> None:
+        self.coming = coming
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes there that nobody has taken."""
+        return 0 if self.coming.tensor is None else self.coming.host.nbytes
+
+
+class _Read(Outgoing):
+    """Host memory that is filled already, for a link to bring."""
+
+    __slots__ = ()
+
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+        self.device, self.host, self.rate, self.source = device, host, None, None
+        self.done = event_on(current_stream(device))  # a link that brings it waits for this anyway
+
+
+def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory that ``device`` reads and writes beside the host: ``uint8``, whole pages from a page's beginning on.
+
+    Raises:
+        OSError: when the system has no more memory.
+    """
+    pool = pool_of(device, True)
+    lease = pool.lease(nbytes)
+    begin = -ctypes.addressof(lease) % PAGE
+    if begin:  # not every system's pinned memory begins at a page
+        lease = pool.lease(nbytes + PAGE)
+        begin = -ctypes.addressof(lease) % PAGE
+    return tensor_over(lease, torch.Size([(len(lease) - begin) // PAGE * PAGE]), torch.uint8, begin)
+
+
+def sent(tensor: torch.Tensor) -> Outgoing:
+    """Begin to copy ``tensor``, contiguous and of some bytes, into pinned pages, in the order of the current stream.
+
+    Raises:
+        OSError: when the system has no more memory.
+    """
+    host = shaped(pinned(tensor.nbytes, tensor.device), tensor.shape, tensor.dtype)
+    return link_of(tensor.device).send(tensor, host)
+
+
+def arriving(host: torch.Tensor, stream: torch.Stream) -> Incoming:
+    """Begin to copy ``host``, which is filled, to the device of ``stream``, into memory of that stream."""
+    with on(stream):
+        return Incoming(link_of(stream.device).bring(_Read(host, stream.device)))
+
+
+def brought(host: torch.Tensor, device: torch.device, outgoing: Outgoing | None) -> torch.Tensor:
+    """A copy of ``host`` on ``device`` for the current stream; ``outgoing`` may be filling it still."""
+    link = link_of(device)
+    return link.take(link.bring(_Read(host, device) if outgoing is None else outgoing))
+
+
+def taken(incoming: Incoming, device: torch.device) -> torch.Tensor:
+    """The copy of ``incoming`` for the current stream."""
+    return link_of(device).take(incoming.coming)
+
+
+def source_of(outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor | None:
+    """What ``outgoing`` copies, as long as it is held, for the current stream."""
+    source = None if outgoing is None else outgoing.source
+    return None if source is None else handed_over(source, made_on)
+
+
+def let_go(outgoing: Outgoing | None) -> None:
+    """``outgoing`` is not wanted any more: its source goes at once if it is copied, or when the link is next used.
+
+    It takes no lock and waits for nothing, for destructors.
+    """
+    if outgoing is not None and outgoing.is_done():
+        outgoing.source = None
+
+
+class Carried:
+    """One tensor of a device in a store: still on the device, or in a parcel.
+
+    Attributes:
+        tensor: the tensor, until it is sent.
+        own: whether ``tensor`` is a copy that nobody else has.
+        counted: bytes that count as held on the device, apart from those of the parcel.
+        parcel: what the tensor was sent in.
+        offset: where the tensor begins in the parcel.
+        stream: the stream that filled the tensor.
+    """
+
+    __slots__ = (
+        "counted",
+        "device",
+        "dropped",
+        "dtype",
+        "lane",
+        "nbytes",
+        "offset",
+        "owed",
+        "own",
+        "parcel",
+        "position",
+        "shape",
+        "stream",
+        "tensor",
+    )
+
+    def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
+        self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
+        self.lane, self.stream = lane, current_stream(tensor.device)
+        # A part of something much larger would keep all of it.
+        self.own = not _is_plain(tensor) or tensor.untyped_storage().nbytes() > 2 * self.nbytes
+        self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
+        self.position, self.dropped = 0, False
+        self.counted = self.owed = 0
+        self.parcel: Parcel | None = None
+        self.offset = 0
+
+    def itself(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, which was put, for the current stream; a clone if the store made it and may give it again."""
+        tensor = handed_over(tensor, self.stream)
+        return tensor.clone() if self.own else tensor
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    used_on(tensor, current_stream(tensor.device))
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class Parcel:
+    """What is sent in one copy, and comes back in one: a tensor, or many small ones in one 1-D uint8 tensor.
+
+    Attributes:
+        members: the tickets in it that are not dropped.
+        coming: the copy back that began before somebody asked.
+        came: the end of the last copy back.
+        whole: small tensors that came back together, until each of them was read.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_stream",
+        "_unread",
+        "came",
+        "coming",
+        "joined",
+        "members",
+        "nbytes",
+        "outgoing",
+        "owed",
+        "whole",
+    )
+
+    def __init__(self, members: Sequence[Carried], outgoing: Outgoing, joined: bool) -> None:
+        self.members, self.outgoing, self.joined = set(members), outgoing, joined
+        self.nbytes = outgoing.host.nbytes
+        self.coming: Coming | None = None
+        self.came: torch.Event | None = None
+        self.whole: torch.Tensor | None = None
+        self._stream = current_stream(outgoing.device)  # that fills ``whole``, or the source of several
+        self._unread: set[Carried] = set()
+        # Bytes of members that were dropped, and who counts them: they stay host memory while another member is alive.
+        self.owed: collections.deque[tuple[Callable[[int], None], int]] = collections.deque()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its bytes are on the device."""
+        return self.outgoing.source is not None or self.whole is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy reads or writes its host memory any more."""
+        return self.outgoing.is_done() and (self.came is None or self.came.query())  # nobody captures: see is_done
+
+    def wait(self) -> None:
+        """Wait on the host until no copy uses its host memory."""
+        self.outgoing.wait()
+        if self.came is not None:
+            self.came.synchronize()
+
+    def from_source(self, ticket: Carried, source: torch.Tensor) -> torch.Tensor:
+        """The tensor of ``ticket`` from ``source``, which was sent and is still on the device."""
+        if self.joined:
+            return self._part(ticket, handed_over(source, self._stream))
+        return ticket.itself(source)
+
+    def from_back(self, ticket: Carried, back: torch.Tensor | None) -> torch.Tensor:
+        """The tensor of ``ticket``, for the current stream, from what came ``back`` now, or before if that is None."""
+        if not self.joined and back is not None:
+            return back
+        if back is not None:
+            self.whole, self._stream, self._unread = back, current_stream(back.device), set(self.members)
+        assert self.whole is not None
+        part = self._part(ticket, handed_over(self.whole, self._stream))
+        self.done_with(ticket)
+        return part
+
+    def done_with(self, ticket: Carried) -> None:
+        """``ticket`` was read, or is dropped."""
+        self._unread.discard(ticket)
+        if not self._unread:
+            self.whole = None
+
+    def in_host(self, ticket: Carried) -> torch.Tensor:
+        """The tensor of ``ticket`` in host memory, once it is there; the host waits."""
+        host = self.outgoing.wait()
+        return self._part(ticket, host) if self.joined else host
+
+    @staticmethod
+    def _part(ticket: Carried, whole: torch.Tensor) -> torch.Tensor:
+        # A clone: it may be written to, and its memory can go alone.
+        return whole[ticket.offset : ticket.offset + ticket.nbytes].clone().view(ticket.dtype).view(ticket.shape)
+
+
+class Batch:
+    """Small tensors of one stream that will be sent together when they are ``enough`` bytes."""
+
+    def __init__(self, enough: int) -> None:
+        self._enough = enough
+        self.tickets: list[Carried] = []
+        self.nbytes = 0
+
+    def add(self, ticket: Carried) -> bool:
+        """Add ``ticket``; whether the batch is full now."""
+        self.tickets.append(ticket)
+        self.nbytes += ticket.nbytes
+        return self.nbytes >= self._enough
+
+
+def join(tickets: Sequence[Carried], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of ``tensors`` in a row, on the current stream; each ticket is told where its own begin."""
+    stream, end = current_stream(tensors[0].device), 0
+    for ticket, tensor in zip(tickets, tensors, strict=True):
+        ticket.offset = end
+        end += ticket.nbytes
+        used_on(tensor, stream)
+    return torch.cat([tensor.detach().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+class Owed:
+    """Bytes of dropped tensors in host memory that copies still use: they count until the copies are done."""
+
+    def __init__(self) -> None:
+        self._all: collections.deque[tuple[Parcel, Callable[[int], None], int]] = collections.deque()
+
+    def give_back(self, parcel: Parcel | None, release: Callable[[int], None], nbytes: int) -> None:
+        """``release`` these bytes of ``parcel``, now or when its copies are done; called from destructors."""
+        if parcel is None or parcel.is_idle:
+            release(nbytes)
+        elif nbytes:
+            self._all.append((parcel, release, nbytes))
+
+    def poll(self) -> bool:
+        """Give back the bytes whose copies are done, in their order; whether any bytes were owed."""
+        owed = bool(self._all)
+        with contextlib.suppress(IndexError):  # there are none, or another thread was faster
+            while True:
+                parcel, release, nbytes = self._all.popleft()
+                if not parcel.is_idle:
+                    self._all.appendleft((parcel, release, nbytes))
+                    break
+                release(nbytes)
+        return owed
+
+    def wait(self) -> bool:
+        """Wait on the host for the oldest; False when nothing was owed."""
+        if not self.poll():
+            return False
+        with contextlib.suppress(IndexError):
+            self._all[0][0].wait()
+        self.poll()
+        return True
