@@ -12,12 +12,6 @@
 # At logging, which is at the next step, in `flush()` and in `remove()`, the numbers are on the host. They become a
 # record (records.py), and the first rank gives it to the sinks (`RecordWriter` in sinks/base.py).
 
-# [Note: one step hook for all]
-# All attachments of one optimizer share one hook on its step, which is the engine's (`before_step`). With a hook of its
-# own, each attachment would undo what another one had done for the step: a frozen parameter moved. All of them run
-# first, then the step is left out if any of them decided so. The hook is on the step and not on each gradient: what
-# rewrites an accumulated gradient after each micro-batch compounds.
-
 from __future__ import annotations
 
 import contextlib
@@ -305,7 +299,8 @@ class Gradients(Attachment):
             self.on_remove(handle.remove)
         if engine.trains_alone and has_several_ranks():
             self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
-        # See [Note: one step hook for all]. A rule has no place in a step that calls its closure several times.
+        # See [Note: one step hook for all] in engines/optimizer_step.py. Rules have no place in a step that calls its
+        # closure several times.
         on_repeat: OnRepeat = "refuse" if plan.rules else "first"
         self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
         self.on_remove(before_clipping(self._before_clipping).remove)

@@ -146,7 +146,10 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
 
 
 def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge over the ranks, in place; an empty vector is empty on every rank and is left alone."""
+    """Merge the two vectors over the ranks, in place. See [Note: two collectives] in plan.py.
+
+    A vector that is empty here is empty on every rank, and is left alone.
+    """
     if group is not None:
         for vector, op in zip(packed, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
             if vector.numel():

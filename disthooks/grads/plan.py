@@ -40,7 +40,7 @@ MeasureUse = tuple[Measure, tuple[int, ...]]
 class VectorLayout:
     """Which measures a round takes, of which parameters, and where their numbers lie in its two vectors.
 
-    See [Note: two collectives].
+    See [Note: two collectives], and for the int64 of the MAX [Note: MAX of integers keeps NaN] in sortable.py.
 
     Attributes:
         uses: for each measure the parameters that it is taken of, as indices into ``shards``.

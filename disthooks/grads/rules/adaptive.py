@@ -75,7 +75,8 @@ class ClipPercentile(Rule):
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
         norms, count, finite = state["norms"], state["count"], torch.isfinite(norm)
-        # The place in the ring is compared with all places, since the host does not know the count.
+        # The host does not know the count, so it is compared with all places of the ring; see [Note: no host sync] in
+        # grads/records.py.
         here = torch.arange(self.window, device=norms.device) == count % self.window
         norms.copy_(torch.where(here & finite, norm, norms))
         count.add_(finite)

@@ -219,6 +219,8 @@ def places(part: Part, start: int, count: int, device: torch.device) -> torch.Te
 def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     """A number of the standard normal distribution for each of the int64 ``where``; the same for the same keys.
 
+    See [Note: noise by counting].
+
     The second key goes in between two rounds of mixing: with the first alone, different keys would read the same
     sequence at different places.
     """
