@@ -1,13 +1,15 @@
 """Which engine has taken a model, and what no engine can be attached to.
 
-A model is refused if hooks would not fire on it: the error says what works. Never hooks that do nothing.
+A model is refused if hooks would not fire on it, and the error says what works.
 """
 
 # [Note: engines are asked in turn]
 # All engines that `@register("engine")` has decorated are asked whether they recognise a model, and the first that does
 # has it. `DataParallel` comes first, because it needs no torch.distributed; then the library's engines in the order of
-# their names, of which at most one recognises a model; then those of other packages; and `Plain`, which takes any
-# module. Modules of engines are imported when a model is looked at, and not before: FSDP2's takes a second.
+# their names; then those of other packages; and `Plain`, which takes any module. Several may recognise a model that is
+# wrapped twice, such as DDP around FSDP1: `refuse_nested` and `refuse_mixed` refuse those afterwards. Modules of
+# engines are imported when a model is looked at, and not before: FSDP2's imports torch.distributed.tensor, which takes
+# seconds.
 
 from __future__ import annotations
 
