@@ -18,11 +18,13 @@ and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``dist
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.metadata
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -87,6 +89,19 @@ class Kind:
         """The arguments that a file can hold, by name."""
         every = inspect.signature(self.target).parameters
         return {name: it for name, it in every.items() if name not in self.hidden and name != self.given}
+
+    def hints(self) -> dict[str, Any]:
+        """The annotations of the arguments; none where they cannot be found out.
+
+        >>> import fractions
+        >>> Kind("own", "store", fractions.Fraction.limit_denominator).hints()
+        {}
+        """
+        function = self.target.__init__ if inspect.isclass(self.target) else self.target
+        try:
+            return typing.get_type_hints(function)
+        except Exception:  # annotations may name anything
+            return {}
 
     @property
     def takes_any_name(self) -> bool:
@@ -244,6 +259,27 @@ def base_of(noun: str) -> type | None:
 def noun_of(value: object) -> str | None:
     """What ``value`` is: a store, a codec, a rule, ...; None for anything else."""
     return next((noun for noun in NOUNS if (base := base_of(noun)) is not None and isinstance(value, base)), None)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The nearest right name, or all there are."""
+    known = list(known)
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The nearest right name, if one is near.
+
+    >>> nearest("onDisk", ["OnCpu", "OnDisk"]), nearest("many", ["OnCpu"])
+    ('OnDisk', None)
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    if not close:  # onDisk, ON_DISK
+        folded = {each.lower().replace("_", ""): each for each in known}
+        close = difflib.get_close_matches(name.lower().replace("_", ""), list(folded), n=1, cutoff=0.6)
+        close = [folded[each] for each in close]
+    return close[0] if close else None
 
 
 def _load(noun: str, point: importlib.metadata.EntryPoint) -> Kind:

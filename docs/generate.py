@@ -139,7 +139,7 @@ def _all(names: list[str]) -> list[str]:
 def reference(text: str) -> str:
     """``docs/reference.md``: a row for each kind, with the first sentence of its docstring."""
     from disthooks._registry import own_kinds
-    from disthooks.config.jsonschema import summary
+    from disthooks.config.schema import summary
 
     rows = ["| kind | | |", "|---|---|---|"]
     for noun, page in PAGES.items():
@@ -158,7 +158,7 @@ def generated() -> Iterator[tuple[pathlib.Path, str]]:
         file = ROOT.joinpath(*module.split(".")) / "__init__.py"
         yield file, package(found, module, file.read_text())
     # The rest needs the library, which imports the files above.
-    from disthooks.config.jsonschema import FILE, text
+    from disthooks.config.schema import FILE, text
 
     file = ROOT / "docs" / "reference.md"
     yield file, reference(file.read_text())

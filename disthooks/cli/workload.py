@@ -34,7 +34,7 @@ from torch import nn
 from disthooks._match import Pattern, canonical_name, is_of_class, match_modules, unwrap_engine
 from disthooks.cli.doctor import missing_sinks
 from disthooks.config.agree import check_conflicts
-from disthooks.config.build import stores_within
+from disthooks.config.plan import stores_within
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError, UsageError
 from disthooks.grads.attach import gradients

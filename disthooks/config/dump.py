@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from disthooks._registry import kind_of_object
-from disthooks.config.build import hints, is_path
-from disthooks.config.source import escaped
+from disthooks._registry import Kind, kind_of_object
+from disthooks.config.source import escaped, is_path
 from disthooks.errors import ConfigError
 from disthooks.saved.pipeline import Pipeline
 
@@ -53,7 +52,7 @@ def entry(value: Any) -> dict[str, Any]:
     """
     name, target, skipped = _kind(value)
     found: dict[str, Any] = {"kind": name}
-    known = hints(target)
+    known = Kind(name, "", target).hints()
     for key, parameter in inspect.signature(target).parameters.items():
         given = _argument(value, key, name)
         default = parameter.default is not _EMPTY and _same(given, parameter.default)

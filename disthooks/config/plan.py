@@ -6,9 +6,10 @@ What a configuration says, as objects, and how it is attached.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -17,17 +18,20 @@ from torch import nn
 from disthooks._handles import Attachment
 from disthooks._match import as_patterns, unwrap_engine
 from disthooks._ranks import describe, launched_rank
+from disthooks._tensors import format_bytes, local_part, parse_bytes
 from disthooks.config import dump
 from disthooks.config.agree import Team, check_conflicts, check_not_alone
-from disthooks.config.build import Recipe, stores_within
+from disthooks.config.build import BuildSpec
 from disthooks.config.source import Path, Source
-from disthooks.config.watchers import Watchers, attach_watchers, say
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import Gradients, GradientsReport, gradients
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
-from disthooks.saved.pipeline import pipeline
+from disthooks.saved.pipeline import Pipeline, pipeline
 from disthooks.saved.report import SavedReport
+from disthooks.saved.stores.base import Functions, Store
+from disthooks.saved.stores.tiers import OnDevice, Tiered
+from disthooks.watch.watchers import Watchers, attach_watchers, say
 
 
 class SavingPlan(Attachment):
@@ -116,7 +120,7 @@ _NOWHERE = Source("the plan", {})
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class PlanSource:
     """Where a plan was read, and its run directory; None when nothing is in one."""
 
     source: Source
@@ -160,7 +164,7 @@ class Plan:
     strict: bool = False
     blame: bool = False
     check_replicas: int | None = None
-    _written: Written | None = field(init=False, default=None, repr=False, compare=False)
+    _written: PlanSource | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "saves", tuple((as_patterns(patterns), pipeline(to)) for patterns, to in self.saves))
@@ -169,7 +173,7 @@ class Plan:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
 
     @classmethod
-    def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: Written) -> Plan:
+    def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: PlanSource) -> Plan:
         """The plan of a configuration that was read; it knows the lines of what it has."""
         plan = cls(
             saves,
@@ -326,6 +330,66 @@ class Plan:
         return made | {"sinks": [*own, *more]}
 
 
+def weights_of(model: nn.Module) -> int:
+    """Bytes of parameters and buffers on this rank as the model is now: local shards; on "meta" as if allocated.
+
+    >>> weights_of(nn.Linear(10, 10, device="meta"))
+    440
+    """
+    tensors = itertools.chain(unwrap_engine(model).parameters(), unwrap_engine(model).buffers())
+    return sum(_nbytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    sharded = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO 3: the parameter itself is empty
+    return local_part(tensor if sharded is None else sharded).nbytes
+
+
+def stores_within(
+    budget: int | str | None, model: nn.Module, saves: Iterable[tuple[Any, Pipeline]], source: Source
+) -> Sequence[tuple[Any, Pipeline]]:
+    """``saves`` with a first tier on the device in front of every store: what ``budget`` leaves beside the weights.
+
+    All share its limit. Entries with the same store share the tiers too, so that the tensors that are wanted last move.
+
+    Raises:
+        ConfigError: when the weights alone are more, or a store cannot be a tier.
+    """
+    saves = list(saves)
+    if budget is None:
+        return saves
+    device = OnDevice(_left(parse_bytes(budget, "budget"), weights_of(model), source))
+    tiers: list[tuple[Store, Tiered]] = []
+    found = []
+    for number, (patterns, line) in enumerate(saves):
+        tiered = next((made for store, made in tiers if store == line.store), None)
+        if tiered is None:
+            tiered = _tiered(device, line.store, number, source)
+            tiers.append((line.store, tiered))
+        found.append((patterns, replace(line, store=tiered)))
+    return found
+
+
+def _left(budget: int, weights: int, source: Source) -> int:
+    if weights > budget:
+        source.fail(
+            ("budget",),
+            f": {format_bytes(budget)} ({budget} bytes) are less than the parameters and buffers of the model take on "
+            f"this rank, {format_bytes(weights)} ({weights} bytes)",
+        )
+    return budget - weights
+
+
+def _tiered(device: OnDevice, store: Store, number: int, source: Source) -> Tiered:
+    below = store.stores if isinstance(store, Tiered) else (store,)
+    path = ("save", number, "store")
+    if any(isinstance(tier, OnDevice) for tier in below):
+        source.fail(path, ": OnDevice and 'budget' both say how much stays on the device: leave out one of them")
+    if any(isinstance(tier, Functions) for tier in below):
+        source.fail(path, ": Functions cannot be a tier, so 'budget' cannot be kept: leave it out, or use a store")
+    return Tiered(device, *below)
+
+
 def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (), partly: bool = False) -> Prepared:
     """Attach the plan that ``read()`` returns; what fails on one rank fails on all that train ``model`` together."""
     team = Team.of(model)
@@ -399,7 +463,7 @@ def _sink_of(message: str, source: Source, path: Path) -> Path | None:
     return next((("watch", "sinks", i) for i, sink in enumerate(sinks) if message.startswith(str(sink["kind"]))), None)
 
 
-def make_run(written: Written | None) -> None:
+def make_run(written: PlanSource | None) -> None:
     """Make the run directory, if anything is in one.
 
     Raises:
@@ -417,4 +481,6 @@ def make_run(written: Written | None) -> None:
 
 def _all_made(value: Any, model: nn.Module) -> Any:
     """Of a list of recipes what they make; anything else as it is."""
-    return [each(model) if isinstance(each, Recipe) else each for each in value] if isinstance(value, list) else value
+    return (
+        [each(model) if isinstance(each, BuildSpec) else each for each in value] if isinstance(value, list) else value
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from disthooks._registry import NOUNS, Kind, kind_names, noun_of
+from disthooks._registry import NOUNS, Kind, kind_names, near, nearest, noun_of
 from disthooks._tensors import parse_bytes
-from disthooks.config.build import Cook, Recipe, near, nearest
-from disthooks.config.plan import Plan, Written, make_run
+from disthooks.config.build import Builder, BuildSpec
+from disthooks.config.plan import Plan, PlanSource, make_run
 from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import stats
@@ -43,10 +43,10 @@ def plan_of(source: Source) -> Plan:
     checked = _checked(source)
     expand = Expansion(source, checked["run"])
     used = "run" in source.document or names_run(source.document)
-    cook = Cook(source, expand)
-    written = Written(source, expand.run if used else None)
-    saves = [_entry(entry, ("save", i), cook, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
-    watches = _watches(checked["watch"], cook, source) if checked["watch"] is not None else {}
+    builder = Builder(source, expand)
+    written = PlanSource(source, expand.run if used else None)
+    saves = [_entry(entry, ("save", i), builder, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
+    watches = _watches(checked["watch"], builder, source) if checked["watch"] is not None else {}
     if not (saves or watches or checked["blame"] or checked["check_replicas"]):
         source.fail((), "has neither 'save' nor 'watch': nothing would be attached")
     return Plan.read(saves, watches, checked, written)
@@ -195,29 +195,31 @@ def _check_budget(source: Source, checked: Mapping[str, Any]) -> None:
         source.fail(("budget",), ": limits what 'save' leaves on the device, and there is no 'save'")
 
 
-def _entry(entry: Mapping[str, Any], path: Path, cook: Cook, written: Written, exact: bool) -> tuple[Any, Pipeline]:
+def _entry(
+    entry: Mapping[str, Any], path: Path, builder: Builder, written: PlanSource, exact: bool
+) -> tuple[Any, Pipeline]:
     source = written.source
     stages: list[Any] = []
     if entry["at_least"] is not None:
         stages.append(_gate(entry["at_least"], source, (*path, "at_least")))
     if entry["recompute"] is not None:
-        stages.append(cook.recipe(entry["recompute"], "recompute", (*path, "recompute"))())
+        stages.append(builder.spec(entry["recompute"], "recompute", (*path, "recompute"))())
     for i, codec in enumerate(entry["codecs"]):
-        stages.append(cook.recipe(codec, "codec", (*path, "codecs", i))())
+        stages.append(builder.spec(codec, "codec", (*path, "codecs", i))())
         if exact:
             _check_exact(stages[-1], codec, source, (*path, "codecs", i))
     if names_run(entry["store"]):
         make_run(written)  # a store opens its file when it is made
-    stages.append(cook.recipe(entry["store"], "store", (*path, "store"))())
+    stages.append(builder.spec(entry["store"], "store", (*path, "store"))())
     try:
         return _patterns(entry["modules"], source, (*path, "modules")), pipeline(*stages)
     except UsageError as error:
         raise ConfigError(error if isinstance(error, ConfigError) else source.say(path, f": {error}")) from None
 
 
-def _ready(made: Any, source: Source, path: Path) -> Recipe:
+def _ready(made: Any, source: Source, path: Path) -> BuildSpec:
     """The recipe of what is there already."""
-    return Recipe(Kind(type(made).__name__, "stat", lambda: made), {}, source, path)
+    return BuildSpec(Kind(type(made).__name__, "stat", lambda: made), {}, source, path)
 
 
 def _gate(size: Any, source: Source, path: Path) -> AtLeast:
@@ -243,7 +245,7 @@ def _patterns(modules: str | list[str], source: Source, path: Path) -> tuple[str
     return tuple(given)
 
 
-def _watches(watch: Mapping[str, Any], cook: Cook, source: Source) -> dict[str, Any]:
+def _watches(watch: Mapping[str, Any], builder: Builder, source: Source) -> dict[str, Any]:
     made: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
         given = ["standard"] if watch[key] == "standard" else watch[key]
@@ -252,7 +254,7 @@ def _watches(watch: Mapping[str, Any], cook: Cook, source: Source) -> dict[str, 
             if entry == "standard":
                 made[key] += [_ready(stat, source, ("watch", key)) for stat in stats.standard()]
             else:
-                made[key].append(cook.recipe(entry, noun, ("watch", key, i)))
+                made[key].append(builder.spec(entry, noun, ("watch", key, i)))
     if not made["rules"] and not made["stats"]:
         source.fail(("watch",), " has neither rules nor stats: nothing would be done")
     return made

@@ -1,16 +1,54 @@
-"""The keys of a configuration, as pydantic's models; imported only when a configuration is read."""
+"""The keys of a configuration and the arguments of each kind as pydantic's models, and the JSON schema made of them.
+
+Editors complete and check a configuration by that schema. ``python -m disthooks.config.schema`` prints it, with the
+kinds of installed packages, and ``--write`` writes ``hooks.schema.json`` anew, without them.
+"""
+
+# [Note: one model for each kind]
+#
+# The signature of a kind says what may be written for it: the annotations which values are right, the defaults which
+# keys may be left out, and the docstring what each is for. ``arguments_of`` makes a pydantic model of the signature.
+# The model refuses wrong values and gives the kind's part of the JSON schema, so neither is written by hand anywhere.
+# It checks and does not convert: the class itself makes the object, of the values that were checked.
 
 from __future__ import annotations
 
+import argparse
+import collections.abc
+import functools
+import inspect
+import json
+import os
+import pathlib
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, WithJsonSchema, create_model
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
+
+from disthooks._registry import NOUNS, Kind, base_of, kind_names, near, other_kinds, own_kinds
+from disthooks.config.source import Path
+
+FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
+_OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
+_SIZES = ("limit", "in_flight")
+_DTYPE = r"^(torch\.)?(bfloat16|half|float|double|float\d+(_\w+)?)$"
+_HELD = tuple(noun for noun in NOUNS if noun != "engine")  # what a file can name
+_ITS_CLASS = typing.cast(
+    Any, InstanceOf
+)()  # in an annotation: an object is checked by its class, and never looked into
+_LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 Text = Annotated[str, Field(min_length=1)]
 # For editors alone: parse_bytes says it better.
 SIZE = r"^\s*\d+(\.\d+)?\s*(([kKmMgGtT][iI]?)?[bB])?$"
 Size = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1, json_schema_extra={"pattern": SIZE})]
-Kind = dict[str, Any]
+Entry = dict[str, Any]
 
 
 class _Strict(BaseModel):
@@ -24,9 +62,9 @@ class Save(_Strict):
         description="One pattern or a list of them, over names of modules; * matches any text, dots included."
     )
     at_least: Size | None = Field(None, description="Tensors of fewer bytes stay where they are: 65536, 64 KiB.")
-    recompute: Kind | None = Field(None, description="Drop what is cheap to compute again: kind: Recompute.")
-    codecs: list[Kind] = Field([], description="What makes tensors smaller, in this order.")
-    store: Kind = Field(description="Where they are between forward and backward.")
+    recompute: Entry | None = Field(None, description="Drop what is cheap to compute again: kind: Recompute.")
+    codecs: list[Entry] = Field([], description="What makes tensors smaller, in this order.")
+    store: Entry = Field(description="Where they are between forward and backward.")
 
 
 class Watch(_Strict):
@@ -36,11 +74,11 @@ class Watch(_Strict):
     groups: dict[Text, Text | Annotated[list[Text], Field(min_length=1)]] = Field(
         {}, description="Names of groups of parameters, and the patterns of each."
     )
-    rules: list[Kind] = Field([], description="Applied to the gradients in this order.")
-    stats: Literal["standard"] | list[Literal["standard"] | Kind] = Field(
+    rules: list[Entry] = Field([], description="Applied to the gradients in this order.")
+    stats: Literal["standard"] | list[Literal["standard"] | Entry] = Field(
         [], description="What is measured in logged steps; the word standard is what one reading of them gives."
     )
-    sinks: list[Kind] = Field([], description="Where it is logged, on the first rank.")
+    sinks: list[Entry] = Field([], description="Where it is logged, on the first rank.")
 
 
 class Hooks(_Strict):
@@ -64,3 +102,292 @@ class Hooks(_Strict):
     )
     save: list[Save] = Field([], description="Where saved tensors are; each module in one entry only.")
     watch: Watch | None = Field(None, description="What happens to gradients, and what is logged of them.")
+
+
+class WrongArgumentError(Exception):
+    """An argument is not what the kind takes.
+
+    Args:
+        path: the argument, below the entry.
+        says: what is wrong, for :meth:`Source.say`.
+    """
+
+    def __init__(self, path: Path, says: str) -> None:
+        super().__init__(says)
+        self.path = path
+
+
+@functools.lru_cache(maxsize=256)
+def arguments_of(kind: Kind) -> type[BaseModel]:
+    """The model of the arguments of ``kind``; see [Note: one model for each kind].
+
+    >>> from disthooks._registry import find_kind
+    >>> list(arguments_of(find_kind("codec", "Cast")).model_json_schema()["properties"])
+    ['dtype']
+    """
+    known, said = kind.hints(), _arguments(_document(kind))
+    fields: dict[str, Any] = {}
+    for number, (name, it) in enumerate(kind.parameters().items()):
+        if it.kind in (it.VAR_KEYWORD, it.VAR_POSITIONAL):
+            continue
+        default: Any = ... if it.default is it.empty else it.default
+        # An argument may have a name that pydantic takes for its own, so the name is an alias.
+        fields[f"argument_{number}"] = (
+            _checked(known.get(name, Any), name),
+            Field(default, alias=name, description=said.get(name)),
+        )
+    extra: Literal["allow", "forbid"] = "allow" if kind.takes_any_name else "forbid"
+    config = ConfigDict(strict=True, extra=extra, arbitrary_types_allowed=True)
+    return create_model(kind.name, __config__=config, **fields)
+
+
+def _checked(hint: Any, name: str = "") -> Any:
+    """``hint`` as pydantic is to check it: objects by their class alone, and anything where it says nothing."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return typing.Union[tuple(_checked(each, name) for each in args)]  # noqa: UP007
+    if origin in _LISTS:
+        return list[_checked(args[0], name)] if args else list[Any]  # type: ignore[misc]
+    if origin is os.PathLike or hint is os.PathLike:
+        return Annotated[os.PathLike, _ITS_CLASS, WithJsonSchema({"type": "string"})]
+    if origin in (dict, collections.abc.Mapping):
+        return dict[Any, Any]
+    if origin is Literal or hint in (bool, float, None, types.NoneType) or origin is collections.abc.Callable:
+        return hint
+    if hint in (int, str):
+        size: dict[str, Any] = {"minimum": 0} if hint is int else {"pattern": SIZE.replace("$", r"(\s+per node)?$")}
+        return Annotated[hint, Field(json_schema_extra=size)] if name in _SIZES else hint
+    return _instance(hint)
+
+
+def _instance(hint: Any) -> Any:
+    noun = next((noun for noun in _HELD if noun != "sink" and hint is base_of(noun)), None)
+    if noun is not None:
+        return Annotated[hint, _ITS_CLASS, WithJsonSchema({"noun": noun})]
+    if hint is torch.dtype:
+        schema = {"type": "string", "pattern": _DTYPE, "examples": ["bfloat16", "float16", "float8_e4m3fn"]}
+        return Annotated[hint, _ITS_CLASS, WithJsonSchema(schema)]
+    return Annotated[hint, _ITS_CLASS] if isinstance(hint, type) and hint not in (Any, object) else Any
+
+
+def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = False) -> None:
+    """Raise WrongArgumentError where ``given`` has an unknown argument, has not all, or a value of a wrong type.
+
+    Args:
+        kind: the kind.
+        given: the arguments.
+        names_alone: whether values are not looked at, and arguments may be missing.
+    """
+    try:
+        arguments_of(kind).model_validate(dict(given))
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        parameters = kind.parameters()
+        for each in errors:
+            if each["type"] == "extra_forbidden":
+                name = str(each["loc"][0])
+                raise WrongArgumentError((name,), f" is no argument of {kind.name}{near(name, parameters)}") from None
+        if names_alone:
+            return
+        missing = [
+            name for name in parameters if any((each["type"], each["loc"]) == ("missing", (name,)) for each in errors)
+        ]
+        if missing:
+            raise WrongArgumentError((), f": {kind.name} needs {' and '.join(map(repr, missing))}") from None
+        name = next(key for key in given if any(each["loc"][0] == key for each in errors))
+        raise WrongArgumentError((name,), _needed(given[name], kind.hints().get(name))) from None
+
+
+def _needed(value: Any, hint: Any) -> str:
+    words = choices(hint)
+    meant = near(value, words) if isinstance(value, str) and words else _bare(value)
+    return f": {expected(hint)} is needed, got {value!r}{meant if '?' in meant else ''}"
+
+
+def _bare(value: Any) -> str:
+    """The first word in ``value`` that is the name of a kind, as it should be written."""
+    given = value if isinstance(value, list) else [value]
+    names = {name for noun in _HELD for name in kind_names(noun)}
+    word = next((each for each in given if isinstance(each, str) and each in names), None)
+    return f"; did you mean {{kind: {word}}}?" if word else ""
+
+
+def expected(hint: Any) -> str:
+    """What is expected, in the words of YAML.
+
+    >>> expected(float | None), expected(Literal["a", "b"]), expected(int | str)
+    ('a number or null', "'a' or 'b'", 'a whole number or a text')
+    """
+    return " or ".join(dict.fromkeys(_named(part) for part in _choices(hint)))
+
+
+def choices(hint: Any) -> list[str]:
+    """The words that a ``Literal`` takes."""
+    return [word for part in _choices(hint) if isinstance(part, _Word) for word in [part.word] if isinstance(word, str)]
+
+
+class _Word(typing.NamedTuple):
+    """One value of a ``Literal``."""
+
+    word: Any
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+    torch.dtype: "a dtype such as bfloat16",
+    os.PathLike: "a text",
+}
+
+
+def _choices(hint: Any) -> list[Any]:
+    if _union(hint):
+        return [part for each in typing.get_args(hint) for part in _choices(each)]
+    return [_Word(each) for each in typing.get_args(hint)] if typing.get_origin(hint) is Literal else [hint]
+
+
+def _named(part: Any) -> str:
+    if isinstance(part, _Word):
+        return repr(part.word)
+    origin = typing.get_origin(part)
+    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable):
+        return f"a list, each {expected(typing.get_args(part)[0])}" if typing.get_args(part) else "a list"
+    known = _WORDS.get(part) or _WORDS.get(origin)
+    return known or f"a {getattr(part, '__name__', str(part)).lower()}"
+
+
+def _union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+class _Quietly(GenerateJsonSchema):
+    """Leaves out what no file can hold, and titles, which would repeat the names."""
+
+    ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def schema(others: bool = False) -> dict[str, Any]:
+    """The schema as a dict; with the kinds of installed packages, if asked for."""
+    found: dict[str, Any] = Hooks.model_json_schema()
+    _name_kinds(found)
+    found["$schema"] = "http://json-schema.org/draft-07/schema#"
+    found["$defs"] = found["$defs"] | {noun: _noun(noun, others) for noun in _HELD}
+    moved: dict[str, Any] = json.loads(json.dumps(found).replace("#/$defs/", "#/definitions/"))
+    moved["definitions"] = moved.pop("$defs")  # the name that every editor knows
+    return moved
+
+
+def text(others: bool = False) -> str:
+    """The text of the file."""
+    return json.dumps(schema(others), indent=2) + "\n"
+
+
+def _noun(noun: str, others: bool) -> dict[str, Any]:
+    own = {
+        "type": "object",
+        "description": f"A {noun} of your own.",
+        "properties": {"kind": {"type": "string", "pattern": _OWN, "description": "package.module:Class"}},
+        "required": ["kind"],
+    }
+    kinds = [*own_kinds(noun), *(other_kinds(noun) if others else [])]
+    return {"anyOf": [*map(_kind, kinds), own]}
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    found = arguments_of(kind).model_json_schema(schema_generator=_Quietly)
+    properties = {name: _plain_schema(it) for name, it in found.get("properties", {}).items()}
+    about = summary(kind)
+    return {
+        "type": "object",
+        "title": kind.name,
+        "description": about,
+        "properties": {"kind": {"const": kind.name, "description": about}, **properties},
+        "required": ["kind", *found.get("required", [])],
+        "additionalProperties": False,
+    }
+
+
+def _plain_schema(found: dict[str, Any]) -> dict[str, Any]:
+    """``found`` as editors know it best: references to nouns, words without a type, no choice twice."""
+    if "noun" in found:  # pydantic would look for the definition in the model of this one kind
+        found |= _ref(found.pop("noun"))
+    if "enum" in found or "const" in found:
+        found = {key: it for key, it in found.items() if key not in ("type", "const")} | {
+            "enum": found.get("enum", [found.get("const")])
+        }
+    if "items" in found:
+        found |= {"items": _plain_schema(found["items"])}
+    if "anyOf" in found:
+        choices = [_plain_schema(each) for each in found.pop("anyOf")]
+        several = [each for number, each in enumerate(choices) if each not in choices[:number]]
+        found |= several[0] if len(several) == 1 else {"anyOf": several}
+    return found
+
+
+def _document(kind: Kind) -> str:
+    """The docstring of the function that makes its objects, if it has one, else that of the class."""
+    return inspect.getdoc(kind.target) or inspect.getdoc(kind.made) or ""
+
+
+def summary(kind: Kind) -> str:
+    """The first sentence of what its docstring says."""
+    return _summary(_document(kind))
+
+
+def _name_kinds(found: dict[str, Any]) -> None:
+    """Where pydantic knows any dict, say which."""
+    save, watch = found["$defs"]["Save"]["properties"], found["$defs"]["Watch"]["properties"]
+    described = save["recompute"]["description"]
+    save["recompute"] = {"anyOf": [_ref("recompute"), {"type": "null"}], "default": None, "description": described}
+    save["codecs"]["items"] = _ref("codec")
+    save["store"] = {**_ref("store"), "description": save["store"]["description"]}
+    for key, noun in (("rules", "rule"), ("sinks", "sink")):
+        watch[key]["items"] = _ref(noun)
+    standard = {"const": "standard"}
+    several = {"type": "array", "items": {"anyOf": [standard, _ref("stat")]}}
+    found["anyOf"] = [{"required": [key]} for key in ("save", "watch", "blame", "check_replicas")]
+    found["$defs"]["Watch"]["anyOf"] = [{"required": ["rules"]}, {"required": ["stats"]}]
+    watch["stats"] = {**watch["stats"], "anyOf": [standard, several]}
+
+
+def _ref(noun: str) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{noun}"}
+
+
+def _summary(document: str) -> str:
+    return _plain(document.split("\n\n")[0])
+
+
+def _arguments(document: str) -> dict[str, str]:
+    """What a docstring says of each argument."""
+    found = re.search(r"^Args:\n((?: .*\n|\n)*)", document + "\n", re.MULTILINE)
+    lines = textwrap.dedent(found[1] if found else "")
+    pieces = re.split(r"^(\w+): ", lines, flags=re.MULTILINE)[1:]
+    return {name: _plain(said) for name, said in zip(pieces[::2], pieces[1::2], strict=True)}
+
+
+def _plain(said: str) -> str:
+    """Without the marks of reStructuredText."""
+    said = re.sub(r":\w+:`~?([^`]*)`", lambda it: it[1].rpartition(".")[2], said)
+    return " ".join(said.replace("``", "").split())
+
+
+def main(words: list[str] | None = None) -> None:
+    """Print the schema, or with ``--write`` write the file of the package anew."""
+    parser = argparse.ArgumentParser(prog="python -m disthooks.config.schema", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {FILE}")
+    if not parser.parse_args(words).write:
+        print(text(others=True), end="")
+        return
+    FILE.write_text(text())
+    print(f"{FILE.name}: {len(schema()['definitions'])} definitions")
+
+
+if __name__ == "__main__":
+    main()

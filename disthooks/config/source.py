@@ -5,10 +5,13 @@ Variables and placeholders in the paths of a configuration.
 
 from __future__ import annotations
 
+import collections.abc
 import difflib
 import os
 import pathlib
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -270,6 +273,31 @@ class _Reader:
 def _line(node: Any) -> int:
     line: int = node.start_mark.line
     return line + 1
+
+
+_PATHS = ("path", "directory", "log_dir")
+_HOLDERS = (typing.Union, types.UnionType, list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+
+
+def is_path(name: str, hint: Any) -> bool:
+    """Whether a parameter takes a path: by its name, or since ``os.PathLike`` is among what it takes.
+
+    >>> is_path("directory", None), is_path("where", str | os.PathLike[str]), is_path("limit", int | str)
+    (True, True, False)
+    """
+    return name in _PATHS or any(typing.get_origin(part) is os.PathLike or part is os.PathLike for part in parts(hint))
+
+
+def parts(hint: Any) -> list[Any]:
+    """What a union is of, and what is in the lists of it; ``[hint]`` for anything else."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType) or typing.get_origin(hint) in (
+        collections.abc.Sequence,
+        collections.abc.Iterable,
+        list,
+        tuple,
+    ):
+        return [part for each in typing.get_args(hint) for part in parts(each)]
+    return [hint]
 
 
 RUN = "{run}"

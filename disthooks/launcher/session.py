@@ -24,13 +24,13 @@ from disthooks._tensors import format_bytes
 from disthooks.config import Plan
 from disthooks.config.locate import Found, engine_config, find, read_found
 from disthooks.config.plan import at_line, tell_attached
-from disthooks.config.watchers import Watchers
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.attach import Gradients
 from disthooks.grads.records import UnwrittenRecords
 from disthooks.launcher import world
 from disthooks.launcher.frameworks import Frameworks
 from disthooks.launcher.torch_patches import Seams, only_fills_state
+from disthooks.watch.watchers import Watchers
 
 # [Note: nothing is kept alive]
 # A process may train many models: folds, a search for the largest batch. The session outlives them, so it holds the

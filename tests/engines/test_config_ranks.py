@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.config.build import weights_of
+from disthooks.config.plan import weights_of
 from disthooks.errors import AttachError, ConfigError
 from tests.support.ranks.harness import Ranks
 

@@ -17,7 +17,7 @@ import disthooks as dh
 from tests.golden import golden_runs
 
 #: The private objects that golden files need. This table is what to change when one of them moves.
-PRIVATE = {"app": "disthooks.cli.app:app", "schema": "disthooks.config.jsonschema:schema"}
+PRIVATE = {"app": "disthooks.cli.app:app", "schema": "disthooks.config.schema:schema"}
 
 MODEL = """
 import torch

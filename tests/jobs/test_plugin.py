@@ -109,7 +109,7 @@ print(attached.report().moved > 0, dh.from_config("hooks.yaml").saves[0][1])
     done = run([sys.executable, "-c", code], tmp_path, installed)
     assert "True" in done.stdout, done.stderr
     assert "Runs(at_least=64), Zipped(level=9)" in done.stdout
-    schema = run([sys.executable, "-m", "disthooks.config.jsonschema"], tmp_path, installed).stdout
+    schema = run([sys.executable, "-m", "disthooks.config.schema"], tmp_path, installed).stdout
     assert '"title": "Zipped"' in schema
 
 

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
-from disthooks.config.jsonschema import FILE
+from disthooks.config.schema import FILE
 from tests.support import ROOT
 from tests.support.jobs.wrong import ON_THE_FIRST, ON_THE_SECOND, WRONG, Wrong
 

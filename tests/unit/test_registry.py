@@ -131,7 +131,7 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
 
 
 def test_the_schema_has_the_kinds_of_packages(install: Callable[..., None]) -> None:
-    from disthooks.config.jsonschema import schema
+    from disthooks.config.schema import schema
 
     install("theirs_schema", CODEC, "[disthooks.codecs]\nSame = theirs_schema:Same\n")
     titles = [entry.get("title") for entry in schema(others=True)["definitions"]["codec"]["anyOf"]]

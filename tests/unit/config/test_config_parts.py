@@ -18,8 +18,8 @@ import yaml
 import disthooks as dh
 from disthooks._kinds import KINDS
 from disthooks.config import dump, find
-from disthooks.config import jsonschema as jsonschema_command
-from disthooks.config.jsonschema import FILE, text
+from disthooks.config import schema as schema_command
+from disthooks.config.schema import FILE, text
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from tests.support import ROOT
 from tests.support.models import Tiny, identical, step, tokens
@@ -468,21 +468,21 @@ def test_objects_attach_as_they_are() -> None:
 
 
 def test_the_schema_is_current() -> None:
-    assert FILE.read_text() == text(), "run: python -m disthooks.config.jsonschema --write"
+    assert FILE.read_text() == text(), "run: python -m disthooks.config.schema --write"
 
 
 def test_the_schema_is_written_only_when_it_is_asked_for(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "hooks.schema.json"
-    monkeypatch.setattr(jsonschema_command, "FILE", file)
+    monkeypatch.setattr(schema_command, "FILE", file)
     with pytest.raises(SystemExit):
-        jsonschema_command.main(["--help"])
+        schema_command.main(["--help"])
     assert "--write" in capsys.readouterr().out
-    jsonschema_command.main([])
+    schema_command.main([])
     assert capsys.readouterr().out == text()
     assert not file.exists()
-    jsonschema_command.main(["--write"])
+    schema_command.main(["--write"])
     assert file.read_text() == text()
 
 
