@@ -39,9 +39,8 @@ _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _SIZES = ("limit", "in_flight")
 _DTYPE = r"^(torch\.)?(bfloat16|half|float|double|float\d+(_\w+)?)$"
 _HELD = tuple(noun for noun in NOUNS if noun != "engine")  # what a file can name
-_ITS_CLASS = typing.cast(
-    Any, InstanceOf
-)()  # in an annotation: an object is checked by its class, and never looked into
+# In an annotation: an object is checked by its class alone, and never looked into.
+_ITS_CLASS = typing.cast(Any, InstanceOf)()
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 Text = Annotated[str, Field(min_length=1)]
