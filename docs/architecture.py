@@ -289,45 +289,43 @@ _NAMED = re.compile(r"\[Note: ([^\]]+)\]")
 
 
 def notes(package: Package) -> tuple[list[Note], list[Note]]:
-    """The Notes, and where they are cited. A block of comments that begins with ``[Note: name]`` is the Note."""
+    """The Notes, and where they are cited. A paragraph of comments that begins with ``[Note: name]`` is one."""
     made, cited = [], []
     for file in package.files:
         path = file.path.relative_to(package.root)
-        for begin, text in _said(file):
+        for begin, text, is_comment in _said(file):
             for match in _NAMED.finditer(text):
                 name, line = " ".join(match[1].split()), begin + text[: match.start()].count("\n")
-                is_made = match.start() == 0 and text.startswith("[Note:")
+                is_made = is_comment and bool(re.search(r"(?:\A|\n\n)\Z", text[: match.start()]))
                 (made if is_made else cited).append(Note(name, path, line))
     return sorted(made, key=lambda note: (str(note.file), note.line)), cited
 
 
-def _said(file: File) -> Iterator[tuple[int, str]]:
-    """Every block of comments, and every docstring: its first line, and its text without hashes."""
+def _said(file: File) -> Iterator[tuple[int, str, bool]]:
+    """Every block of comments, and every docstring: its first line, its text without hashes, whether it is comments."""
     block: list[str] = []
     begin = last = 0
     for token in file.tokens:
         if token.type == tokenize.STRING and token.start[0] in file.docstrings:
-            yield token.start[0], token.string
+            yield token.start[0], token.string, False
         if token.type != tokenize.COMMENT:
             continue
         alone = not token.line[: token.start[1]].strip()
         if block and not (alone and token.start[0] == last + 1):
-            yield begin, "\n".join(block)
+            yield begin, "\n".join(block), True
             block = []
         if not block:
             begin = token.start[0]
         block.append(token.string.lstrip("#: "))
         last = token.start[0]
     if block:
-        yield begin, "\n".join(block)
+        yield begin, "\n".join(block), True
 
 
 def listed(package: Package) -> str:
     """The list of Notes, as Markdown."""
-    made, cited = notes(package)
-    times = collections.Counter(note.name for note in cited)
-    rows = [f"| {note.name} | [{_short(note)}](../{note.file}) | {times[note.name]} |" for note in made]
-    return "\n".join(["| Note | stands in | cited |", "|---|---|---|", *rows])
+    rows = [f"| {note.name} | [{_short(note)}](../{note.file}) |" for note in notes(package)[0]]
+    return "\n".join(["| Note | stands in |", "|---|---|", *rows])
 
 
 def _short(note: Note) -> str:

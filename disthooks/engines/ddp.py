@@ -107,7 +107,7 @@ class Ddp(Engine):
         self._last_backward_reduces = reduces
 
     def check(self) -> None:
-        if self._wrapper._join_config.enable:
+        if self._wrapper._join_config.enable:  # see [Note: join]
             raise AttachError(
                 "DDP's join() lets a rank stop early, and the others would wait for its part of the gradients' "
                 "statistics: give every rank the same number of steps, or remove() the attachment before join()"

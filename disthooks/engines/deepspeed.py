@@ -511,6 +511,7 @@ _KINDS: dict[str, type[Partitions]] = {
 
 
 def _partitions_of(engine: Any) -> Partitions:
+    # See [Note: what is private of DeepSpeed].
     kind = type(engine.optimizer).__name__
     if engine.optimizer is engine.basic_optimizer:
         return Partitions(engine.optimizer)

@@ -101,7 +101,8 @@ class FlatUnit:
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        # Read in __dict__, because the module's __getattr__ goes on to ask the module inside.
+        # See [Note: what is private of FSDP1]. The handle is read in __dict__, because the module's __getattr__ goes on
+        # to ask the module inside.
         self.name, self._module = name, module
         self._handle: Any = module.__dict__["_handle"]
         self.flat: Any = self._handle.flat_param

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 from tests.support import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
+
+# Files that the page names and the trips do not enter: they attach once, or serve another form of the same way.
+NOT_ON_THE_TRIP = {"saved/module_class.py", "saved/weights.py", "grads/attach.py", "grads/stats/scan.py"}
 
 FIRST = '''"""A module.
 
@@ -95,6 +99,13 @@ def test_the_trips_go_through_the_library(tmp_path: pathlib.Path) -> None:
     found, printed = measure(tmp_path / "out.json", "disk", "gradient", "yaml")
     for trip, package in {"disk": "saved", "gradient": "grads", "yaml": "config"}.items():
         assert any(name.startswith(f"{package}/") for name in found["trips"][trip]["names_of_files"])
+    # What docs/architecture.md says of the two ways is so: all of the files in the first column are on them.
+    _, saved, gradient = (ROOT / "docs" / "architecture.md").read_text().split("## The way of ")
+    for trip, text in (("disk", saved), ("gradient", gradient.partition("\n## ")[0])):
+        cells = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| [")]
+        files = {name for cell in cells for name in re.findall(r"\]\(\.\./disthooks/([^)]+)\)", cell)}
+        assert len(files) > 8
+        assert files - set(found["trips"][trip]["names_of_files"]) <= NOT_ON_THE_TRIP
     assert all(place["own_file"] and place["named_in"]["tests"] for place in found["places"].values())
     code = f"{found['source']['code_lines']:,}"
     assert f"| code lines | {code} |" in printed.splitlines()

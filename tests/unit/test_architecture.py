@@ -82,8 +82,9 @@ def test_a_note_that_is_cited_is_there_once_and_is_cited() -> None:
 
 def test_notes_are_found_in_comments_and_docstrings(tmp_path: pathlib.Path) -> None:
     (tmp_path / "small").mkdir()
-    text = '"""See [Note: a\nreason]."""\n\n# [Note: a reason]\n# Why.\nx = 1  # see [Note: another]\n'
-    (tmp_path / "small" / "__init__.py").write_text(f"{text}# See\n# [Note: a reason] too.\n")
+    comments = "# [Note: a reason]\n# Why.\n#\n# [Note: one more]\nx = 1  # see [Note: another]\n"
+    text = f'"""See [Note: a\nreason]."""\n\n{comments}# See\n# [Note: a reason] too.\n'
+    (tmp_path / "small" / "__init__.py").write_text(text)
     made, cited = architecture.notes(Package(tmp_path / "small"))
-    assert [(note.name, note.line) for note in made] == [("a reason", 4)]
-    assert [(note.name, note.line) for note in cited] == [("a reason", 1), ("another", 6), ("a reason", 8)]
+    assert [(note.name, note.line) for note in made] == [("a reason", 4), ("one more", 7)]
+    assert [(note.name, note.line) for note in cited] == [("a reason", 1), ("another", 8), ("a reason", 10)]

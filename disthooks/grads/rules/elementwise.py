@@ -224,6 +224,7 @@ def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> to
     The second key goes in between two rounds of mixing: with the first alone, different keys would read the same
     sequence at different places.
     """
+    # See [Note: noise by counting].
     bits = mix64_(mix64_((where * signed64(GOLDEN)).add_(keys[0])).bitwise_xor_(keys[1]))
     radius = (bits >> 32).bitwise_and_(_LOW).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     return (bits & _LOW).to(dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)

@@ -159,6 +159,7 @@ class ExtremeValues(Measure):
     def local(self, local: Local) -> torch.Tensor:
         """Both for each parameter; minus infinity where it has no elements here."""
         found = known(local, self.facts)
+        # See [Note: MAX of integers keeps NaN].
         return to_sortable(torch.stack([found["high"], found["low"]], dim=1).flatten())
 
     def low_high(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,7 @@ class Power(Measure):
         """The sum of powers, or the largest, for each parameter."""
         if math.isinf(self.p):
             found = known(local, self.facts)
+            # See [Note: MAX of integers keeps NaN].
             return to_sortable(torch.maximum(found["high"], found["low"]).clamp(min=0))
         for fact in self.facts & local.known.keys():
             return local.known[fact]
