@@ -1,4 +1,4 @@
-"""Named statistics of gradients; those of the final gradient are of what backward left, before any rule."""
+"""Named statistics of gradients. Statistics of the final gradient read what backward left, before any rule."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ __all__ = [
 
 
 def standard(per_parameter: bool = False) -> tuple[Stat, ...]:
-    """What one reading of the final gradients gives: norm, moments, extremes, zeros, the histogram.
+    """The statistics that need one reading of the final gradients: norm, moments, extremes, zeros and the histogram.
 
-    With ``NonFinite`` too, whose look at each rank's own gradients is a small one. The others cost more: ``Spread`` and
-    ``NoiseScale`` take norms in backward, ``Updates`` copies the parameters, ``Agreement`` keeps gradients.
+    ``NonFinite`` is among them, although it reads each rank's own gradients too, because that costs little. The other
+    statistics cost more: ``Spread`` and ``NoiseScale`` take norms in backward, ``Updates`` copies the parameters,
+    ``Agreement`` keeps gradients.
 
     Args:
-        per_parameter: also of each parameter; not the histogram, which is long.
+        per_parameter: whether to log each parameter too. The histogram, which is long, is logged for all together.
 
     >>> [type(stat).__name__ for stat in standard()]
     ['Norm', 'Moments', 'Extremes', 'Zeros', 'Histogram', 'NonFinite']

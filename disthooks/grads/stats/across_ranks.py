@@ -1,12 +1,6 @@
-"""What a rank has of gradients that nobody reduces, and which no other rank would notice.
+"""Statistics that compare the ranks' own gradients before any reduction:
 
-The norms of the ranks' own gradients, before any reduction.
-
-Whether a rank's own gradient points where the final one does.
-
-Whether the ranks' own gradients point where the final one does.
-
-How the ranks' own gradients differ, and which rank is unlike the others.
+``Spread`` and ``Agreement``, with their measures.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""What a measure is, and what it may look at.
+"""``Measure``: what is computed on each rank and merged over ranks. ``Stat``: named numbers that are made of measures.
 
-A measure is frozen and hashable, so rules and statistics that need the same one share it. It looks at local parts
-only and gives some numbers for each parameter, or for each scope (all parameters, a group of them). Merging them
-needs nothing but a SUM or a MAX over the ranks, so what travels does not depend on how many ranks there are.
+A measure is frozen and hashable, so that rules and statistics that need the same measure share it. It reads only this
+rank's parts of the gradients, and gives some numbers for each parameter, or for each scope (all parameters, or a group
+of them). A SUM or a MAX over the ranks merges the numbers, so the bytes that travel do not depend on how many ranks
+there are.
 
-What every statistic is: some measures, and what to write of them.
+To add a statistic, write a frozen dataclass under ``@register("stat")`` with ``measures()`` and ``numbers(values)``,
+beside the measure that it needs. Its tests subclass ``disthooks.testing.StatTests``.
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ Fact = Literal[
     "count", "sum", "m2", "squares", "abs", "high", "low", "zeros", "nonfinite", "own", "dot", "accumulated", "final"
 ]
 
-_SMALL_ROW = 1e-14  # squares of float32 below 1e-19 lose digits or vanish: of 1024 elements they could be 1e-35 in all
+# Squares of float32 numbers below 1e-19 lose digits or become zero. In a row of 1024 elements they are below 1e-35
+# together, so the norm of a row is right if it is above this.
+_SMALL_ROW = 1e-14
 
 
 class LocalStats(NamedTuple):
-    """What hooks saw on this rank of one parameter's gradients before any reduction, since the last step.
+    """What the hooks of this rank kept of one parameter's gradients before any reduction, since the last step.
 
     Attributes:
-        norms: the 2-norm of each micro-batch's gradient, without dimensions; empty if nobody asked, or none came.
-        finite_probes: of each of them a number that is not finite where an element is not; empty if nobody asked, or
-            ``norms`` tell.
-        accumulated: the sum of them, of the whole parameter; None if nobody asked.
+        norms: the 2-norm of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
+        finite_probes: for each micro-batch a scalar that is finite only if all elements of the gradient are; empty if
+            no measure needs it, or ``norms`` tell it.
+        accumulated: the sum of the gradients of the micro-batches, of the whole parameter; None if no measure needs it.
     """
 
     norms: tuple[torch.Tensor, ...] = ()
@@ -45,21 +49,22 @@ class LocalStats(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What this rank may look at. The sequences have one entry for each parameter.
+    """The values of this rank that a measure may read. The sequences have one entry for each parameter.
 
     Attributes:
         shards: the parameters.
-        grads: the local part of the final gradient; None where there is none or another rank owns it.
-        seen: what was seen of gradients before their reduction.
-        scopes: for each scope the parameters in it, as places in these sequences.
-        position: this rank's place among the ranks.
-        world: how many ranks there are.
-        device: where the result is wanted.
-        apart: gradients that no engine reduces and this rank does not own; a NaN in them is on this rank alone.
-        before: the local part of the parameter as it was before the update; None where another rank owns it. Empty
-            before the update.
-        scale: what gradients before their reduction are multiplied by, a number without dimensions; None for 1.
-        known: what several measures need, found once for all of them: a float64 for each parameter, on ``device``.
+        grads: this rank's part of the final gradient; None if there is no gradient, or another rank owns the part.
+        seen: what the hooks kept of the gradients before their reduction.
+        scopes: for each scope the indices of its parameters in these sequences.
+        position: the index of this rank among the ranks that take part.
+        world: how many ranks take part.
+        device: the device on which the numbers are wanted.
+        apart: gradients that no engine reduces and that this rank does not own. A NaN in them is on this rank alone.
+        before: this rank's part of the parameter before the optimizer step; None if another rank owns the part. The
+            sequence is empty until the step is made.
+        scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
+        known: facts that several measures need, computed once: for each fact a float64 tensor on ``device`` with one
+            number for each parameter.
     """
 
     shards: Sequence[Shard]
@@ -75,7 +80,7 @@ class Local(NamedTuple):
     known: Mapping[Fact, torch.Tensor] = MappingProxyType({})
 
     def of(self, indices: Sequence[int]) -> Local:
-        """The same, of some of the parameters, which are given in order."""
+        """The values of the parameters with these ``indices``, which are in ascending order."""
         if len(indices) == len(self.shards):
             return self
         picked: dict[str, Any] = {
@@ -86,16 +91,16 @@ class Local(NamedTuple):
 
 
 class Measure:
-    """Some numbers for each parameter, for each scope, or for both (the scopes first).
+    """Gives some numbers for each parameter, for each scope, or for both (the scopes first).
 
     Attributes:
-        merge: how the numbers of several ranks become one: "sum" of float64, "max" of int64 (see
-            :mod:`disthooks.grads.sortable` for how numbers become such integers).
-        per: whether there are numbers for each parameter or for each scope.
-        facts: what it needs of each gradient that others may need too; :func:`~disthooks.grads.stats.scan.known`
-            finds them.
-        local_facts: what of the gradients before their reduction it needs.
-        after: whether it is measured once the update is made.
+        merge: how the numbers of several ranks become one: "sum" adds float64, "max" takes the largest int64 (see
+            :mod:`disthooks.grads.sortable` for how a number becomes such an integer).
+        per: whether there are numbers for each parameter, each scope, or both.
+        facts: the facts of each gradient that it needs; :func:`~disthooks.grads.stats.scan.known` computes them once
+            for all measures.
+        local_facts: what it needs of the gradients before their reduction.
+        after: whether it reads the parameters after the optimizer step.
     """
 
     merge: ClassVar[Merge]
@@ -105,15 +110,15 @@ class Measure:
     after: ClassVar[bool] = False
 
     def width(self, shard: Shard | None) -> int:
-        """How many numbers there are for one parameter; for one scope when ``shard`` is None."""
+        """How many numbers there are for the parameter of ``shard``, or for one scope if ``shard`` is None."""
         return 1
 
     def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
-        """The parameters whose whole gradients before the reduction it needs, as places in ``shards``."""
+        """Indices in ``shards`` of the parameters whose whole gradients before the reduction it needs."""
         return ()
 
     def local(self, local: Local) -> torch.Tensor:
-        """The numbers of this rank in one row, on ``local.device``: float64 to be added, or int64 for the largest."""
+        """The numbers of this rank, 1-D on ``local.device``: float64 if they are added, int64 for the largest."""
         raise NotImplementedError
 
 
@@ -122,9 +127,9 @@ def stack(
     measure: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
     device: torch.device,
 ) -> torch.Tensor:
-    """``measure`` of those that are there and have elements, in float64; 0 elsewhere.
+    """A float64 for each of ``slots``: ``measure`` of the tensors that have elements, and 0 for the others.
 
-    Built by stacking: an index made from a list would be copied to the device, and the host would wait.
+    The result is built by stacking. An index made from a list would be copied to the device, and the host would wait.
     """
     there = [slot is not None and slot.numel() > 0 for slot in slots]
     found = measure([slot for slot, is_there in zip(slots, there, strict=True) if slot is not None and is_there])
@@ -147,38 +152,38 @@ def take(values: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
 
 
 def onto(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``tensor`` on ``device``, to be used there at once.
+    """``tensor`` on ``device``, for immediate use there.
 
-    Nothing waits for a copy to a device. One to the host must have arrived before the host reads it: gradients that
-    are offloaded to the CPU, with numbers that NCCL merged on the device.
+    The host does not wait for a copy to a device. It does wait for a copy to the host, because it reads the copy next:
+    that happens if gradients are offloaded to the CPU while NCCL merges their numbers on the device.
     """
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
 def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on ``device``; from pinned memory, as the host would wait for a copy of any other."""
+    """A tensor of the host on ``device``. Its memory is pinned first, since the host would wait for any other copy."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def real(grad: torch.Tensor) -> torch.Tensor:
-    """Magnitudes of complex elements; any other gradient itself."""
+    """The magnitudes of the elements if ``grad`` is complex, otherwise ``grad`` itself."""
     return grad.abs() if grad.is_complex() else grad
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over gradients of ``dtype`` are taken in."""
+    """The dtype in which gradients of ``dtype`` are summed."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def row_norms(rows: torch.Tensor) -> torch.Tensor:
-    """The 2-norm along the last dimension, right for any float32."""
+    """The 2-norm along the last dimension, without overflow or underflow for any float32."""
     if not rows.is_cpu:
         wide_norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
         return wide_norm
     found: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide(rows.dtype)).double()
     doubt = ~torch.isfinite(found) | (found < _SMALL_ROW)
     if bool(doubt.any()) and rows.shape[-1]:
-        doubt &= (rows.amax(-1) != 0) | (rows.amin(-1) != 0)  # rows of zeros are many, and right
+        doubt &= (rows.amax(-1) != 0) | (rows.amin(-1) != 0)  # rows of zeros are frequent, and their norm is right
         again = rows[doubt].double()
         largest = peaks(again.abs().amax(-1))
         found[doubt] = largest * torch.linalg.vector_norm(again / largest[:, None], dim=-1)
@@ -186,21 +191,21 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
 
 
 def peaks(largest: torch.Tensor) -> torch.Tensor:
-    """What to divide by: 1 where the largest is 0, infinite or NaN."""
+    """The divisors of rows: ``largest``, or 1 where it is 0, infinite or NaN."""
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, 1.0)
 
 
-#: What a statistic keeps from one logged step to the next, on the CPU and the same on every rank.
+#: The state of a statistic from one logged step to the next: on the CPU, and the same on every rank.
 State = dict[str, torch.Tensor]
 
 
 class Found(NamedTuple):
-    """What was measured in a logged step, merged over the ranks and on the CPU.
+    """The measurements of a logged step, merged over the ranks and on the CPU.
 
     Attributes:
-        names: of the parameters.
-        groups: for each named group its parameters, as places in ``names``.
-        rows: for each measure its numbers: a row for each parameter (or each scope, if it is measured so).
+        names: the names of the parameters.
+        groups: for each named group the indices of its parameters in ``names``.
+        rows: for each measure its numbers, one row for each parameter (or each scope, see :attr:`Measure.per`).
         ranks: the global ranks that took part.
     """
 
@@ -212,60 +217,60 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Stat:
-    """Numbers of all gradients together, of each group of parameters, and if asked for of each parameter.
+    """Named numbers of all gradients together, of each group of parameters, and on request of each parameter.
 
     Args:
-        per_parameter: also log ``<name>/param/<parameter>`` for each parameter.
+        per_parameter: whether to log ``<name>/param/<parameter>`` for each parameter too.
     """
 
     per_parameter: bool = field(default=False, kw_only=True)
 
-    alone: ClassVar[bool] = False  # two of the kind would write the same names
+    alone: ClassVar[bool] = False  # whether two of this class would write the same names
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Raise UsageError when it cannot be right here; on every rank alike."""
+        """Raise UsageError if this statistic cannot be right on this engine. Every rank has to decide alike."""
 
     def start(self, scopes: int) -> State:
-        """The state before the first step, for so many scopes; empty when it has none."""
+        """The state before the first step, for this number of scopes; empty if the statistic has no state."""
         return {}
 
     def measures(self) -> tuple[Measure, ...]:
-        """What it needs."""
+        """The measures that it needs."""
         raise NotImplementedError
 
     def always(self) -> tuple[Measure, ...]:
-        """The measures of every step, logged or not; a part of :meth:`measures`."""
+        """Those of :meth:`measures` that are taken in every step, logged or not."""
         return ()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The numbers by name.
 
         Args:
-            values: for each measure a row for each scope, merged over the scope's parameters: float64, or int64 of
-                a MAX (see :mod:`disthooks.grads.sortable`).
+            values: for each measure a tensor with one row for each scope, merged over the parameters of the scope:
+                float64 for a SUM, int64 for a MAX (see :mod:`disthooks.grads.sortable`).
 
         Returns:
-            One float64 for each scope.
+            For each name a float64 tensor with one number for each scope.
         """
         raise NotImplementedError
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """What goes into the log: ``name`` of all, ``name/group/<group>``, ``name/param/<parameter>``.
+        """The entries of the log: ``name`` for all, ``name/group/<group>`` and ``name/param/<parameter>``.
 
         Args:
-            found: what was measured.
-            state: what :meth:`start` gave, to be changed in place.
+            found: the measurements of the step.
+            state: the state from :meth:`start`; it is changed in place.
         """
         columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
         return self.named(found, {name: column.tolist() for name, column in columns.items()})
 
     def named(self, found: Found, columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Each column's entries under its name and that of the scope."""
+        """The entries of each column under its name plus the name of the scope."""
         suffixes = scope_names(found, self.per_parameter)
         return {f"{name}{suffix}": column[i] for i, suffix in enumerate(suffixes) for name, column in columns.items()}
 
     def scoped(self, found: Found, measure: Measure) -> torch.Tensor:
-        """A row for each scope: all, every group, and if asked for every parameter."""
+        """The numbers of ``measure``, one row for each scope: all, every group, and on request every parameter."""
         rows = found.rows[measure]
         if measure.per == "both":
             return rows if self.per_parameter else rows[: 1 + len(found.groups)]
@@ -276,18 +281,18 @@ class Stat:
 
 
 def merge(measure: Measure, rows: torch.Tensor) -> torch.Tensor:
-    """The numbers of several parameters as if they were one."""
+    """The numbers of several parameters, merged as if they were one parameter."""
     return rows.sum(0) if measure.merge == "sum" else rows.amax(0)
 
 
 def scope_names(found: Found, per_parameter: bool) -> list[str]:
-    """What is appended to the name of a number for each scope."""
+    """For each scope the suffix that the name of a number gets."""
     groups = [f"/group/{group}" for group in found.groups]
     return ["", *groups, *(f"/param/{name}" for name in found.names if per_parameter)]
 
 
 def check_real(stat: Stat, shards: Sequence[Shard]) -> None:
-    """Raise UsageError when a parameter is complex."""
+    """Raise UsageError if a parameter is complex."""
     for shard in shards:
         if shard.parameter.is_complex():
             raise UsageError(
@@ -297,9 +302,9 @@ def check_real(stat: Stat, shards: Sequence[Shard]) -> None:
 
 
 def check_own_data(stat: Stat, engine: Engine) -> None:
-    """Raise UsageError when several ranks may work on the same part of the batch."""
+    """Raise UsageError if several ranks may work on the same part of the batch."""
     if not engine.has_own_batch():
         raise UsageError(
-            f"{type(stat).__name__} compares gradients of ranks that have different data, and under {engine.label} "
-            "with tensor parallelism several ranks work on the same, each on a part of the layer; leave it out here"
+            f"{type(stat).__name__} compares gradients of ranks that have different data. Under {engine.label} with "
+            "tensor parallelism several ranks work on the same data, each on a part of the layer. Leave it out here"
         )

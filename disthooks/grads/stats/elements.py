@@ -1,10 +1,6 @@
-"""Sums of squares for each output unit of a parameter, however the parameter is split over the ranks.
+"""Statistics of the elements:
 
-Sums that give mean and variance, largest and smallest elements, zeros; each merges over parameters and ranks.
-
-What the elements are like: mean and deviation, extremes, zeros.
-
-The distribution of magnitudes.
+``Moments``, ``Extremes``, ``Zeros`` and ``Histogram``, with the sums that they are made of.
 """
 
 from __future__ import annotations

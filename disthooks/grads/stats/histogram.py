@@ -1,4 +1,7 @@
-"""How many elements have which magnitude, in bins that are the same everywhere, so that counts merge by adding."""
+"""The measure behind ``Histogram``: how many elements have which magnitude.
+
+The bins are the same on every rank and in every step, so counts merge by adding.
+"""
 
 from __future__ import annotations
 

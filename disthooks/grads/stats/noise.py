@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth its examples."""
+"""``NoiseScale``, the gradient noise scale: how large a batch is before more examples help little."""
 
 from __future__ import annotations
 

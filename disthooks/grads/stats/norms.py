@@ -1,7 +1,4 @@
-"""Sums of powers and largest magnitudes, of which any norm is made.
-
-Norms, the largest magnitude, and what is not finite.
-"""
+"""``Norm``, ``MaxAbs`` and ``NonFinite``, with the sums of powers and the largest magnitudes that they are made of."""
 
 from __future__ import annotations
 

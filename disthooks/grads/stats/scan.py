@@ -1,10 +1,8 @@
-"""One reading of the gradients for all that is wanted of them: sums, squares, extremes, zeros, what is not finite.
+"""Read each gradient once for all statistics: count, sum, squares, extremes, zeros, and elements that are not finite.
 
-Gradients are read in blocks that stay in the CPU's cache, so that only the first of several kernels waits for memory;
-small gradients of one size are put side by side, so that a kernel is started once for many of them. Rows of 1024 are
-summed in float32 (float64 for float64 gradients), and everything above a row in float64.
-
-What is not finite: how many elements, and on which rank it began.
+Gradients are read in blocks that stay in the cache of a CPU, so that only the first of several kernels waits for
+memory. Small gradients of one size are put side by side, so that one kernel reads many of them. Rows of 1024 elements
+are summed in float32 (float64 for float64 gradients), and the sums of rows in float64.
 """
 
 from __future__ import annotations

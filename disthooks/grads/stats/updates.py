@@ -1,7 +1,4 @@
-"""The parameters themselves: how long they are before an update, and how far the update moved them.
-
-How long the parameters are, and how far a step moves them.
-"""
+"""``Weights`` and ``Updates``: the norm of the parameters before a step, and how far the step moved them."""
 
 from __future__ import annotations
 
