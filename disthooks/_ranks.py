@@ -77,12 +77,12 @@ def launched_rank() -> int:
     >>> launched_rank()
     0
     """
-    return global_rank() if has_process_group() else _number("RANK", 0)
+    return global_rank() if has_process_group() else number_in_environment("RANK", 0)
 
 
 def launched_world_size() -> int:
     """How many processes the launcher says that it started; 1 if it does not say."""
-    return _number("WORLD_SIZE", 1)
+    return number_in_environment("WORLD_SIZE", 1)
 
 
 def local_rank() -> str:
@@ -92,7 +92,7 @@ def local_rank() -> str:
 
 def local_world_size() -> int:
     """How many processes the launcher started on this node; 1 if it does not say."""
-    return max(1, _number("LOCAL_WORLD_SIZE", 1))
+    return max(1, number_in_environment("LOCAL_WORLD_SIZE", 1))
 
 
 def trains_alone() -> bool:
@@ -108,7 +108,8 @@ def first_set(variables: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in variables if os.environ.get(name)), None)
 
 
-def _number(variable: str, otherwise: int) -> int:
+def number_in_environment(variable: str, otherwise: int) -> int:
+    """The value of an environment variable if it is a number, else ``otherwise``."""
     text = os.environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else otherwise
 

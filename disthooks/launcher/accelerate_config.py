@@ -1,4 +1,9 @@
-"""The ``disthooks`` section of an accelerate configuration, taken out of it; lines and columns stay where they were."""
+"""The ``disthooks`` section of accelerate's configuration, taken out: accelerate refuses keys it does not know."""
+
+# [Note: lines and columns stay]
+# The file of the user is split into two: the section, and the rest for accelerate. In each of them the other's text is
+# blanked and not cut, so that an error names the line and the column that the user sees in his own file. YAML's anchors
+# may cross the split: an alias in one part of an anchor in the other. Then the values are written anew, without lines.
 
 from __future__ import annotations
 
@@ -14,17 +19,17 @@ _KEY = "disthooks"
 
 
 def split(path: str, folder: pathlib.Path) -> tuple[str, str] | None:
-    """Write the section and the rest into two files of ``folder``; None if there is no section.
+    """Write the section and the rest into two files of ``folder``; see [Note: lines and columns stay].
 
     Args:
-        path: of accelerate's configuration, YAML or JSON.
-        folder: where the files go.
+        path: accelerate's configuration, YAML or JSON.
+        folder: the directory for the two files.
 
     Returns:
-        The paths of the section and of the rest.
+        The paths of the section and of the rest; None if there is no section.
 
     Raises:
-        ConfigError: when the file cannot be read, or is not what its name says.
+        ConfigError: if the file cannot be read, or is not what its name says.
     """
     text = _text(path)
     parts = _of_json(path, text) if path.endswith(".json") else _of_yaml(path, text)
@@ -37,20 +42,20 @@ def split(path: str, folder: pathlib.Path) -> tuple[str, str] | None:
 
 
 def values(path: str | None) -> dict[str, Any]:
-    """What accelerate's configuration ``path`` says, or its default file; empty if it cannot be read."""
+    """The values of accelerate's configuration ``path``, by default of its default file; empty if it cannot be read."""
     path = path or default_file()
     if path is None or not os.path.isfile(path):
         return {}
     try:
         if path.endswith(".json"):
-            found = json.loads(_text(path))
+            config = json.loads(_text(path))
         else:
             import yaml
 
-            found = yaml.safe_load(_text(path))
-    except Exception:  # accelerate says it better
+            config = yaml.safe_load(_text(path))
+    except Exception:  # accelerate reads it too, and its message is the better one
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _text(path: str) -> str:
@@ -87,10 +92,10 @@ def _of_yaml(path: str, text: str) -> tuple[str, str] | None:
     start, begin, end = key.start_mark.index, value.start_mark.index, value.end_mark.index
     section, rest = whole.pop(_KEY), whole
     parts = _blank(text[:begin]) + text[begin:end], text[:start] + _blank(text[start:end]) + text[end:]
-    # An alias of an anchor in the other part has lost it: then the content counts, and not where it stood.
-    both = zip(parts, (section, rest), strict=True)
-    kept = [text if _loads(yaml, text, one) else yaml.safe_dump(one) for text, one in both]
-    return kept[0], kept[1]
+    # See [Note: lines and columns stay]
+    pairs = zip(parts, (section, rest), strict=True)
+    texts = [part if _loads(yaml, part, values) else yaml.safe_dump(values) for part, values in pairs]
+    return texts[0], texts[1]
 
 
 def _blank(text: str) -> str:
@@ -105,6 +110,6 @@ def _loads(yaml: Any, text: str, wanted: Any) -> bool:
 
 
 def default_file() -> str | None:
-    """The configuration that accelerate reads when it is told of none."""
+    """The configuration that accelerate reads if none is named; None if it does not exist."""
     config: Any = importlib.import_module("accelerate.commands.config.config_args")
     return str(config.default_config_file) if os.path.isfile(config.default_config_file) else None

@@ -1,4 +1,11 @@
-"""Where the launcher's options end and the script begins, as the launcher's own parser sees it."""
+"""The command line of ``disthooks launch``, taken apart and put together again with ``disthooks.run`` in it."""
+
+# [Note: where the script begins]
+# Only a launcher's own parser knows whether a word is the value of an option before it or the script. So the words are
+# given to this parser, one more each time, with `-- SCRIPT` behind them: the first word without a dash at which the
+# options in front are complete is the script. Everything after it is the script's. In the command line that is made of
+# it, `--` stands before the script's options, since argparse would take `--run` for torchrun's `--run-path` wherever it
+# stands.
 
 from __future__ import annotations
 
@@ -16,15 +23,15 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 
 
 @dataclass(frozen=True)
-class Line:
+class LaunchCommand:
     """A command line in its parts.
 
     Attributes:
         launcher: one of ``LAUNCHERS``.
-        options: the launcher's.
-        script: what is run; its name, or a module's.
-        args: the script's.
-        chosen: the options as the launcher reads them, and its defaults.
+        options: the launcher's options, as they stand there.
+        script: the path of a script, or the name of a module.
+        args: the arguments of the script.
+        chosen: the launcher's options as its parser reads them, with its defaults.
         hooks: the hooks file that ``--hooks`` names; None without.
     """
 
@@ -41,17 +48,16 @@ class Line:
         return bool(getattr(self.chosen, "module", False))
 
 
-def read(argv: Sequence[str]) -> Line:
-    """Take ``argv`` (after ``disthooks launch``) apart.
+def read(argv: Sequence[str]) -> LaunchCommand:
+    """Take the words after ``disthooks launch`` apart. See [Note: where the script begins].
 
     Raises:
-        UsageError: when there is no script, an option that the launcher does not know, or one that disthooks cannot
-            work with.
+        UsageError: if there is no script, or an option that the launcher does not know or disthooks cannot work with.
     """
     rest = list(argv)
     hooks: str | None = None
     if rest and rest[0].partition("=")[0] == "--hooks":  # in front of the launcher's name
-        hooks = _hooks(rest.pop(0), rest)
+        hooks = _hooks_value(rest.pop(0), rest)
     launcher = rest.pop(0) if rest and rest[0] in LAUNCHERS else "accelerate"
     if launcher == "accelerate" and rest[:1] == ["launch"]:
         rest.pop(0)
@@ -60,17 +66,17 @@ def read(argv: Sequence[str]) -> Line:
     while rest:
         word = rest.pop(0)
         if word == "--hooks" or word.startswith("--hooks="):
-            hooks = _hooks(word, rest)
+            hooks = _hooks_value(word, rest)
         elif word == "--" and rest:
-            return _checked(launcher, options, rest, parse, hooks)
-        elif not word.startswith("-") and _reads(parse, options):
-            return _checked(launcher, options, [word, *rest], parse, hooks)
+            return _launch_command(launcher, options, rest, parse, hooks)
+        elif not word.startswith("-") and _parsed(parse, options):
+            return _launch_command(launcher, options, [word, *rest], parse, hooks)
         else:
             options.append(word)
     raise UsageError(f"no script to run among the arguments of {launcher}: {_complaint(parse, options)}")
 
 
-def _hooks(word: str, rest: list[str]) -> str:
+def _hooks_value(word: str, rest: list[str]) -> str:
     """The value of ``--hooks``: after its ``=``, or taken from the front of ``rest``."""
     value = word.partition("=")[2] if "=" in word else rest.pop(0) if rest else ""
     if not value:
@@ -78,29 +84,27 @@ def _hooks(word: str, rest: list[str]) -> str:
     return value
 
 
-def command(line: Line, hooks: str | None) -> list[str]:
-    """The arguments for the launcher: the same options, and ``disthooks.run`` with the script as its argument.
-
-    The ``--`` keep launchers from taking the script's options for their own: argparse reads ``--run`` as torchrun's
-    ``--run-path``, wherever it stands.
-    """
-    options = list(line.options)
-    if not line.module:
-        options.append("--module" if line.launcher == "deepspeed" else "-m")
+def launcher_arguments(command: LaunchCommand, hooks: str | None) -> list[str]:
+    """The arguments for the launcher: the same options, and ``disthooks.run`` with the script as its argument."""
+    options = list(command.options)
+    if not command.module:
+        options.append("--module" if command.launcher == "deepspeed" else "-m")
     return [
         *options,
         "--",
         "disthooks.run",
         *(["--hooks", hooks] if hooks else []),
-        *(["-m"] if line.module else ["--"]),
-        line.script,
-        *line.args,
+        *(["-m"] if command.module else ["--"]),  # See [Note: where the script begins]
+        command.script,
+        *command.args,
     ]
 
 
-def _checked(launcher: str, options: list[str], words: list[str], parse: _Parse, hooks: str | None) -> Line:
+def _launch_command(
+    launcher: str, options: list[str], words: list[str], parse: _Parse, hooks: str | None
+) -> LaunchCommand:
     script, *args = words
-    chosen = _reads(parse, options)
+    chosen = _parsed(parse, options)
     if chosen is None:
         raise UsageError(f"{launcher}: {_complaint(parse, [*options, '--', script])}")
     for option in ("no_python", "run_path"):
@@ -108,32 +112,29 @@ def _checked(launcher: str, options: list[str], words: list[str], parse: _Parse,
             raise UsageError(
                 f"--{option.replace('_', '-')} of {launcher}: the script has to be Python, run by disthooks"
             )
-    return Line(launcher, tuple(options), script, tuple(args), chosen, hooks)
+    return LaunchCommand(launcher, tuple(options), script, tuple(args), chosen, hooks)
 
 
 _Parse = Callable[[list[str]], argparse.Namespace]
 
 
-class _Refused(Exception):
-    """What a parser says instead of ending the process."""
-
-
-def _reads(parse: _Parse, options: list[str]) -> argparse.Namespace | None:
-    """What the launcher reads in ``options`` alone; None if a value is missing there, or something is unknown."""
+def _parsed(parse: _Parse, options: list[str]) -> argparse.Namespace | None:
+    """The values that the launcher reads in ``options``; None if one is missing or an option is unknown."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return parse([*options, "--", "SCRIPT"])
-    except (_Refused, SystemExit, ValueError):
+    except (SystemExit, ValueError):
         return None
 
 
 def _complaint(parse: _Parse, words: list[str]) -> str:
-    said = io.StringIO()
+    """What the launcher's parser prints about ``words``; its last line."""
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             parse(words)
-    except (SystemExit, _Refused, ValueError) as error:
-        last = said.getvalue().strip().splitlines()[-1:]
+    except (SystemExit, ValueError) as error:
+        last = printed.getvalue().strip().splitlines()[-1:]
         return last[0] if last else str(error)
     return "give one"
 

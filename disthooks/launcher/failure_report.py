@@ -1,86 +1,207 @@
-"""What the records of a job say about its end: the first real error, and where everybody else was."""
+"""How each worker of a job began and ended, written by the worker; and what that says about a job that failed."""
+
+# [Note: who failed first]
+# A launcher cannot tell which rank failed first: it sees the peer whose socket closed as soon as the rank that raised.
+# So each worker writes a record when it begins and again when it ends (docs/decisions.md, 70), into the folder that
+# DISTHOOKS_RECORDS names, and `first_failure` judges by them. A rank that raised an error of its own comes first,
+# before one that vanished without a word: a launcher kills workers that do not end in time. Ranks whose collective
+# failed, because another rank was gone, come after both, and a rank that somebody stopped with SIGTERM comes last.
+# Which errors tell of another rank's end is known by their class and their words (`_PEER_IS_GONE`): a
+# ConnectionResetError is not among them, since it comes from a socket of the script's own, such as a bucket that it
+# reads.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import pathlib
 import re
 import signal
+import socket
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
-# What a rank says that lost its peer, and not its own way.
-_VICTIM = re.compile(
+from disthooks._ranks import launched_world_size, number_in_environment
+
+VARIABLE = "DISTHOOKS_RECORDS"
+_HERE = str(pathlib.Path(__file__).parent)
+
+# -- what a worker writes
+
+
+class Record:
+    """The record of this process; without a folder nothing is written. See [Note: who failed first].
+
+    ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends: of a worker that was killed the
+    first version stays. If the worker gets SIGTERM or crashes, the stacks of its threads are written to
+    ``attempt-0.rank-1.stack``.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     record = Record(folder)
+    ...     record.end("exception", ValueError("bad batch"))
+    ...     json.loads(pathlib.Path(folder, "attempt-0.rank-0.json").read_text())["message"]
+    'bad batch'
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self.values: dict[str, Any] = {
+            "rank": number_in_environment("RANK", 0),
+            "local_rank": number_in_environment("LOCAL_RANK", 0),
+            "world_size": launched_world_size(),
+            "attempt": number_in_environment("TORCHELASTIC_RESTART_COUNT", 0),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.time(),
+        }
+        self._folder = None if folder is None else pathlib.Path(folder)
+        self._name = f"attempt-{self.values['attempt']}.rank-{self.values['rank']}"
+        self._write()
+
+    def catch_signals(self) -> None:
+        """Have the kernel's signals write the stacks: in a crash, and inside a collective, no Python code runs."""
+        if self._folder is not None:
+            stack = (self._folder / f"{self._name}.stack").open("w")
+            faulthandler.enable(stack)
+            faulthandler.register(signal.SIGTERM, stack, all_threads=True, chain=True)
+            # Workers of a DataLoader or a pool inherit the open file, and their parent ends them with SIGTERM.
+            os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+            faulthandler.enable()  # as torch.distributed.elastic's @record does
+
+    def end(self, kind: str, error: BaseException | None = None, code: Any = None, **more: Any) -> None:
+        """Write how the worker ended.
+
+        Args:
+            kind: "finished", "exit", "exception", "interrupted" or "configuration".
+            error: the exception that ended it.
+            code: the exit code of an "exit".
+            more: further values to keep.
+        """
+        if self.values["pid"] != os.getpid():
+            return  # this is a fork of the worker
+        self.values |= {"ended": time.time(), "kind": kind, "code": code, **more}
+        if error is not None:
+            self.values |= {
+                "exception": type(error).__qualname__,
+                "module": type(error).__module__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(type(error), error, shortened(error))),
+            }
+        self._write()
+        if kind == "exception" and error is not None:
+            self._tell_elastic(error)
+
+    def _write(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft = self._folder / f".{self._name}.{os.getpid()}"
+            draft.write_text(json.dumps(self.values, default=str))
+            draft.replace(self._folder / f"{self._name}.json")
+        except OSError as problem:  # the job is worth more than its record
+            print(f"disthooks: no record of this rank in {self._folder}: {problem}", file=sys.stderr)
+
+    def _tell_elastic(self, error: BaseException) -> None:
+        """Write the error file that torchrun reads, unless the script's own ``@record`` has written it."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not path or os.path.exists(path):
+            return
+        extra = {"py_callstack": self.values["traceback"], "timestamp": str(int(time.time()))}
+        message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+        try:
+            pathlib.Path(path).write_text(json.dumps({"message": message}))
+        except OSError as problem:
+            print(f"disthooks: no error file {path}: {problem}", file=sys.stderr)
+
+
+def shortened(error: BaseException) -> TracebackType | None:
+    """The traceback of ``error`` from the script on, as Python would show it without disthooks."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+        trace = trace.tb_next
+    return trace
+
+
+# -- what the launcher reads
+
+# What an error says that tells of another rank's end.
+_PEER_IS_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)|recvvalue failed|"
     r"sendbytes failed|failed to recv|remote process exited|communicator was aborted|nccl comm.*abort|"
     r"watchdog caught collective|timed out (after )?waiting|gloo.*(pair|timeout)|pair closure|peer.*(gone|exited)|"
     r"application timeout|store.*(timeout|timed out)|its error says why",
     re.IGNORECASE,
 )
-# What collectives raise. A ConnectionResetError is of a socket of the script's own, a bucket that it reads.
+# The classes of errors that collectives raise. See [Note: who failed first].
 _COLLECTIVE = (
     *("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "NCCLError"),
     *("AttachError", "SystemExit"),
 )
-_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/disthooks/(run|launching)/")
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/disthooks/(run|launcher)/")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One worker: its record, and where it stood when it was stopped or crashed."""
+    """One worker: its record, and the stacks of its threads if it was stopped or crashed."""
 
     values: dict[str, Any]
     stack: str = ""
 
     @property
-    def ended(self) -> bool:
-        """Whether it came to an end of its own."""
+    def has_ended(self) -> bool:
+        """Whether it ended by itself."""
         return "ended" in self.values
 
     @property
-    def crashed(self) -> bool:
+    def has_crashed(self) -> bool:
         """Whether Python died of a signal such as SIGSEGV."""
-        return not self.ended and "Fatal Python error" in self.stack
+        return not self.has_ended and "Fatal Python error" in self.stack
 
     @property
-    def stopped(self) -> bool:
-        """Whether somebody sent it SIGTERM."""
-        return not self.ended and bool(self.stack) and not self.crashed
+    def is_stopped(self) -> bool:
+        """Whether it got SIGTERM."""
+        return not self.has_ended and bool(self.stack) and not self.has_crashed
 
     @property
-    def killed(self) -> bool:
-        """Whether it vanished without a word."""
-        return not self.ended and not self.stack
+    def is_killed(self) -> bool:
+        """Whether it vanished and wrote nothing: SIGKILL, or os._exit."""
+        return not self.has_ended and not self.stack
 
     @property
-    def failed(self) -> bool:
-        """Whether it raised, or left with an exit code."""
-        return self.ended and self.values["kind"] != "finished"
+    def has_failed(self) -> bool:
+        """Whether it raised, or ended with an exit code."""
+        return self.has_ended and self.values["kind"] != "finished"
 
     @property
-    def victim(self) -> bool:
-        """Whether what it raised is that another rank was gone."""
-        if self.stopped or self.values.get("kind") == "interrupted":
+    def is_victim(self) -> bool:
+        """Whether it only tells of another rank's end."""
+        if self.is_stopped or self.values.get("kind") == "interrupted":
             return True
         text = f"{self.values.get('exception')}: {self.values.get('message')}"
-        return self.failed and self.values.get("exception") in _COLLECTIVE and bool(_VICTIM.search(text))
+        return self.has_failed and self.values.get("exception") in _COLLECTIVE and bool(_PEER_IS_GONE.search(text))
 
 
 def read(folder: pathlib.Path, since: float = 0.0) -> list[Rank]:
     """The workers that were started after ``since``, in order of attempts and ranks."""
-    found = []
+    ranks = []
     for path in sorted(folder.glob("attempt-*.json")):
         values = json.loads(path.read_text())
         stack = path.with_suffix(".stack")
         if values["started"] >= since:
-            found.append(Rank(values, stack.read_text() if stack.exists() else ""))
-    return sorted(found, key=lambda one: (one.values["attempt"], one.values["rank"]))
+            ranks.append(Rank(values, stack.read_text() if stack.exists() else ""))
+    return sorted(ranks, key=lambda one: (one.values["attempt"], one.values["rank"]))
 
 
 def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
-    """A short text on a job that failed, or was ended by ``signals``.
+    """A short report on a job that failed, or that ``signals`` ended.
 
     >>> lost = Rank({"rank": 0, "attempt": 0, "host": "a", "pid": 1, "ended": 1.0, "kind": "exception",
     ...              "exception": "RuntimeError", "message": "Connection closed by peer", "traceback": ""})
@@ -96,114 +217,104 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
         return "\ndisthooks: the launcher failed, and no worker had begun; what it says is above\n"
     last = max(one.values["attempt"] for one in ranks)
     now = [one for one in ranks if one.values["attempt"] == last]
-    lines = ["", *(_ended(now, signals) or _first(now)), *_earlier(ranks, last)]
+    lines = ["", *(_ended_by_signals(now, signals) or _failure(now))]
+    for attempt in range(last):
+        rank = first_failure([one for one in ranks if one.values["attempt"] == attempt])
+        if rank is not None:
+            lines.append(f"  attempt {attempt}, before a restart: {_name(rank)}: {_in_one_line(rank)}")
     return "\n".join(lines) + "\n"
 
 
-def _ended(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
-    """Of a job that was told to end, where everybody was; nothing if it was not, or a rank had failed by itself."""
-    found = first(ranks)
-    if found is not None and found.values.get("kind") == "interrupted":
-        signals = signals or [signal.SIGINT]  # the terminal told the launcher itself
-    if not signals or (found is not None and not found.victim and not found.killed):
+def _ended_by_signals(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
+    """If signals ended the job, where each rank was; nothing if none did, or if a rank had failed by itself."""
+    rank = first_failure(ranks)
+    if rank is not None and rank.values.get("kind") == "interrupted":
+        signals = signals or [signal.SIGINT]  # the launcher had it from the terminal, not through this process
+    if not signals or (rank is not None and not rank.is_victim and not rank.is_killed):
         return []
     names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
-    return [f"disthooks: {names} ended the job", *(f"  {_who(one)}: {_short(one)}" for one in ranks)]
+    return [f"disthooks: {names} ended the job", *(f"  {_name(one)}: {_short(one)}" for one in ranks)]
 
 
-def _first(ranks: Sequence[Rank]) -> list[str]:
-    found = first(ranks)
-    if found is None:
-        return ["disthooks: the launcher failed, and no rank says of an error", *_after_the_end(ranks)]
-    others = [one for one in ranks if one is not found]
-    said = [f"disthooks: {_who(found)}: the first error:", *_what(found)]
-    return [*said, *(f"  {_who(one)}: {_short(one)}" for one in others)]
+def _failure(ranks: Sequence[Rank]) -> list[str]:
+    """The first error in full, and a line for each other rank."""
+    failed = first_failure(ranks)
+    if failed is not None:
+        others = [f"  {_name(one)}: {_short(one)}" for one in ranks if one is not failed]
+        return [f"disthooks: {_name(failed)}: the first error:", *_in_full(failed), *others]
+    lines = ["disthooks: the launcher failed, and no rank says of an error"]
+    if all(one.values.get("kind") == "finished" for one in ranks):  # docs/upstream.md has this fault of torch
+        lines += [
+            "  every rank's script was done: a process died while Python closed. Under gloo, exit code -6 (SIGABRT) "
+            "means",
+            "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
+        ]
+    return lines
 
 
-def _after_the_end(ranks: Sequence[Rank]) -> list[str]:
-    """What may end a process whose script was done; docs/upstream.md has the fault of torch that is meant."""
-    if not all(one.values.get("kind") == "finished" for one in ranks):
-        return []
-    return [
-        "  every rank's script was done: a process died while Python closed. Under gloo, exit code -6 (SIGABRT) means",
-        "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
-    ]
-
-
-def first(ranks: Sequence[Rank]) -> Rank | None:
-    """The rank whose error came first; those that only saw another one go come after all others.
-
-    A rank that raised comes before one that vanished: launchers kill what does not end in time. One that was stopped
-    comes last: somebody had a reason to stop it.
-    """
+def first_failure(ranks: Sequence[Rank]) -> Rank | None:
+    """The rank whose error came first; None if none failed. See [Note: who failed first]."""
 
     def order(rank: Rank) -> tuple[int, float]:
-        own = rank.crashed or (rank.failed and not rank.victim)
-        return 0 if own else 1 if rank.killed else 3 if rank.stopped else 2, rank.values.get("ended", 0.0)
+        has_own_error = rank.has_crashed or (rank.has_failed and not rank.is_victim)
+        return 0 if has_own_error else 1 if rank.is_killed else 3 if rank.is_stopped else 2, rank.values.get(
+            "ended", 0.0
+        )
 
-    failed = [rank for rank in ranks if rank.failed or not rank.ended]
+    failed = [rank for rank in ranks if rank.has_failed or not rank.has_ended]
     return min(failed, key=order) if failed else None
 
 
-def _what(rank: Rank) -> list[str]:
+def _in_full(rank: Rank) -> list[str]:
     values = rank.values
-    if rank.crashed:
+    if rank.has_crashed:
         text = rank.stack
-    elif rank.killed:
+    elif rank.is_killed:
         text = "it was killed from outside (SIGKILL: out of memory?), or left by os._exit: it had no time to say why"
-    elif rank.stopped:
+    elif rank.is_stopped:
         text = f"it was stopped (SIGTERM) at\n{rank.stack}"
     elif values["kind"] == "exit":
         text = f"it ended with exit code {values['code']}\n{values.get('traceback', '')}"
     else:
         text = str(values["traceback"])
-    when = time.strftime("%H:%M:%S", time.localtime(values["ended"])) if rank.ended else None
+    when = time.strftime("%H:%M:%S", time.localtime(values["ended"])) if rank.has_ended else None
     return [f"  at {when}"] * bool(when) + [f"  {one}" for one in text.strip().splitlines()]
 
 
 def _short(rank: Rank) -> str:
     values = rank.values
-    if rank.stopped:
-        return f"was stopped by the launcher (SIGTERM){_place(rank.stack)}"
-    if rank.killed or rank.crashed:
-        return "was killed" if rank.killed else "crashed"
-    if not rank.failed:
+    if rank.is_stopped:
+        return f"was stopped by the launcher (SIGTERM){_script_line(rank.stack)}"
+    if rank.is_killed or rank.has_crashed:
+        return "was killed" if rank.is_killed else "crashed"
+    if not rank.has_failed:
         return "finished"
     if values["kind"] == "exit":
         return f"ended with exit code {values['code']}"
-    brief = f"{values['exception']}: {str(values['message']).strip().splitlines()[:1] or ['']}"
     if values["kind"] == "interrupted":
-        return f"was interrupted (SIGINT){_place(values['traceback'])}"
-    why = "saw another rank go" if rank.victim else "failed later"
-    return f"{why}: {values['exception']}{_place(values['traceback'])}" if rank.victim else f"{why}: {brief}"
+        return f"was interrupted (SIGINT){_script_line(values['traceback'])}"
+    if rank.is_victim:
+        return f"saw another rank go: {values['exception']}{_script_line(values['traceback'])}"
+    return f"failed later: {values['exception']}: {str(values['message']).strip().splitlines()[:1] or ['']}"
 
 
-def _place(stack: str) -> str:
-    """The innermost line that is not of python or of an installed package."""
-    if "Current thread" in stack:  # of all threads, the one that was told to end
+def _script_line(stack: str) -> str:
+    """The innermost line of the traceback or stack that is the script's own, not Python's or an installed package's."""
+    if "Current thread" in stack:  # of all threads, the one that got the signal
         stack = stack[stack.index("Current thread") :].partition("\n\n")[0]
-    found = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
-    own = [one for one in found if one[0][0] != "<" and not _FOREIGN.search(one[0])]
+    lines = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
+    own = [one for one in lines if one[0][0] != "<" and not _FOREIGN.search(one[0])]
     if not own:
         return ""
-    path, number, function = own[-1] if "Traceback" in stack else own[0]
+    path, number, function = own[-1] if "Traceback" in stack else own[0]  # faulthandler lists the innermost first
     return f", at {path}:{number} in {function}"
 
 
-def _earlier(ranks: Sequence[Rank], last: int) -> list[str]:
-    said = []
-    for attempt in range(last):
-        found = first([one for one in ranks if one.values["attempt"] == attempt])
-        if found is not None:
-            said.append(f"  attempt {attempt}, before a restart: {_who(found)}: {_line(found)}")
-    return said
-
-
-def _line(rank: Rank) -> str:
-    if not rank.ended or rank.values["kind"] == "exit":
+def _in_one_line(rank: Rank) -> str:
+    if not rank.has_ended or rank.values["kind"] == "exit":
         return _short(rank)
     return f"{rank.values['exception']}: {rank.values['message']}".splitlines()[0]
 
 
-def _who(rank: Rank) -> str:
+def _name(rank: Rank) -> str:
     return f"rank {rank.values['rank']} (host {rank.values['host']}, pid {rank.values['pid']})"

@@ -1,4 +1,10 @@
-"""From the command line to the launcher's exit code."""
+"""``disthooks launch``: from its command line to the launcher's exit code."""
+
+# [Note: accelerate starts one process for MULTI_CPU]
+# Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun: without a hostfile it runs
+# the script once, whatever `num_processes` is, and nothing says so. Its launcher for several GPUs starts as many as it
+# is told, and ACCELERATE_USE_CPU=true makes them train on CPUs with gloo. `disthooks launch` chooses that one, says so
+# on stderr, and leaves everything as it is where mpirun has started it or the command line asks for something else.
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from disthooks.config import from_config
 from disthooks.config.locate import VARIABLE
 from disthooks.errors import ConfigError, DisthooksError, as_line
 from disthooks.launcher import accelerate_config, command, failure_report, supervisor
-from disthooks.launcher.records import VARIABLE as RECORDS
+from disthooks.launcher.failure_report import VARIABLE as RECORDS
 from disthooks.launcher.worker import Command, check_target, configuration
 
 _FAULTY = 2
@@ -34,105 +40,104 @@ def main(argv: Sequence[str]) -> int:
     """Launch a job and wait for it.
 
     Args:
-        argv: what stands after ``disthooks launch``.
+        argv: the words after ``disthooks launch``.
 
     Returns:
-        The launcher's exit code; 2, with nothing started, when the command line or the configuration is wrong.
+        The launcher's exit code; 2, with nothing started, if the command line or the configuration is wrong.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else _FAULTY
     with tempfile.TemporaryDirectory(prefix="disthooks-") as folder:
         try:
-            asked = command.read(argv)
-            check_target(asked.script, asked.module)
-            asked, hooks = _configured(asked, pathlib.Path(folder))
-            asked, environment = _several_on_cpus(asked)
+            launch = command.read(argv)
+            check_target(launch.script, launch.module)
+            launch, hooks = _configured(launch, pathlib.Path(folder))
+            launch, environment = _several_on_cpus(launch)
         except DisthooksError as error:
             print(as_line(error), file=sys.stderr)
             return _FAULTY
-        return _launched(asked, hooks, folder, environment)
+        return _run(launch, hooks, folder, environment)
 
 
-def _launched(asked: command.Line, hooks: str | None, folder: str, more: dict[str, str]) -> int:
-    records = os.environ.get(RECORDS) or os.path.join(folder, "records")
+def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[command.LaunchCommand, str | None]:
+    """Check the configuration before anything is started.
+
+    Returns:
+        The command line, in which accelerate's configuration has lost its section ``disthooks``; and the path of the
+        hooks file, None if DeepSpeed's JSON has the configuration.
+    """
+    if launch.launcher == "accelerate":
+        named = launch.chosen.config_file
+        path = named or accelerate_config.default_file()
+        exists = (
+            os.path.isfile(named) if named else path is not None
+        )  # a named file that is missing: accelerate's error
+        parts = accelerate_config.split(path, folder) if exists and path is not None else None
+        if parts is not None:
+            section, rest = parts
+            options = (*launch.options, "--config_file", rest)  # of two --config_file the last one counts
+            launch = dataclasses.replace(launch, options=options)
+            if launch.hooks is None:
+                _check_section(section, str(path))
+                return launch, section
+            _warn(f"--hooks is given: the disthooks section of {path} is not read")
+    source: Any = configuration(Command(launch.script, launch.module, launch.args, launch.hooks)).source
+    from_config(source)
+    return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
+
+
+def _check_section(section: str, path: str) -> None:
+    """Read the section; an error names the file that the user knows."""
+    try:
+        from_config(section)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(section, path)) from None
+    if os.environ.get(VARIABLE):
+        _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
+
+
+def _warn(text: str) -> None:
+    print(f"disthooks: warning: {text}", file=sys.stderr)
+
+
+def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchCommand, dict[str, str]]:
+    """Make accelerate start all processes on CPUs. See [Note: accelerate starts one process for MULTI_CPU].
+
+    Returns:
+        The command line, and variables for the environment.
+    """
+    chosen = launch.chosen
+    if launch.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):
+        return launch, {}
+    config = accelerate_config.values(chosen.config_file)
+    count, nodes = (getattr(chosen, name) or config.get(name) or 1 for name in ("num_processes", "num_machines"))
+    others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
+    is_other = any(getattr(chosen, name, False) for name in others)
+    is_other |= bool((config.get("mpirun_config") or {}).get("mpirun_hostfile"))
+    if config.get("distributed_type") != "MULTI_CPU" or is_other or count < 2 or nodes > 1:
+        return launch, {}
+    print(
+        "disthooks: accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it "
+        f"start {count}, which train on this machine's CPUs with gloo",
+        file=sys.stderr,
+    )
+    return dataclasses.replace(launch, options=(*launch.options, "--multi_gpu")), {"ACCELERATE_USE_CPU": "true"}
+
+
+def _run(launch: command.LaunchCommand, hooks: str | None, folder: str, variables: dict[str, str]) -> int:
+    """Run the launcher, end the workers that it leaves behind, and if it failed, say which rank failed first."""
+    records = os.path.abspath(os.environ.get(RECORDS) or os.path.join(folder, "records"))
     began = time.time()
-    environment = {RECORDS: os.path.abspath(records)} | ({VARIABLE: hooks} if hooks else {}) | more
-    code, signals = supervisor.run(asked.launcher, command.command(asked, hooks), environment)
-    if code == 128 + signal.SIGINT:  # a launcher that had the terminal, and its Ctrl-C with no word to this process
+    environment = {RECORDS: records} | ({VARIABLE: hooks} if hooks else {}) | variables
+    code, signals = supervisor.run(launch.launcher, command.launcher_arguments(launch, hooks), environment)
+    if code == 128 + signal.SIGINT:  # the launcher had the terminal, and got a Ctrl-C that this process did not get
         signals = signals or [signal.SIGINT]
-    told = failure_report.read(pathlib.Path(records), since=began)
-    left, mark = [one.values for one in told if not one.ended], f"{RECORDS}={environment[RECORDS]}"
-    supervisor.end_workers(left, mark, interrupted=signal.SIGINT in signals)
+    ranks = failure_report.read(pathlib.Path(records), since=began)
+    left = [rank.values for rank in ranks if not rank.has_ended]
+    supervisor.end_workers(left, f"{RECORDS}={records}", interrupted=signal.SIGINT in signals)
     if code:
         sys.stdout.flush()
-        told = failure_report.read(pathlib.Path(records), since=began)
-        print(failure_report.tell(told, signals), end="", file=sys.stderr, flush=True)
+        ranks = failure_report.read(pathlib.Path(records), since=began)
+        print(failure_report.tell(ranks, signals), end="", file=sys.stderr, flush=True)
     return code
-
-
-def _configured(asked: command.Line, folder: pathlib.Path) -> tuple[command.Line, str | None]:
-    """The command line without the section, and the path of the configuration; None if DeepSpeed's JSON has it."""
-    if asked.launcher == "accelerate":
-        named = asked.chosen.config_file
-        found = (
-            accelerate_config.split(named or accelerate_config.default_file() or os.devnull, folder)
-            if _there(named)
-            else None
-        )
-        if found is not None:
-            shown = named or str(accelerate_config.default_file())
-            asked = _without_section(asked, found[1])
-            if asked.hooks is None:
-                _check(found[0], shown)
-                return asked, found[0]
-            print(
-                f"disthooks: warning: --hooks is given: the disthooks section of {shown} is not read", file=sys.stderr
-            )
-    source: Any = configuration(Command(asked.script, asked.module, asked.args, asked.hooks)).source
-    from_config(source)
-    return asked, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
-
-
-def _several_on_cpus(asked: command.Line) -> tuple[command.Line, dict[str, str]]:
-    """Have accelerate start as many processes as its configuration says, where it would start one.
-
-    Under MULTI_CPU it leaves that to mpirun, and without a hostfile it runs the script once, whatever num_processes is.
-    Its launcher for several GPUs starts them, and ACCELERATE_USE_CPU=true makes them train on gloo.
-    """
-    chosen = asked.chosen
-    if asked.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):
-        return asked, {}
-    said = accelerate_config.values(chosen.config_file)
-    count, nodes = (getattr(chosen, name) or said.get(name) or 1 for name in ("num_processes", "num_machines"))
-    others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
-    other = [name for name in others if getattr(chosen, name, False) or (name == "mpirun_hostfile" and _hostfile(said))]
-    if said.get("distributed_type") != "MULTI_CPU" or other or count < 2 or nodes > 1:
-        return asked, {}
-    told = (
-        f"accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it start {count}"
-    )
-    print(f"disthooks: {told}, which train on this machine's CPUs with gloo", file=sys.stderr)
-    return dataclasses.replace(asked, options=(*asked.options, "--multi_gpu")), {"ACCELERATE_USE_CPU": "true"}
-
-
-def _hostfile(said: dict[str, Any]) -> bool:
-    return bool((said.get("mpirun_config") or {}).get("mpirun_hostfile"))
-
-
-def _there(named: str | None) -> bool:
-    return os.path.isfile(named) if named else accelerate_config.default_file() is not None
-
-
-def _check(path: str, shown: str) -> None:
-    """Read the section; what is wrong stands in the file that the user knows."""
-    try:
-        from_config(path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(path, shown)) from None
-    if os.environ.get(VARIABLE):
-        print(f"disthooks: warning: {shown} has a disthooks section: {VARIABLE} is not read", file=sys.stderr)
-
-
-def _without_section(asked: command.Line, path: str) -> command.Line:
-    return dataclasses.replace(asked, options=(*asked.options, "--config_file", path))  # the last one counts

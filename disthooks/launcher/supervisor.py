@@ -1,11 +1,19 @@
-"""The launcher as a child of this process: signals go to it, its output is ours, and none of its workers is left."""
+"""The launcher as a child of this process: signals are passed on to it, and no worker outlives it."""
 
 # [Note: signals that were ignored]
 # A process inherits which signals are ignored. `nohup` starts its command with SIGHUP ignored, so that the job survives
 # the end of the terminal: SIGHUP then stays ignored here, and the launcher, which has a process group of its own, never
 # gets it. A shell without job control starts `command &` with SIGINT ignored. torchrun takes SIGINT all the same, and
 # Python's own handler is missing in every other launcher and in its workers: they would ignore what is passed on to
-# them. So the launcher's process always begins with Python's handler, and each launcher ends its job at SIGINT.
+# them. So the launcher's process always begins with Python's handler, and each launcher ends its job at SIGINT
+# (docs/decisions.md, 101).
+
+# [Note: a process group of its own]
+# The launcher gets a process group of its own, so that the terminal's Ctrl-C reaches it once, from this process, and
+# not a second time from the terminal. torchrun passes signals on to its workers; accelerate's and deepspeed's launchers
+# leave them to the terminal, so that for these two the signal goes to the whole group. The price is job control: a
+# group in the background that reads the terminal (a password, a debugger) is stopped by the kernel. `_resume` then
+# lends it the terminal, or stops this process too, so that the shell sees one job.
 
 from __future__ import annotations
 
@@ -28,8 +36,8 @@ _GRACE = 15.0  # seconds that workers have to end after their launcher
 def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[int]]:
     """Run a launcher to its end.
 
-    It has a process group of its own, so that a Ctrl-C reaches it once, from here. It is a fork and not a new
-    program: the launcher's modules were imported to read its options.
+    It runs in a fork, which has the launcher's modules: they were imported to read its options. See [Note: a process
+    group of its own].
 
     Args:
         launcher: "torchrun", "accelerate" or "deepspeed".
@@ -42,10 +50,10 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    came: list[int] = []
+    received: list[int] = []
     # See [Note: signals that were ignored]
-    kept = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
-    before = {one: signal.signal(one, lambda number, _: came.append(number)) for one in kept}
+    passed_on = [one for one in _SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda number, _: received.append(number)) for one in passed_on}
     child = os.fork()
     if child == 0:
         for one, handler in before.items():
@@ -54,8 +62,9 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
     with contextlib.suppress(OSError):
         os.setpgid(child, child)
     try:
-        with _forwarding(child, kept, whole=launcher != "torchrun", came=came):
-            return _code(_wait(child)), came
+        with _forwarding(child, passed_on, to_group=launcher != "torchrun", received=received):
+            status = _wait(child)
+            return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), received
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
@@ -65,10 +74,10 @@ def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bo
     """End the workers that outlived their launcher.
 
     Args:
-        started: the records of what ran.
-        mark: a text in the environment of each of them; another process may have the number of one by now.
-        interrupted: whether they had the terminal's Ctrl-C as well. Accelerate's launcher waits a quarter of a
-            second for what they do about it, and a checkpoint takes longer.
+        started: the records of the workers.
+        mark: a text in the environment of each of them: another process may have got a worker's number by now.
+        interrupted: whether they got the terminal's Ctrl-C too. Then they have time to write a checkpoint, for which
+            accelerate's launcher waits a quarter of a second.
     """
     mine = [int(one["pid"]) for one in started if one["host"] == socket.gethostname()]
     if interrupted:
@@ -83,13 +92,13 @@ def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bo
 
 def _await(workers: Sequence[int], mark: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: somebody does not want to wait
+    with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: the user does not want to wait
         while any(_runs(pid, mark) for pid in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, str], parent: int) -> None:
-    """In the child: be the launcher, as its own command would be; never returns."""
+    """Run the launcher in the forked child as its own command would run; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -99,7 +108,10 @@ def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, s
         importlib.import_module(_MAINS[launcher]).main()
         code = 0
     except SystemExit as error:
-        code = _exit_code(error)
+        if error.code is None or isinstance(error.code, int):
+            code = (error.code or 0) & 0xFF
+        else:
+            print(error.code, file=sys.stderr)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -110,15 +122,8 @@ def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, s
         os._exit(code)
 
 
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
-
-
 def _die_with(parent: int) -> None:
-    """Have the kernel send SIGTERM when the parent is gone, killed with no chance to pass it on."""
+    """Ask the kernel to send SIGTERM to this process when its parent dies: killed, it passes no signal on."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:
@@ -126,18 +131,18 @@ def _die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(child: int, signals: Sequence[int], whole: bool, came: list[int]) -> Iterator[None]:
-    """Pass ``signals`` on; to the whole group where the launcher leaves its workers to the terminal's Ctrl-C."""
+def _forwarding(child: int, signals: Sequence[int], to_group: bool, received: list[int]) -> Iterator[None]:
+    """Pass ``signals`` on, those too that came before there was a child. See [Note: a process group of its own]."""
 
     def pass_on(number: int, _frame: object) -> None:
-        came.append(number)
+        received.append(number)
         with contextlib.suppress(OSError):
-            (os.killpg if whole else os.kill)(child, number)
+            (os.killpg if to_group else os.kill)(child, number)
 
-    early = list(came)
+    early = list(received)
     for one in signals:
         signal.signal(one, pass_on)
-    came.clear()
+    received.clear()
     for number in early:
         pass_on(number, None)
     yield
@@ -154,13 +159,13 @@ def _wait(child: int) -> int:
 
 
 def _resume(child: int, number: int) -> None:
-    """A script that asks for a password or stands in a debugger reads the terminal, and the launcher's group waits."""
-    reads = number in (signal.SIGTTIN, signal.SIGTTOU)
-    if not reads and number != signal.SIGTSTP:
-        return  # somebody else's SIGSTOP, and somebody else's SIGCONT
-    if not (reads and _terminal(os.getpgrp(), child)):
+    """Let a stopped launcher go on. See [Note: a process group of its own]."""
+    needs_terminal = number in (signal.SIGTTIN, signal.SIGTTOU)
+    if not needs_terminal and number != signal.SIGTSTP:
+        return  # another process sent SIGSTOP, and will send SIGCONT
+    if not (needs_terminal and _terminal(os.getpgrp(), child)):
         _terminal(child, os.getpgrp())
-        os.kill(0, signal.SIGTSTP)  # Ctrl-Z, or in the background: this goes on when the shell says so
+        os.kill(0, signal.SIGTSTP)  # Ctrl-Z, or this job is in the background: it goes on when the shell says so
         time.sleep(0.1)
         _terminal(os.getpgrp(), child)
     with contextlib.suppress(OSError):
@@ -184,10 +189,6 @@ def _terminal(owner: int, group: int) -> bool:
     finally:
         signal.signal(signal.SIGTTOU, before)
         os.close(terminal)
-
-
-def _code(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def _runs(pid: int, mark: str) -> bool:

@@ -1,9 +1,9 @@
-"""What stands on the command line: options of disthooks, then the script; everything after it is the script's.
+"""One worker, ``python -m disthooks.run``: its command line, its session, the script, and its exit code."""
 
-Running a script or a module the way python does: as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``.
-
-From the command line to the exit code.
-"""
+# [Note: the script runs as Python would run it]
+# The script is `__main__`, with its own `sys.argv` and `sys.path[0]`, in a new module object: pickles, dataclasses and
+# multiprocessing's spawn look things up there. `runpy` alone would not do: it takes the module away when the script
+# ends, and threads and exit functions still use it then. A traceback begins at the script's own first frame.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from disthooks.config.locate import Found, find, read_found
 from disthooks.errors import DisthooksError, UsageError, as_line
-from disthooks.launcher import records
+from disthooks.launcher import failure_report
 from disthooks.launcher.session import Session
 
 USAGE = """usage: python -m disthooks.run [--hooks FILE] [--] SCRIPT ARGS...
@@ -34,13 +34,13 @@ Runs SCRIPT (or MODULE) as python would and attaches what FILE says when it trai
 what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml or
 ./hooks.yaml."""
 
-# The deepspeed launcher puts these in front, for the script.
-_OF_THE_LAUNCHER = ("--local_rank=", "--local-rank=")
+# The deepspeed launcher puts these in front of all other arguments; they are the script's.
+_OF_DEEPSPEED = ("--local_rank=", "--local-rank=")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A script or module, its arguments, and the file of hooks if one is named."""
+    """What a worker's command line says: a script or module, its arguments, and the hooks file if one is named."""
 
     target: str
     module: bool = False
@@ -49,7 +49,7 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Read the options in front of the script.
+    """Read the options in front of the script; whatever stands after it is the script's.
 
     Raises:
         UsageError: for an unknown option, or without a script.
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Command:
         if option in ("-h", "--help"):
             print(USAGE)
             sys.exit(0)
-        if f"{option}=".startswith(_OF_THE_LAUNCHER):
+        if f"{option}=".startswith(_OF_DEEPSPEED):
             passed.append(f"{option}={value}")
         elif option == "--hooks":
             hooks = value or (rest.pop(0) if rest else None)
@@ -81,11 +81,19 @@ def parse(argv: Sequence[str]) -> Command:
     return _command(rest, module, passed, hooks)
 
 
+def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None) -> Command:
+    if rest and rest[0] in ("-m", "--module") and not module:  # after --
+        module, rest = True, rest[1:]
+    if not rest:
+        raise UsageError("there is no script to run")
+    return Command(rest[0], module, (*passed, *rest[1:]), hooks)
+
+
 def check_target(target: str, module: bool) -> None:
-    """Whether there is a script or a module of that name, before a configuration is looked for.
+    """Check, before a configuration is searched for, that there is a script or a module of that name.
 
     Raises:
-        UsageError: when there is none; it names the script beside it that has nearly this name.
+        UsageError: if there is none; the message names a script beside it with nearly this name.
     """
     if module:
         if not _is_module(target.partition(".")[0]):
@@ -94,8 +102,8 @@ def check_target(target: str, module: bool) -> None:
             )
     elif not os.path.exists(target):
         path = pathlib.Path(target)
-        there = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.6)
+        scripts = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, scripts, n=1, cutoff=0.6)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
         raise UsageError(f"there is no script {target!r} in {path.parent.resolve()}{hint}")
 
@@ -108,16 +116,11 @@ def _is_module(name: str) -> bool:
         return False
 
 
-def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None) -> Command:
-    if rest and rest[0] in ("-m", "--module") and not module:  # after --
-        module, rest = True, rest[1:]
-    if not rest:
-        raise UsageError("there is no script to run")
-    return Command(rest[0], module, (*passed, *rest[1:]), hooks)
-
-
 def execute(command: Command) -> None:
-    """Run it to its end; what it raises passes through, ``SystemExit`` too."""
+    """Run the script or module to its end; what it raises passes through, ``SystemExit`` too.
+
+    See [Note: the script runs as Python would run it].
+    """
     if command.module:
         _module(command)
     elif pathlib.Path(command.target).is_dir() or command.target.endswith((".zip", ".pyz")):
@@ -163,7 +166,7 @@ _Coded = (importlib.machinery.SourceFileLoader, importlib.machinery.SourcelessFi
 
 
 def _main(**names: Any) -> types.ModuleType:
-    """A new ``__main__``; it stays when the script has ended: threads and exit functions still use it."""
+    """Make a new ``__main__``. See [Note: the script runs as Python would run it]."""
     main = types.ModuleType("__main__")
     vars(main).update(names, __builtins__=builtins)
     sys.modules["__main__"] = main
@@ -171,7 +174,7 @@ def _main(**names: Any) -> types.ModuleType:
 
 
 def _first_on_path(folder: str) -> None:
-    """``python -m disthooks.run`` put the working directory first; python would put ``folder`` there."""
+    """Put ``folder`` first on the path, where ``python -m disthooks.run`` has put the working directory."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = [folder]
 
@@ -180,42 +183,39 @@ _FAULTY = 2
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run what the command line says; ends the process as the script would.
+    """Run what the command line says, and end the process as the script would end it.
+
+    If the arguments or the configuration are wrong, the exit code is 2 and the script does not start.
 
     Args:
-        argv: the arguments; those of this process by default. Exit code 2, before the script starts, when they or
-            the configuration are wrong.
+        argv: the arguments; those of this process by default.
     """
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
         print(f"{as_line(error)}\n{USAGE}", file=sys.stderr)
         sys.exit(_FAULTY)
-    record = records.Record(os.environ.get(records.VARIABLE) or None)
-    session = _session(command, record)
-    record.catch_signals()
-    _run(command, record, session)
-
-
-def _session(command: Command, record: records.Record) -> Session:
+    record = failure_report.Record(os.environ.get(failure_report.VARIABLE) or None)
     try:
         check_target(command.target, command.module)
-        found = configuration(command)
-        session = Session(read_found(found), found, command.hooks)
+        location = configuration(command)
+        session = Session(read_found(location), location, command.hooks)
     except DisthooksError as error:
         record.end("configuration", error)
         print(as_line(error), file=sys.stderr)
         sys.exit(_FAULTY)
     session.arm()
-    return session
+    record.catch_signals()
+    _run(command, record, session)
 
 
-def _run(command: Command, record: records.Record, session: Session) -> NoReturn:
+def _run(command: Command, record: failure_report.Record, session: Session) -> NoReturn:
+    """Run the script; the record gets its end before hooks are taken off, except where it keeps what they did."""
     here = os.getpid()
     try:
         execute(command)
     except SystemExit as error:
-        code = _code(error)
+        code = error.code or 0 if error.code is None or isinstance(error.code, int) else 1
         more = session.finish(here, failed=bool(code))
         record.end("exit" if code else "finished", error if code else None, code, **more)
         raise
@@ -224,38 +224,33 @@ def _run(command: Command, record: records.Record, session: Session) -> NoReturn
         session.finish(here, failed=True)
         raise
     except BaseException as error:
-        # What is attached is taken off last: it may wait for the device, and the time of the error is now.
+        # The record comes first: taking hooks off may wait for the device, and the time of the error is now.
         record.end("exception", error)
-        sys.excepthook(type(error), error.with_traceback(records.shortened(error)), records.shortened(error))
+        trace = failure_report.shortened(error)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         session.finish(here, failed=True)
         sys.exit(1)
     record.end("finished", None, 0, **session.finish(here))
     sys.exit(0)
 
 
-def _code(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    return 1
-
-
 def configuration(command: Command) -> Found:
-    """Which configuration is taken; that of DeepSpeed is looked for in the JSON files among the script's arguments.
+    """Find the configuration; DeepSpeed's is searched for among the JSON files that the script's arguments name.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if there is none.
     """
-    return find(command.hooks, _of_deepspeed(command.args))
+    return find(command.hooks, _deepspeed_config(command.args))
 
 
-def _of_deepspeed(args: Sequence[str]) -> dict[str, Any] | None:
-    named = [argument.rpartition("=")[2] for argument in args]
-    for name in [*named, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]:
+def _deepspeed_config(args: Sequence[str]) -> dict[str, Any] | None:
+    values = [argument.rpartition("=")[2] for argument in args]  # of --deepspeed_config=FILE, or FILE by itself
+    for name in [*values, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]:
         if name.endswith(".json") and pathlib.Path(name).is_file():
             try:
-                found = json.loads(pathlib.Path(name).read_text())
+                config = json.loads(pathlib.Path(name).read_text())
             except (OSError, ValueError):
                 continue
-            if isinstance(found, dict) and "disthooks" in found:
-                return found
+            if isinstance(config, dict) and "disthooks" in config:
+                return config
     return None

@@ -84,7 +84,7 @@ def test_a_signal_reaches_the_ranks_and_nobody_is_left(folder: pathlib.Path, num
     assert left(folder) == []
     assert f"disthooks: {number.name} ended the job" in done.err
     assert done.err.count("was stopped by the launcher (SIGTERM), at") == 2
-    assert {one.stopped for one in failure_report.read(folder / "records")} == {True}
+    assert {one.is_stopped for one in failure_report.read(folder / "records")} == {True}
 
 
 def _ready(folder: pathlib.Path, ranks: int) -> None:
@@ -197,7 +197,7 @@ def test_what_is_no_command_line(argv: list[str]) -> None:
 def test_everything_after_the_script_is_the_scripts(argv: str, options: str, script: str, args: str) -> None:
     found = command.read(argv.split())
     assert (" ".join(found.options), found.script, " ".join(found.args)) == (options, script, args)
-    line = command.command(found, None)
+    line = command.launcher_arguments(found, None)
     assert line[-len(found.args) - 2 :] == ["-m" if found.module else "--", script, *found.args]
     again = command._PARSES[found.launcher]()(line)  # and the launcher reads it so
     words = vars(again)
@@ -245,11 +245,11 @@ def test_the_first_error_is_not_the_first_that_is_seen() -> None:
         failure_report.Rank(rank(4), "Fatal Python error: Segmentation fault\n"),
     )
     later = failure_report.Rank(rank(5, ended=6.0, kind="exit", code=3))
-    assert failure_report.first([*peers, gone, later, real]) is real
-    assert failure_report.first([*peers, gone]) is gone  # nobody else says why
-    assert failure_report.first([*peers, later, crashed]) is crashed  # it had no time to tell the time
-    assert failure_report.first(peers) is peers[0]
-    assert failure_report.first([failure_report.Rank(rank(0, ended=1.0, kind="finished"))]) is None
+    assert failure_report.first_failure([*peers, gone, later, real]) is real
+    assert failure_report.first_failure([*peers, gone]) is gone  # nobody else says why
+    assert failure_report.first_failure([*peers, later, crashed]) is crashed  # it had no time to tell the time
+    assert failure_report.first_failure(peers) is peers[0]
+    assert failure_report.first_failure([failure_report.Rank(rank(0, ended=1.0, kind="finished"))]) is None
     told = failure_report.tell([*peers, crashed])
     assert "Segmentation fault" in told
     assert "rank 1 (host a, pid 101): saw another rank go: DistBackendError" in told
@@ -264,8 +264,8 @@ def test_a_socket_of_the_scripts_own_is_an_error_and_who_was_stopped_is_not_firs
     stopped = rank(0, stack="Current thread 0x1")
     for name, victim in (("ConnectionResetError", False), ("RuntimeError", True)):
         raised = rank(1, ended=2.0, kind="exception", exception=name, message="Connection reset by peer")
-        assert raised.victim is victim
-        assert failure_report.first([stopped, raised]) is raised
+        assert raised.is_victim is victim
+        assert failure_report.first_failure([stopped, raised]) is raised
 
 
 def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) -> None:

@@ -377,8 +377,8 @@ def test_lbfgs_goes_on_and_its_tensors_are_saved(start: Starts, watch: str, caps
 def test_a_reference_beside_the_wrapped_model_is_left_alone(
     start: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("disthooks.launcher.world.launched_world_size", lambda: 2)
-    monkeypatch.setattr("disthooks.launcher.world.alone", lambda: None)
+    monkeypatch.setattr("disthooks.launcher.optimizers.launched_world_size", lambda: 2)
+    monkeypatch.setattr("disthooks.launcher.optimizers.alone", lambda: None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
     try:
         session = start("watch: {every: 1, stats: [{kind: Norm}]}")
@@ -462,7 +462,7 @@ def test_a_fork_that_trains_loses_no_record_and_one_that_is_stopped_is_not_the_r
     done = job([*RUN, "forks.py"], tmp_path)
     assert [each["step"] for each in done.logged()] == [0, 1, 2]
     assert "watched 3 steps" in done.err
-    assert [(rank.killed, rank.stopped) for rank in failure_report.read(tmp_path / "records")] == [(True, False)]
+    assert [(rank.is_killed, rank.is_stopped) for rank in failure_report.read(tmp_path / "records")] == [(True, False)]
 
 
 LIGHTNING = """

@@ -1,0 +1,207 @@
+"""The optimizers that a script has made, and which model each of them waits for."""
+
+# [Note: whose parameters an optimizer holds]
+# An optimizer belongs to the model that holds all its parameters. The comparison is by identity, and it is made when a
+# module is called: a wrapper may have replaced parameters after the optimizer was made (FSDP1, FSDP2), and DeepSpeed's
+# optimizers hold flat partitions that no module has, so that DeepSpeed's engine is asked for its optimizers instead. A
+# module that holds only some of an optimizer's parameters is a part of the model: a generator beside its discriminator,
+# or the network inside a LightningModule. The session waits for the whole, and remembers this reason for its message.
+
+# [Note: a process that trains alone]
+# `accelerate launch` on CPUs starts one process and leaves the others to mpirun; a script may forget
+# init_process_group(); Lightning starts the other ranks itself, without disthooks in them. Each such process would
+# train a model of its own, or wait forever for ranks that run no hooks. Nothing fails by itself there, so the session
+# refuses to attach, and the first step raises AttachError (docs/decisions.md, 64).
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from disthooks._match import is_of_class
+from disthooks._ranks import has_process_group, has_several_ranks, launched_world_size, trains_alone, world_size
+from disthooks.engines.base import DataParallel, Plain
+from disthooks.engines.detect import detect_engine
+from disthooks.errors import AttachError
+
+_MAX_LOOKS = 4  # calls of one module that are compared with the waiting optimizers; a later call costs nothing
+
+
+class ScriptOptimizers:
+    """The optimizers of a script: those that wait for their model, and those that are done.
+
+    All of them are held weakly; see [Note: nothing is kept alive].
+
+    Attributes:
+        left_alone: for each optimizer that nothing is attached for, its class and the reason.
+    """
+
+    def __init__(self) -> None:
+        self.left_alone: list[str] = []
+        self._waiting: list[weakref.ref[Any]] = []
+        self._done: list[weakref.ref[Any]] = []  # something is attached, or there is nothing to attach
+        self._looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    @property
+    def waiting(self) -> list[Any]:
+        """The optimizers that wait for their model."""
+        return [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
+
+    def add(self, optimizer: Any) -> None:
+        """Let a new optimizer wait; modules that were compared in vain are compared with it again."""
+        self._waiting.append(weakref.ref(optimizer))
+        self._looks.clear()
+
+    def should_look(self, module: nn.Module) -> bool:
+        """Whether a module that is called shall be compared with the waiting optimizers; counts the comparison."""
+        looks = self._looks.get(module, 0)
+        self._looks[module] = min(looks + 1, _MAX_LOOKS)
+        return looks < _MAX_LOOKS
+
+    def of_model(self, model: nn.Module, is_outermost: bool) -> list[Any]:
+        """The waiting optimizers that belong to `model`; see [Note: whose parameters an optimizer holds]."""
+        if is_of_class(model, "DeepSpeedEngine"):
+            own = (getattr(model, "basic_optimizer", None), getattr(model, "optimizer", None))
+            return [one for one in self.waiting if any(one is each for each in own)] if own[0] is not None else []
+        if is_outermost:
+            reshard(model)
+        of_model = {id(parameter) for parameter in model.parameters()}
+        whole = []
+        for optimizer in self.waiting:
+            of_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if of_optimizer and of_optimizer <= of_model:
+                whole.append(optimizer)
+            elif of_optimizer & of_model:
+                self._reasons.setdefault(
+                    optimizer,
+                    f"{type(model).__name__} was called and has only some of the parameters that "
+                    f"{type(optimizer).__name__} holds; call the whole model, or attach in the script with "
+                    "disthooks.prepare(model, optimizer); with Lightning, give the Trainer "
+                    "disthooks.integrations.lightning's DisthooksCallback",
+                )
+        return whole
+
+    def refuse(self, optimizers: Sequence[Any], reason: str) -> None:
+        """Remember why the model of these optimizers was not attached to; they go on waiting."""
+        for optimizer in optimizers:
+            self._reasons[optimizer] = reason
+
+    def reason(self, optimizer: Any) -> str:
+        """Why nothing is attached to the model of `optimizer`, and what to do."""
+        return (
+            self._reasons.get(optimizer)
+            or alone()
+            or (
+                "no module that holds its parameters was called with gradients on (outside of what torch.compile "
+                "traces), or the optimizer was made before fully_shard, which replaces parameters; attach in the "
+                "script with disthooks.prepare(model, optimizer)"
+            )
+        )
+
+    def is_waiting(self, optimizer: Any) -> bool:
+        """Whether the session has seen `optimizer` being made and has not attached for it."""
+        return any(ref() is optimizer for ref in self._waiting)
+
+    def is_done(self, optimizer: Any) -> bool:
+        """Whether something is attached for `optimizer`, or it is left alone for good."""
+        return any(ref() is optimizer for ref in self._done)
+
+    def mark_done(self, optimizers: Sequence[Any]) -> None:
+        """Let these optimizers wait no longer."""
+        self._done = [ref for ref in self._done if ref() is not None]
+        self._done += [weakref.ref(optimizer) for optimizer in optimizers]
+        self._waiting = [weakref.ref(one) for one in self.waiting if not self.is_done(one)]
+
+    def stop_waiting(self) -> None:
+        """Forget the waiting optimizers: the script attaches by itself."""
+        self._waiting.clear()
+
+    def leave_alone(self, optimizer: Any, reason: str) -> bool:
+        """Note that nothing is attached for `optimizer`; False if the same was noted for one of its class before."""
+        line = f"{type(optimizer).__name__}: {reason}"
+        if line in self.left_alone:
+            return False
+        self.left_alone.append(line)
+        return True
+
+
+def calls_closure_again(optimizer: Any) -> bool:
+    """Whether a step of `optimizer` calls its closure several times, so that no gradients are final before the last."""
+    return isinstance(optimizer, torch.optim.LBFGS)
+
+
+def reshard(model: nn.Module) -> None:
+    """Put FSDP2's own parameters back: after a forward without gradients the root still has the gathered ones."""
+    for part in model.modules():
+        if is_of_class(part, "FSDPModule"):
+            part.reshard()  # type: ignore[operator]
+
+
+def alone() -> str | None:
+    """What to do if several processes were started and this one is in a group with none of them; None otherwise.
+
+    See [Note: a process that trains alone].
+    """
+    if not trains_alone():
+        return None
+    there = "a process group of one" if has_process_group() else "no process group"
+    return (
+        f"{launched_world_size()} processes were started and this one has {there}: each trains alone. Call "
+        "torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs set "
+        "ACCELERATE_USE_CPU=true"
+    )
+
+
+def started_alone() -> str | None:
+    """A warning for a process that accelerate started alone although several were configured; None otherwise.
+
+    Accelerate sets a port at which the processes shall meet, and leaves WORLD_SIZE to mpirun.
+    """
+    is_from_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
+    if not is_from_accelerate or any("WORLD_SIZE" in name or name == "PMI_SIZE" for name in os.environ):
+        return None
+    return (
+        "WARNING: accelerate was told to start several processes and started this one alone: on CPUs it leaves the "
+        "others to mpirun. This is one process's training. disthooks launch starts all of them; so does accelerate "
+        "launch --multi_gpu with ACCELERATE_USE_CPU=true"
+    )
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why hooks must not be attached to a model that is called, and what to do; None if they can be.
+
+    See [Note: a process that trains alone].
+    """
+    try:
+        engine = detect_engine(model)
+    except AttachError as error:
+        return str(error)
+    if _is_started_by_lightning():
+        return (
+            "Lightning started the other processes itself, without disthooks.run: they would not take part in what "
+            "this one asks of them. Start all with torchrun --nproc-per-node N -m disthooks.run, or give the Trainer "
+            "disthooks.integrations.lightning's DisthooksCallback"
+        )
+    count = max(launched_world_size(), world_size())
+    if isinstance(engine, (Plain, DataParallel)) and count > 1:
+        return alone() or (
+            f"{type(model).__name__} was called without a wrapper, and there are {count} processes: wrap it with "
+            "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
+            "Accelerator.prepare, and call what that returns; on CPUs accelerate wraps only under "
+            "ACCELERATE_USE_CPU=true"
+        )
+    return alone()
+
+
+def _is_started_by_lightning() -> bool:
+    """Whether Lightning ran the script again for each other rank: it sets variables of its own, and no RANK."""
+    by_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
+    modules = ("lightning", "pytorch_lightning", "lightning_fabric")
+    return has_several_ranks() and by_lightning and any(name in sys.modules for name in modules)

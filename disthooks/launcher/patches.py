@@ -1,0 +1,368 @@
+"""Where torch and the frameworks tell a session what the script does: methods that are replaced while it runs."""
+
+# [Note: what is replaced in torch]
+# The session hears of optimizers that are made (`Optimizer.__init__`), of modules that are called
+# (`nn.Module.__call__`, and only while an optimizer waits for its model), and of steps (torch's own global hooks).
+# Classes stay what they are: an isinstance test, a pickle and a subclass see no difference. A global forward hook would
+# not do for the calls: it runs when the module has chosen its own hooks already, and torch.compile warns of it
+# (docs/decisions.md, 61). Whoever replaces a method after us keeps his: undoing puts back only what is still ours.
+
+# [Note: a framework's class gets its hooks when it is imported]
+# The session is there before the script imports accelerate, transformers or Lightning, and importing them here would
+# cost seconds in a script that uses none. So a finder in `sys.meta_path`, which finds nothing itself, waits for the
+# import and replaces `__init__` of the framework's class. To look for accelerators among all objects when hooks are
+# attached would be too late: the script has loaded its checkpoint by then (docs/decisions.md, 91).
+
+# [Note: state waits for its attachment]
+# A script loads its checkpoint before it trains, and a session attaches when the model is first called: at that moment
+# there is nothing that the state could be loaded into. So the session remembers the folder and the optimizers that it
+# was loaded for, and reads the file when one of these optimizers gets its hooks.
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from disthooks._match import unwrap_compiled
+from disthooks.config import Plan
+from disthooks.engines.base import inner_optimizer
+from disthooks.engines.optimizer_step import StepHooks, wrap_closure
+from disthooks.errors import AttachError
+from disthooks.grads.attach import Gradients
+
+Undo = Callable[[], None]
+
+_MAX_FRAMES = 12  # calls between the __init__ of an optimizer and that of an optimizer inside it
+
+
+def replace_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> Undo:
+    """Put ``wrap(method)`` in the place of a method of a class.
+
+    Returns:
+        A function that puts the method back, unless somebody has replaced it again.
+    """
+    original = owner.__dict__[name]
+    replacement = wrap(original)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        if owner.__dict__.get(name) is replacement:
+            setattr(owner, name, original)
+
+    return undo
+
+
+def after_init(owner: type, then: Callable[[Any], None]) -> Undo:
+    """Call ``then`` with each object of the class ``owner`` when it is made; returns a function that ends this."""
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            then(self)
+
+        return init
+
+    return replace_method(owner, "__init__", wrap)
+
+
+# -- torch
+
+
+class Listener(Protocol):
+    """What :class:`TorchPatches` tells."""
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script has made an optimizer."""
+
+    def called(self, module: nn.Module, is_outermost: bool) -> None:
+        """A module is about to run, with gradients on."""
+
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether gradients shall be seen before an optimizer steps."""
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step; or has stepped, if its gradients are not watched."""
+
+    def yield_to_script(self) -> None:
+        """The script attaches a plan by itself."""
+
+
+class TorchPatches:
+    """The methods of torch that are replaced for the time of a session; see [Note: what is replaced in torch]."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._in_call = listener, threading.local()
+        self._undo: list[Undo] = []
+        self._undo_call: Undo | None = None
+
+    def open(self) -> None:
+        """Begin to tell of optimizers, of steps, and of plans that the script attaches."""
+        listener = self._listener
+
+        def made(optimizer: Any) -> None:
+            if not _is_inner(optimizer):
+                listener.made(optimizer)
+
+        def yielding(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+                listener.yield_to_script()
+                return original(self, *args, **kwargs)
+
+            return attach
+
+        self._undo.append(after_init(torch.optim.Optimizer, made))
+        self._undo += [replace_method(Plan, name, yielding) for name in ("save", "watch", "prepare")]
+        self._undo.append(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
+
+    def close(self) -> None:
+        """Put everything back."""
+        self.hear_calls(False)
+        while self._undo:
+            self._undo.pop()()
+
+    def hear_calls(self, should_hear: bool) -> None:
+        """Begin, or end, to tell of modules that are called."""
+        if should_hear and self._undo_call is None:
+            self._undo_call = replace_method(nn.Module, "__call__", self._telling)
+        elif not should_hear and self._undo_call is not None:
+            self._undo_call()
+            self._undo_call = None
+
+    def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        patches, in_call, listener = self, self._in_call, self._listener
+
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or patches._undo_call is None or not torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            is_outermost = not getattr(in_call, "now", False)
+            listener.called(self, is_outermost)
+            if not is_outermost:
+                return original(self, *args, **kwargs)
+            in_call.now = True
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                in_call.now = False
+
+        return call
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Tell of a step. A step with a closure is told when the closure is done: it calls the model."""
+        if not self._listener.watches(optimizer):
+            return None
+        given = wrap_closure(functools.partial(self._in_closure, optimizer), args, kwargs)
+        if given is None:
+            self._listener.steps(optimizer)
+        else:
+            StepHooks.of(optimizer)  # hooks that are attached inside the closure join these, in time for this step
+        return given
+
+    def _in_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        """Run the closure, after which gradients are final: Lightning clips inside it."""
+        hooks = StepHooks.of(optimizer)
+        try:
+            loss = closure()
+            self._listener.steps(optimizer)
+            hooks.prepare()
+        finally:
+            hooks.leave()
+        return loss
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Tell of a step whose gradients are not watched: its closure stayed as the script gave it."""
+        if not self._listener.watches(optimizer):
+            self._listener.steps(optimizer)
+
+
+def _is_inner(optimizer: Any) -> bool:
+    """Whether another optimizer is making this one for itself: its step is then a part of the other's step."""
+    frame: types.FrameType | None = sys._getframe(3)  # past the functions of this file
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return False
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, torch.optim.Optimizer) and maker is not optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def only_fills_state() -> bool:
+    """Whether the step under way is that of torch.distributed.checkpoint, on zeros, which makes states to load into."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- frameworks
+
+
+class FrameworkPatches:
+    """The accelerators and Trainers of a script, and the checkpoints that they have loaded.
+
+    Args:
+        attached: returns what is attached to an optimizer, or None.
+    """
+
+    def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
+        self._attached = attached
+        self._accelerators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._loads: list[tuple[weakref.ref[Any], str, list[weakref.ref[Any]]]] = []  # accelerator, folder, optimizers
+        self._callbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that have loaded a state
+        self._undo: list[Undo] = []
+
+    def open(self) -> None:
+        """Begin to listen. See [Note: a framework's class gets its hooks when it is imported]."""
+        self._undo += [
+            when_imported("accelerate.accelerator", self._patch_accelerate),
+            when_imported("transformers.trainer", self._patch_transformers),
+            when_imported("lightning.pytorch.trainer.trainer", self._patch_lightning),
+            when_imported("pytorch_lightning.trainer.trainer", self._patch_lightning),
+        ]
+
+    def close(self) -> None:
+        """Put everything back; accelerators and Trainers that exist keep what they have."""
+        while self._undo:
+            self._undo.pop()()
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch whether a state is loaded into `optimizer`; the empty one that accelerate loads does not count."""
+        loaded = self._loaded
+        optimizer.register_load_state_dict_post_hook(lambda one: loaded.add(one) if one.state else None)
+
+    def join(self, model: nn.Module, gradients: Gradients) -> bool:
+        """Connect an attachment to its accelerator or Trainer, and give it the state that was loaded for it.
+
+        See [Note: state waits for its attachment].
+
+        Returns:
+            False if the script has loaded a state into the optimizer, and there is none for rules and statistics.
+        """
+        has_state = False
+        for accelerator in self._accelerators:
+            is_prepared = any(_inner(one) is gradients.optimizer for one in accelerator._optimizers)
+            if is_prepared or any(unwrap_compiled(one) is model for one in accelerator._models):
+                has_state |= self._join_accelerator(accelerator, gradients)
+        for callback in list(self._callbacks):
+            has_state |= callback.join(model, gradients)
+        return has_state or gradients.optimizer not in self._loaded
+
+    def _join_accelerator(self, accelerator: Any, gradients: Gradients) -> bool:
+        from disthooks.integrations.accelerate import connect, load_from, log_to_trackers
+
+        connect(accelerator, gradients)
+        log_to_trackers(accelerator, gradients)
+        for owner, folder, optimizers in reversed(self._loads):
+            if owner() is accelerator and any(one() is gradients.optimizer for one in optimizers):
+                load_from(accelerator, gradients, folder)
+                return True
+        return False
+
+    def _patch_accelerate(self, module: types.ModuleType) -> Undo:
+        def init(accelerator: Any) -> None:
+            self._accelerators.add(accelerator)
+            weak = weakref.ref(accelerator)  # the accelerator keeps the hook, which must not keep the accelerator
+
+            def load(models: Any, folder: str) -> None:
+                if self._undo and (owner := weak()) is not None:
+                    optimizers = [weakref.ref(_inner(one)) for one in owner._optimizers]
+                    self._loads.append((weak, folder, optimizers))
+
+            accelerator.register_load_state_pre_hook(load)
+
+        return after_init(module.Accelerator, init)
+
+    def _patch_transformers(self, module: types.ModuleType) -> Undo:
+        def init(trainer: Any) -> None:
+            from disthooks.integrations.transformers import DisthooksCallback, WaitingCallback
+
+            if self._undo and not any(isinstance(one, DisthooksCallback) for one in trainer.callback_handler.callbacks):
+                waiting = WaitingCallback(self._attached)
+                self._callbacks.add(waiting)
+                trainer.add_callback(waiting)
+                waiting.to_the_front(trainer)
+
+        return after_init(module.Trainer, init)
+
+    def _patch_lightning(self, module: types.ModuleType) -> Undo:
+        def init(trainer: Any) -> None:
+            from disthooks.integrations.lightning import DisthooksCallback, WaitingCallback
+
+            if self._undo and not any(isinstance(one, DisthooksCallback) for one in trainer.callbacks):
+                waiting = WaitingCallback(self._attached)
+                self._callbacks.add(waiting)
+                trainer.callbacks.insert(0, waiting)  # before those that monitor, and those that write checkpoints
+
+        return after_init(module.Trainer, init)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls a function when the module ``name`` has been imported; finds nothing itself."""
+
+    def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
+        self._name, self._then, self._is_searching = name, then, False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name or self._is_searching:
+            return None
+        self._is_searching = True  # the search below asks all finders, this one too
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute, then = loader.exec_module, self._then
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                then(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def when_imported(name: str, then: Callable[[types.ModuleType], Undo]) -> Undo:
+    """Call ``then`` with the module ``name``, now or when it is imported; returns a function that undoes it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        return then(module)
+    undo: list[Undo] = []
+    finder = _Finder(name, lambda module: undo.append(then(module)) if finder in sys.meta_path else None)
+    sys.meta_path.insert(0, finder)
+
+    def close() -> None:
+        sys.meta_path.remove(finder)
+        while undo:
+            undo.pop()()
+
+    return close
+
+
+def _inner(optimizer: Any) -> Any:
+    try:
+        return inner_optimizer(optimizer)
+    except AttachError:  # accelerate's dummy, which stands for the optimizer that DeepSpeed makes
+        return optimizer
