@@ -125,9 +125,6 @@ def tensor_lock(order: Order, again: bool = True) -> Any:
     return make(order, again)
 
 
-shared, own = shared_lock, tensor_lock  # their names before; they go with their last users
-
-
 def shared_locks() -> list[tuple[Order, Any]]:
     """All shared locks that are alive, in their order."""
     found = [(order, number, reference()) for number, (order, reference) in list(_shared.items())]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._torch import forget_compiled, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.eligibility import nothing_to_hook
@@ -33,7 +33,7 @@ from disthooks.saved.hooks import HookSite
 
 _SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__; None in the class
 
-_lock = shared(Order.CLASSES)
+_lock = shared_lock(Order.CLASSES)
 _openers: weakref.WeakSet[_Opener] = weakref.WeakSet()  # of the classes that are changed now
 
 

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from disthooks._fork_safe import Order, own
+from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, on_accelerator, used_on
 from disthooks._tensors import Layout, StorageRegion
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
@@ -352,7 +352,7 @@ class Packed(Witness, ABC):
         self.is_constant = self.is_volatile = self.is_never_shared = self.is_withdrawn = False
         self.is_offloaded = self.is_undecided = self.is_sealed = False
         self.is_untyped = True
-        self._lock, self._readers = own(Order.PACKED), Readers()
+        self._lock, self._readers = tensor_lock(Order.PACKED), Readers()
 
     # -- what a subclass says
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import is_of_class, unwrap_engine
 from disthooks._ranks import global_rank, world_ranks
@@ -194,7 +194,7 @@ class Blame(Attachment):
         self._unknown: set[str] = set()
         self._threads = PerThread(only_nan, self._unknown)
         self._first_calls: dict[torch.device, FirstNonFinite] = {}
-        self._lock = shared(Order.WATCH)
+        self._lock = shared_lock(Order.WATCH)
         self._order = 0  # of calls that returned in this forward
         self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
         self._passed = 0

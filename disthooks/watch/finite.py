@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._tensors import local_part
 from disthooks.watch.features import version_of
 
@@ -164,7 +164,7 @@ class FirstNonFinite:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = shared(Order.WATCH)
+        self._lock = shared_lock(Order.WATCH)
         self._pending: list[ModuleCall] = []
         self._found: torch.Tensor | None = None
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks import _handles
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._handles import Attachment, UncopiedHook
 from disthooks._match import Pattern, canonical_name, match, unwrap_engine
 from disthooks._tensors import exotic, format_bytes, storages_of
@@ -178,7 +178,7 @@ class SeenContents:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int | None], StorageRef] = {}
-        self._lock = shared(Order.WATCH)
+        self._lock = shared_lock(Order.WATCH)
 
     def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
         """What becomes of ``tensor``: "parameter", "shared" or "saved"."""

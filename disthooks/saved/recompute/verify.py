@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._fork_safe import Order, shared
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
 from disthooks.errors import DisthooksError, StoreError, UsageError
@@ -141,7 +141,7 @@ class Verification:
     )
 
     def __init__(self, where: str, always: bool, lock: Any = None) -> None:
-        self._lock = shared(Order.PLACE) if lock is None else lock
+        self._lock = shared_lock(Order.PLACE) if lock is None else lock
         self.where, self._always = where, always
         self.is_proven = self.is_different = self.is_broken = False
         self._candidates: list[int] | None = None  # variants that were always right; None before the first comparison
@@ -252,7 +252,7 @@ class Proofs:
 
     def __init__(self) -> None:
         self._places: dict[Any, Verification] = {}
-        self._lock = shared(Order.PLACE)
+        self._lock = shared_lock(Order.PLACE)
 
     def verification(self, key: tuple[Any, ...], where: str, always: bool) -> Verification:
         """The verification of the place ``key``; a new one if there is none."""
