@@ -67,6 +67,7 @@ class saving:
     def __init__(self, *stages: Stage | Pipeline) -> None:
         checked = pipeline(*stages)
         self._site = HookSite(OpenPipeline(checked, None if checked.recompute is None else proofs_here()))
+        # A stack, because the same block may be entered again while it is open; None where hooks could not open.
         self._entered = threading.local()  # the hooks that this thread entered and has not left
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
@@ -130,6 +131,7 @@ def _autograd_function(site: HookSite, target: type[torch.autograd.Function]) ->
             return super(own, cls).apply(*args, **kwargs)
         return site.call(None, super(own, cls).apply, *args, **kwargs)
 
+    # A subclass of the same name: the Function that was given is as it was, for those who use it undecorated.
     names = {"__module__": target.__module__, "__qualname__": target.__qualname__, "__doc__": target.__doc__}
     own: Any = type(target)
     own = own(target.__name__, (target,), {**names, "apply": classmethod(apply)})
@@ -197,6 +199,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     found = chosen(model, patterns)
     opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
     with _attaching:
+        # All are asked before the first is attached, so that after an error nothing is.
         for name, module in found:
             _refuse(name, module)
         saving = Saving(opened, tuple(name for name, _ in found))

@@ -254,6 +254,7 @@ class StoredContent(Packed):
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         if self._copy is None:
             self._copy = self._copied(storage)
+            # A fresh tensor, which `pack` did not copy. The next operator may save it again, so the copy is compared.
             if self._copy.is_cpu and self._checksum is None:
                 self._weak_copy = weakref.ref(self._copy)
         content = self._copy
@@ -270,6 +271,7 @@ class StoredContent(Packed):
         # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
         # keep all of that storage in memory.
         parts = tuple(alone(part) for part in parts)
+        # Python code must not be given this memory: see [Note: what a function of the user's own is given].
         self._stored_addresses = [part.data_ptr() for part in parts]
         self._tickets = self._put(parts, content.nbytes)
         self._is_private = True  # the content is a copy

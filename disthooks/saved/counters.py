@@ -137,6 +137,7 @@ class Counters:
         self.lock = shared_lock(Order.COUNTERS)
         self.saved_bytes = 0
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
+        # Sums over modules are made when the report is: to count costs one lock and one look-up.
         self._calls = self._inner = 0
         self._held = DeferredSum()
         self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)

@@ -99,11 +99,13 @@ class SavedTensorHooks:
     def __enter__(self) -> SavedTensorHooks:
         refuse_capture(self._module_name)
         self._pipeline.counters.count_call(self._module_name)
+        # Our own hooks may be on already: a module inside an attached module, of the same attachment or of another.
         outer = top_hooks(True)
         outer_hooks = getattr(outer[0], "__self__", None) if outer is not None else None
         if isinstance(outer_hooks, SavedTensorHooks) and outer_hooks._pipeline is not self._pipeline:
             outer_hooks._pipeline.counters.count_inner()
             outer_hooks._has_inner = True
+        # The pair is entered last: if anything above is interrupted, no hook stays on in this thread.
         self._hooks.__enter__()
         return self
 
@@ -478,6 +480,7 @@ class HookSite(NamedTuple):
         if reason is not None:
             self.pipeline.counters.count_pass(reason, self.name)
             return run(function, *args, **kwargs)
+        # New hooks for each call: replicas in threads, and calls inside calls, share the pipeline and no other state.
         hooks = SavedTensorHooks(self.pipeline, self.name, module)
         with hooks:
             result = run(function, *args, **kwargs)

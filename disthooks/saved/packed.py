@@ -69,6 +69,7 @@ class FunctionsHandle:
         self.module_name = module_name
         counters.change_held(nbytes)
 
+    # `change_held` takes no lock, as a destructor must not: see [Note: the order of locks].
     @uncompiled()
     def __del__(self) -> None:
         self.counters.change_held(-self.nbytes)
@@ -157,6 +158,7 @@ class _LastRestored(NamedTuple):
         storage = self.storage.get() if self.reader == reader else None
         if storage is None or self.witness._version != self.version:
             return None
+        # The alias of the witness has its counter, so what the node writes is counted for its next question.
         tensor = self.witness.detach()
         tensor.data = self.layout.over(storage)
         return Restored(tensor, self.stream)
@@ -429,6 +431,7 @@ class Packed(Witness, ABC):
             # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
             # packed value stays an alias, as autograd has it without hooks.
             storage = self.alias.untyped_storage()
+            # A changed tensor is not offloaded either: its contents are not those that were saved, and `unpack` raises.
             is_gone = storage.nbytes() != self.nbytes
             if self.is_offloaded or is_gone or self.looks_changed():
                 self.is_undecided = False
@@ -559,7 +562,7 @@ class Handle:
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
-        packed = self.packed
+        packed = self.packed  # compared here, and not in `check` alone, because every tensor of every backward pays it
         if packed.is_changed or packed.alias._version != packed.version:
             packed.check()
         return packed.tensor(self)
@@ -576,6 +579,7 @@ class DTensorHandle:
     def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
         self.handle, self._version = handle, tensor._version
         witness: Any = tensor.detach()
+        # All tensors inside but the local part are kept: they are what the description of the whole is made of.
         names, self._context = witness.__tensor_flatten__()
         self._inner = {name: getattr(witness, name) for name in names if name != "_local_tensor"}
         witness._local_tensor = torch.empty(0, device="cpu")

@@ -181,6 +181,7 @@ class AutocastCopy(Packed):
         """Whether casting the weight again gives the same bytes."""
         if not self._is_weight_there():  # FSDP freed it when its forward ended
             return False
+        # The state is taken before the weight is read: a write in between makes it another state, and the copy stays.
         self._weight_state = self._state_of_weight()
         again, now = _bytes(self._cast().untyped_storage()), self.content(storage)
         if again.shape != now.shape:

@@ -113,6 +113,7 @@ class SaveWith(nn.Module):
             self.__dict__[kind] = _Inside(self._modules, kind)
 
     def __getstate__(self) -> dict[str, Any]:
+        # The dictionaries that reach inside are made anew in the copy: those of this wrapper reach into this module.
         return {**self.__dict__, **{kind: {} for kind in _KINDS}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -301,6 +302,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "engine's perhaps, that would be lost. Unwrap before the engine takes the model, and after pruning or "
                 "weight_norm of the wrapper is removed; its state_dict is that of the plain model in any case"
             )
+    # Nothing was changed until here, so a model that cannot be unwrapped is as it was.
     for module in list(model.modules()):
         if not isinstance(module, SaveWith):
             module._modules.update({name: _innermost(child) for name, child in module._modules.items()})
