@@ -31,6 +31,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         simulated.missing()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Tests of forks have a process without a device: torch refuses a backward in a fork of one that has autograd's."""

@@ -120,6 +120,7 @@ MAY = {
     "typer": ("cli",),
     "rich": ("cli",),
     "triton": ("saved/codecs",),
+    "pytest": ("testing.py",),
 }
 
 

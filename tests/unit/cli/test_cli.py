@@ -433,6 +433,7 @@ def test_explain_does_not_count_weights() -> None:
 
 def logged(folder: pathlib.Path) -> pathlib.Path:
     """What a run of six steps logs, the fourth with a NaN in one gradient."""
+    torch.manual_seed(0)
     model = Tiny()
     file = folder / "run" / "gradients.jsonl"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
