@@ -1,4 +1,9 @@
-"""The commands put together. Nothing here imports torch: ``disthooks --help`` answers at once."""
+"""The commands put together, and ``disthooks launch``, which hands its words on."""
+
+# [Note: the command line waits for no torch]
+# To import torch takes more than a second, and `disthooks --help` shall answer at once. So no file of a command imports
+# torch, or a module of disthooks that does, at its top: a command imports what it needs when it runs, and what runs a
+# model is in workload.py (docs/decisions.md, 73).
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from disthooks._version import __version__
 from disthooks.cli.check import check
 from disthooks.cli.env import env
 from disthooks.cli.explain import explain
-from disthooks.cli.launch import launch
 from disthooks.cli.report import report
 from disthooks.errors import DisthooksError, as_line
 
@@ -22,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Untouched(TyperCommand):
-    """A command whose words are all somebody else's: none is read here, not even ``--help`` or ``--``."""
+    """A command that hands all its words on: none is read here, not even ``--help`` or ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the words as they are."""
@@ -30,8 +34,8 @@ class _Untouched(TyperCommand):
         return []
 
 
-def _told(command: F) -> F:
-    """``command`` whose errors, if they are of disthooks, are told in a line instead of a traceback."""
+def _with_short_errors(command: F) -> F:
+    """Make ``command`` print an error of disthooks in one line instead of a traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +46,17 @@ def _told(command: F) -> F:
             raise typer.Exit(1) from None
 
     return cast(F, run)
+
+
+def launch(words: typer.Context) -> None:
+    """Start a script under accelerate (or torchrun, deepspeed) with its hooks: launch [LAUNCHER] OPTIONS SCRIPT ARGS.
+
+    LAUNCHER is torchrun, deepspeed or accelerate, which it is when there is none. Every word after "launch" goes to
+    the launcher as it stands, and every word after the script to the script.
+    """
+    from disthooks.launcher import main
+
+    raise typer.Exit(main(list(words.args)))
 
 
 def _version(wanted: bool) -> None:
@@ -69,22 +84,22 @@ def _whole(
 
 
 for _command in (env, check, explain, report):
-    app.command(context_settings=_HELP)(_told(_command))
-app.command(cls=_Untouched, add_help_option=False)(_told(launch))
+    app.command(context_settings=_HELP)(_with_short_errors(_command))
+app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 
-# Typer has brought its own click since 0.16: the classes of its errors are found from one that it gives away.
-_WORDS: Any = typer.BadParameter.__mro__[1]  # words that mean nothing
+# Typer has a click of its own since 0.16 and does not export it: the base class of its errors is found from one.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def run(words: list[str] | None = None) -> int:
-    """Run what ``words``, by default those of this process, ask for.
+    """Run the command that ``words`` name, by default the words of this process.
 
     Returns:
-        The exit code; 2, with one line that says why, for words that mean nothing.
+        The exit code; 2, with one line that says why, if the words are wrong.
     """
     try:
         code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)
-    except _WORDS as error:
+    except _UsageError as error:
         context = getattr(error, "ctx", None)
         where = context.command_path if context is not None else "disthooks"
         print(as_line(f"{error.format_message()} ({where} -h says what there is)"), file=sys.stderr)

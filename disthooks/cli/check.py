@@ -11,7 +11,7 @@ from disthooks.cli.output import console, document, line, progress, shortened, s
 from disthooks.errors import DisthooksError, as_line
 
 if TYPE_CHECKING:
-    from disthooks.cli.workload import Entry, Found
+    from disthooks.cli.workload import Findings, SaveEntry
 
 
 def check(
@@ -27,21 +27,21 @@ def check(
     pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs the model runs
     forward and backward once, and the bytes moved are told for each module.
     """
-    from disthooks.cli.workload import Found
+    from disthooks.cli.workload import Findings
 
-    found = Found()
+    findings = Findings()
     with progress(4) as begin:
-        facts = _checked(file, model, found, begin)
-    facts |= {"ok": not found.errors, "errors": found.errors, "warnings": found.warnings}
+        facts = _checked(file, model, findings, begin)
+    facts |= {"ok": not findings.errors, "errors": findings.errors, "warnings": findings.warnings}
     if as_json:
         document(facts)
     else:
         _show(facts)
-    if found.errors:
+    if findings.errors:
         raise typer.Exit(1)
 
 
-def _checked(file: str, name: str | None, found: Found, begin: Callable[[str], None]) -> dict[str, Any]:
+def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[str], None]) -> dict[str, Any]:
     from disthooks.cli.workload import build, check_sinks, entries_of, place, scopes
     from disthooks.config import from_config
 
@@ -52,21 +52,21 @@ def _checked(file: str, name: str | None, found: Found, begin: Callable[[str], N
         begin("building the model")
         model, inputs = build(name) if name else (None, None)
     except DisthooksError as error:
-        found.failed("", error)
+        findings.failed("", error)
         return facts
     entries = entries_of(plan)
     if plan.watches:
-        check_sinks(plan, found)
+        check_sinks(plan, findings)
         facts["watch"] = _asked(plan)
     if model is not None:
-        place(plan, entries, model, found)
+        place(plan, entries, model, findings)
         if plan.watches:
-            facts["watch"] |= scopes(plan, model, found)
+            facts["watch"] |= scopes(plan, model, findings)
     begin("saving random tensors through each pipeline")
-    facts["save"] = [_entry(entry, model is not None, found) for entry in entries]
-    if inputs is not None and not found.errors:
+    facts["save"] = [_entry(entry, model is not None, findings) for entry in entries]
+    if inputs is not None and not findings.errors:
         begin("one forward and backward")
-        facts["run"] = _run(model, inputs, entries, found)
+        facts["run"] = _run(model, inputs, entries, findings)
     return facts
 
 
@@ -78,58 +78,60 @@ def _asked(plan: Any) -> dict[str, Any]:
     return told | {"rules": None, "groups": None}
 
 
-def _entry(entry: Entry, on_model: bool, found: Found) -> dict[str, Any]:
+def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "where": entry.where,
         "patterns": list(map(str, entry.patterns)),
-        "pipeline": str(entry.line),
+        "pipeline": str(entry.pipeline),
     }
-    facts |= {"round_trips": _round_trips(entry, found), "matched": None, "modules": None, "parameters": None}
+    facts |= {"round_trips": _round_trips(entry, findings), "matched": None, "modules": None, "parameters": None}
     if on_model:
         facts |= {"matched": entry.matched, "modules": list(entry.modules), "parameters": entry.parameters()}
     return facts
 
 
-def _round_trips(entry: Entry, found: Found) -> list[dict[str, Any]]:
+def _round_trips(entry: SaveEntry, findings: Findings) -> list[dict[str, Any]]:
     from disthooks.cli.workload import DTYPES, round_trip
 
     made: list[dict[str, Any]] = []
     for dtype in DTYPES:
         try:
-            trip = round_trip(entry.line, dtype)
+            trip = round_trip(entry.pipeline, dtype)
         except (DisthooksError, RuntimeError, TypeError) as error:
-            found.failed(f"{entry.at}: {entry.where}", f"a {dtype} tensor does not get through: {error}")
+            findings.failed(f"{entry.at}: {entry.where}", f"a {dtype} tensor does not get through: {error}")
             continue
         if trip.lossless and not trip.identical:
-            found.failed(
+            findings.failed(
                 f"{entry.at}: {entry.where}",
                 f"a {trip.dtype} tensor came back with other bits, and no codec says it is lossy",
             )
         elif trip.error == float("inf"):
-            found.failed(
+            findings.failed(
                 f"{entry.at}: {entry.where}", f"finite numbers of a {trip.dtype} tensor came back infinite or NaN"
             )
         made.append(trip._asdict())
     return made
 
 
-def _run(model: Any, inputs: Any, entries: list[Entry], found: Found) -> list[dict[str, Any]] | None:
+def _run(model: Any, inputs: Any, entries: list[SaveEntry], findings: Findings) -> list[dict[str, Any]] | None:
     from disthooks.cli.workload import figures, reports
 
-    placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
+    placed = [
+        (name, module, entry.placed or entry.pipeline) for entry in entries for name, module in entry.modules.items()
+    ]
     try:
         told = reports(model, inputs, placed)
     except DisthooksError as error:
-        found.failed("the run", error)
+        findings.failed("the run", error)
         return None
     for name, report in told.items():
         passed = ", ".join(f"{reason} {count}" for reason, count in report.passed.items())
         if passed and not report.calls:
-            found.failed(
+            findings.failed(
                 "the run", f"{name or 'the model'!r} saved nothing: all its calls went without hooks ({passed})"
             )
         elif passed or not report.calls:
-            found.warnings.append(f"{name or 'the model'!r}: {passed or 'it was not called in this forward'}")
+            findings.warnings.append(f"{name or 'the model'!r}: {passed or 'it was not called in this forward'}")
     return [{"module": name} | figures(report) for name, report in told.items()]
 
 

@@ -1,13 +1,12 @@
-"""The configuration that a run started here would have, and what it asks of the machine.
+"""What this machine is, what a run that is started here would find, and what would not work.
 
-What this machine is: facts, in plain values that JSON can hold.
-
-What would not work here, why, and what to do: rules over the facts that ``disthooks env`` has gathered.
-
-Each was seen to go wrong, most of them without a word.
-
-How fast bytes move here: to a disk and back, to a GPU and back. Each takes a second or two and leaves nothing.
+The first part gathers facts, in plain values that JSON can hold; the second judges them, each rule by itself.
 """
+
+# [Note: rules over facts]
+# `disthooks env` shows the facts, and a rule never looks at the machine itself. So each rule is tested with facts that
+# somebody wrote down, and the `--json` of a user's machine is enough to find what is wrong there. A rule was written
+# when something went wrong, most often without a message: docs/upstream.md and docs/launch.md tell what.
 
 from __future__ import annotations
 
@@ -26,8 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from disthooks.cli.launch import LAUNCHERS
-
 #: The packages of sinks, by class name.
 SINKS = {
     "TensorBoard": ("tensorboard", "pip install 'disthooks[tensorboard]'"),
@@ -37,7 +34,7 @@ SINKS = {
 
 
 def configuration() -> tuple[dict[str, Any], Any]:
-    """Which configuration wins here and what was passed over, in plain values; and the plan, or None."""
+    """The configuration that a run would have here and those that it passes over; and the plan, None without one."""
     from disthooks.config import from_config
     from disthooks.config.locate import find
     from disthooks.errors import DisthooksError
@@ -45,16 +42,16 @@ def configuration() -> tuple[dict[str, Any], Any]:
     facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None}
     try:
         found = find(engine_config=_deepspeed_config())
-        facts |= {"origin": found.origin, "source": _plain(found.source), "passed_over": list(found.passed_over)}
+        facts |= {
+            "origin": found.origin,
+            "source": os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else dict(found.source),
+            "passed_over": list(found.passed_over),
+        }
         return facts, from_config(found.source)
     except DisthooksError as error:
         text = " ".join(str(error).split())
         nothing = facts["origin"] is None and "DISTHOOKS_CONFIG" not in os.environ and "no configuration" in text
         return facts | {"error": None if nothing else text}, None
-
-
-def _plain(source: Any) -> Any:
-    return dict(source) if isinstance(source, dict) else os.fspath(source)
 
 
 def _deepspeed_config() -> Any:
@@ -75,7 +72,9 @@ def directories(plan: Any) -> dict[str, list[str]]:
 
 
 def _of_store(store: Any) -> Iterator[str]:
-    here = os.environ.get("LOCAL_RANK", "0")
+    from disthooks._ranks import local_rank
+
+    here = local_rank()
     for directory in getattr(store, "directories", ()):
         yield directory.replace("{local_rank}", here)
     for inner in getattr(store, "stores", ()):
@@ -94,7 +93,7 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
 
 
 def accelerate() -> dict[str, Any] | None:
-    """What matters of the file that ``accelerate launch`` reads when it is given none; None without one."""
+    """The values that matter in the file which ``accelerate launch`` reads if none is named; None without a file."""
     path = accelerate_config()
     if path is None:
         return None
@@ -114,30 +113,12 @@ def accelerate() -> dict[str, Any] | None:
 
 
 PACKAGES = (
-    "accelerate",
-    "deepspeed",
-    "kvikio-cu12",
-    "kvikio-cu13",
-    "lightning",
-    "lz4",
-    "mlflow-skinny",
-    "numpy",
-    "peft",
-    "pydantic",
-    "pyyaml",
-    "ray",
-    "rich",
-    "tensorboard",
-    "torchtitan",
-    "transformers",
-    "triton",
-    "trl",
-    "typer",
-    "wandb",
-    "zstandard",
+    *("accelerate", "deepspeed", "kvikio-cu12", "kvikio-cu13", "lightning", "lz4", "mlflow-skinny", "numpy"),
+    *("peft", "pydantic", "pyyaml", "ray", "rich", "tensorboard", "torchtitan", "transformers"),
+    *("triton", "trl", "typer", "wandb", "zstandard"),
 )
-#: What launchers and schedulers tell their processes.
-_TOLD = re.compile(
+#: The variables by which launchers and schedulers tell their processes what they are.
+_VARIABLES = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|DISTHOOKS_\w+"
     r"|PET_\w+|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NTASKS|NNODES|NODEID|JOB_ID|JOB_NODELIST|CPUS_PER_TASK)"
     r"|OMPI_COMM_WORLD_(RANK|SIZE)|PMI_(RANK|SIZE)|ACCELERATE_\w+|FSDP_VERSION|CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME"
@@ -146,7 +127,7 @@ _TOLD = re.compile(
 
 
 def versions() -> dict[str, str | None]:
-    """Of disthooks and what it works with; None for what is not installed."""
+    """The versions of disthooks and of what it works with; None for what is not installed."""
     from disthooks import __version__
 
     found: dict[str, str | None] = {"disthooks": __version__, "python": platform.python_version()}
@@ -161,18 +142,20 @@ def _version(name: str) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """What launchers and schedulers told this process."""
-    return {name: value for name, value in sorted(os.environ.items()) if _TOLD.fullmatch(name)}
+    """The variables that launchers and schedulers have set for this process."""
+    return {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
 
 
 def rank() -> int:
-    """The number of this process among those that run the same command; 0 when it is alone."""
-    told = [os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")]
-    return next((int(value) for value in told if value is not None and value.isdigit()), 0)
+    """The rank of this process among those that run the same command; 0 if it is alone."""
+    from disthooks._ranks import RANK_VARIABLES
+
+    values = [os.environ.get(name, "") for name in (*RANK_VARIABLES, "PMI_RANK")]
+    return next((int(value) for value in values if value.isdigit()), 0)
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch was built for and what it finds."""
+    """What torch was built for, and the GPUs that it finds."""
     import torch
     import torch.distributed as dist
 
@@ -201,7 +184,7 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | None:
-    """The node of the processor that a PCI device hangs on; None where there is one node, or nobody tells.
+    """The NUMA node of a PCI device; None if the machine has one node, or the kernel does not tell.
 
     >>> numa_node(None, None, None), numa_node(0xFFFF, 0xFF, 0x1F)
     (None, None)
@@ -216,7 +199,7 @@ def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | 
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver, as its kernel module tells it."""
+    """The version of NVIDIA's driver, from its kernel module."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.\d+(\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
     except OSError:
@@ -229,13 +212,13 @@ def _text(path: str) -> str:
 
 
 def cores() -> dict[str, int]:
-    """Cores of the machine, and those that this process may use."""
+    """The cores of the machine, and those that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"there": os.cpu_count() or 1, "usable": usable}
 
 
 def memory_facts() -> dict[str, int | None]:
-    """Bytes of memory, of what may be locked, and of ``/dev/shm``; None where there is no limit or nobody tells."""
+    """Bytes of memory, of memory that may be locked, and of ``/dev/shm``; None for no limit, or if it is unknown."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         shm = shutil.disk_usage("/dev/shm")
@@ -260,7 +243,7 @@ def _meminfo(name: str) -> int | None:
 
 
 def _group_limit() -> int | None:
-    """What a container is held to."""
+    """The memory limit of the container, in bytes."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = int(_text(path))
@@ -271,19 +254,19 @@ def _group_limit() -> int | None:
 
 
 def tools() -> dict[str, str | None]:
-    """Programs that something may have to call; None for what is not there."""
+    """The programs that launchers and builds of operators call; None for those that are missing."""
     compiler = os.environ.get("CXX", "c++")
     found = {name: shutil.which(name) for name in ("mpirun", "ninja", "nvcc", "srun", "torchrun")}
     return {"c++": shutil.which(compiler) or shutil.which("g++"), **found}
 
 
 def build_locks() -> list[dict[str, Any]]:
-    """Locks of operators that are being built, or were when the process that built them was killed."""
+    """The locks of operators that are being built, or whose build was killed."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
     found = []
     for lock in pathlib.Path(folder).expanduser().glob("**/lock"):
-        with contextlib.suppress(OSError):  # it was let go of in this moment
+        with contextlib.suppress(OSError):  # the build has just ended
             found.append({"path": str(lock), "age_s": round(time.time() - lock.stat().st_mtime)})
     return found
 
@@ -307,7 +290,7 @@ def system() -> str:
 
 
 def file_system(directory: str) -> str | None:
-    """The kind of file system that ``directory`` is on; None where nobody tells.
+    """The kind of file system that ``directory`` is on; None if the kernel does not tell.
 
     >>> file_system("/proc")
     'proc'
@@ -328,7 +311,7 @@ def file_system(directory: str) -> str | None:
 
 
 def accelerate_config() -> pathlib.Path | None:
-    """The file that ``accelerate launch`` reads when it is given none, if it is there."""
+    """The file that ``accelerate launch`` reads if none is named; None if it does not exist."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     folder = pathlib.Path(home).expanduser() / "accelerate"
     for name in ("default_config.yaml", "default_config.yml", "default_config.json"):
@@ -338,6 +321,7 @@ def accelerate_config() -> pathlib.Path | None:
 
 
 Facts = Mapping[str, Any]
+_ALONE = "each process would believe to be alone: it trains on all the data, and nobody adds up gradients"
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 1 << 30
 _LITTLE_LOCKED = 1 << 30
@@ -345,7 +329,7 @@ _LONG_BUILD = 600  # seconds; the longest that was seen took 330
 
 
 class Problem(NamedTuple):
-    """One thing that would not work."""
+    """One thing that would not work here, why, and what to do."""
 
     what: str
     why: str
@@ -353,7 +337,7 @@ class Problem(NamedTuple):
 
 
 def problems(facts: Facts) -> list[Problem]:
-    """All that the facts give reason for, in the order in which they would be met."""
+    """What would not work, by the facts, in the order in which a run would meet it."""
     return [Problem(*found) for rule in RULES for found in rule(facts)]
 
 
@@ -434,100 +418,104 @@ def _deepspeed(facts: Facts) -> Told:
         yield "DeepSpeed's own operators", why, "install them, or use torch's optimizers and no offload"
 
 
-RULES: tuple[Callable[[Facts], Told], ...] = (*LAUNCHERS, _configuration, _directories, _memory, _devices, _deepspeed)
+def _number(told: Mapping[str, str], *names: str) -> int:
+    """The value of the first of these variables that is a number; 1 if none is."""
+    return next((int(told[name]) for name in names if told.get(name, "").isdigit()), 1)
 
 
-#: Bounds of one measurement.
-MOST, SECONDS = 256 << 20, 1.0
-_ROOM = 8  # at most an eighth of what is free
-_LEAST = 32 << 20
+def _whole(value: Any, otherwise: int) -> int:
+    """``value`` if it is a whole number: a user's file may have anything there."""
+    return value if isinstance(value, int) else otherwise
 
 
-def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
-    """What ``path`` is and gives, measured by the file that ``OnDisk`` would have there."""
-    kind = file_system(path)
-    facts: dict[str, Any] = {
-        "path": path,
-        "roles": roles,
-        "file_system": kind,
-        "in_memory": kind in ("tmpfs", "ramfs", "devtmpfs"),
-        "free_bytes": None,
-        "direct": None,
-        "write_bytes_per_s": None,
-        "read_bytes_per_s": None,
-        "error": None,
-    }
-    try:
-        facts["free_bytes"] = shutil.disk_usage(path).free
-        return facts | _measured(path, min(MOST, facts["free_bytes"] // _ROOM))
-    except OSError as error:
-        return facts | {"error": f"{path}: {error.strerror}"}
-    except RuntimeError as error:  # a StoreError is one, and the memory to measure with may be missing
-        return facts | {"error": " ".join(str(error).split())}
+def _alone(facts: Facts) -> Told:
+    told = facts["environment"]
+    world = _number(told, "WORLD_SIZE")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in told]
+    if world > 1 and missing:
+        why = f"WORLD_SIZE is {world}, but {', '.join(missing)} is not set, so no process group can be made; {_ALONE}"
+        yield "several processes", why, "start them with torchrun, accelerate launch, deepspeed or `disthooks launch`"
+    started = {"srun": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "a PMI launcher": "PMI_SIZE"}
+    for by, name in started.items():
+        if _number(told, name) > 1 and "WORLD_SIZE" not in told:
+            yield (
+                "several processes",
+                f"{by} started {told[name]} ({name}), and torch reads none of its variables; {_ALONE}",
+                "one task for each node, and torchrun in it, as launch/slurm.sbatch does",
+            )
 
 
-def _measured(path: str, most: int) -> dict[str, Any]:
-    """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several."""
-    from disthooks.saved.stores.pools import AlignedPool
-    from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
-
-    file = ScratchFile(path, "auto")
-    if most < _LEAST:
-        return {"direct": file.direct}
-    lease = AlignedPool().lease(CHUNK)
-    block = memoryview(lease).cast("B")[:CHUNK]
-    block[:] = os.urandom(CHUNK)  # a file system may compress
-    extent = file.allocate(most)
-    try:
-        written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
-        _, read = _timed(lambda offset: file.read(block, extent.offset + offset, CHUNK), written, CHUNK)
-    finally:
-        file.release(extent)
-        file.shrink(keep_peak=False)
-    return {"direct": file.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
+def _rendezvous(facts: Facts) -> Told:
+    told = facts["environment"]
+    world, here = _number(told, "WORLD_SIZE"), _number(told, "LOCAL_WORLD_SIZE")
+    if world > here > 0 and "LOCAL_WORLD_SIZE" in told and told.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
+        why = f"MASTER_ADDR is {told['MASTER_ADDR']}, and {world - here} of {world} processes are on other nodes"
+        yield "several nodes", why, "give the address of the first node"
 
 
-def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:
-    """Bytes moved until ``most`` or the time is reached, and bytes a second."""
-    begin, done, took = time.perf_counter(), 0, 0.0
-    while done < most and took < SECONDS:
-        move(done)
-        done += step
-        took = time.perf_counter() - begin
-    return done, done / took
+def _restarts(facts: Facts) -> Told:
+    told = facts["environment"]
+    restarts = max(
+        _number(told, name) if name in told else 0 for name in ("PET_MAX_RESTARTS", "TORCHELASTIC_MAX_RESTARTS")
+    )
+    restarts = max(restarts, _whole((facts["accelerate"] or {}).get("max_restarts"), 0))
+    if restarts and told.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        why = (
+            f"--max-restarts {restarts} never recovered with torch 2.13 and gloo: the store dies with the first attempt"
+        )
+        yield "restarts", why, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
 
-def link() -> dict[str, Any] | None:
-    """Bytes a second between the CPU's memory and the first GPU, from pinned and from pageable memory."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    found: dict[str, Any] = {"error": None}
-    for name, pinned in (("pinned", True), ("pageable", False)):
-        try:
-            found |= _copies(name, pinned)
-        except RuntimeError as error:  # no room on the device, or no memory that may be pinned
-            found |= {f"{name}_to_device": None, f"{name}_to_host": None, "error": f"{name}: {error}".splitlines()[0]}
-    return found
+def _threads(facts: Facts) -> Told:
+    told, usable = facts["environment"], facts["cpu"]["usable"]
+    processes = max(_number(told, "LOCAL_WORLD_SIZE"), _number(told, "PET_NPROC_PER_NODE"))
+    wanted = max(1, usable // processes)
+    if processes > 1 and told.get("OMP_NUM_THREADS", "1") == "1" and wanted > 1:
+        why = f"torchrun sets OMP_NUM_THREADS to 1 where it is not set: {processes} of {usable} cores would compute"
+        yield "threads", why, f"OMP_NUM_THREADS={wanted}"
 
 
-def _copies(name: str, pinned: bool) -> dict[str, float]:
-    import torch
+def _accelerate(facts: Facts) -> Told:
+    config = facts["accelerate"] or {}
+    kind, count = str(config.get("distributed_type", "")).upper(), _whole(config.get("num_processes"), 1)
+    where = f"accelerate launch with {config.get('path')}"
+    if "disthooks" in config.get("keys", ()):
+        why = "accelerate refuses keys that it does not know, `disthooks` too"
+        yield where, why, "`disthooks launch --config_file FILE`, which takes it out; or DISTHOOKS_CONFIG=hooks.yaml"
+    if kind == "MULTI_CPU" and count > 1 and not facts["tools"]["mpirun"]:
+        yield where, f"MULTI_CPU without mpirun starts one process, not {count}", "torchrun, or install an MPI"
+    if kind == "MULTI_GPU" and config.get("use_cpu"):
+        yield where, f"MULTI_GPU with use_cpu: {_ALONE}", "distributed_type: MULTI_CPU with an MPI, or use torchrun"
+    yield from _on_cpu(facts, where, kind, bool(config.get("use_cpu")))
 
-    host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=pinned)
-    device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
-    ways = {"to_device": (device, host), "to_host": (host, device)}
-    return {f"{name}_{way}": _copied(target, source) for way, (target, source) in ways.items()}
+
+def _on_cpu(facts: Facts, where: str, kind: str, asked: bool) -> Told:
+    """Engines that accelerate does not use on a CPU: ``use_cpu: true`` sets ``ACCELERATE_USE_CPU``."""
+    told = facts["environment"]
+    if told.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        asked, where = True, "ACCELERATE_USE_CPU"
+        for name, engine in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_FSDP", "FSDP")):
+            kind = engine if told.get(name, "").lower() in ("1", "true", "yes") else kind
+    if asked and kind in ("DEEPSPEED", "FSDP"):
+        why = f"on the CPU accelerate makes DDP of {kind} without a word: nothing would be sharded"
+        yield where, why, "without GPUs use the engine by itself: torchrun with fully_shard, or deepspeed"
+    if kind == "DEEPSPEED" and not facts["torch"]["devices"] and facts["versions"]["transformers"] is None:
+        yield (
+            where,
+            "accelerate's DeepSpeed needs transformers on a CPU, and it is not installed",
+            "pip install transformers",
+        )
 
 
-def _copied(target: Any, source: Any, times: int = 8) -> float:
-    import torch
-
-    target.copy_(source, non_blocking=True)  # the first is slow
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(times):
-        target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    return float(source.nbytes * times / (time.perf_counter() - begin))
+RULES: tuple[Callable[[Facts], Told], ...] = (
+    _alone,
+    _rendezvous,
+    _restarts,
+    _threads,
+    _accelerate,
+    _configuration,
+    _directories,
+    _memory,
+    _devices,
+    _deepspeed,
+)

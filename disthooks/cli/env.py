@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +36,7 @@ def env(
 
 
 def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All facts, as ``--json`` has them; ``begin`` is told what is looked at next."""
+    """All facts, as ``--json`` has them; ``begin`` is called with what comes next."""
     begin("looking for a configuration")
     config, plan = doctor.configuration()
     wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
@@ -42,9 +45,9 @@ def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]
         for directory, roles in doctor.directories(plan).items():
             wanted.setdefault(directory, []).extend(roles)
     begin("measuring the link to the GPU")
-    link = doctor.link()
+    link = measured_link()
     begin(f"measuring {', '.join(wanted)}")
-    directories = [doctor.directory_facts(path, roles) for path, roles in wanted.items()]
+    directories = [directory_facts(path, roles) for path, roles in wanted.items()]
     begin("looking at what is installed")
     return {
         "versions": doctor.versions(),
@@ -141,3 +144,101 @@ def _run(facts: dict[str, Any]) -> Rows:
         kind = accelerate.get("distributed_type") or accelerate["error"]
         rows += [("accelerate's default", f"{accelerate['path']}: {kind}, {accelerate.get('num_processes')} processes")]
     return rows + list(facts["environment"].items())
+
+
+# -- how fast bytes move: each measurement takes a second or two, and leaves nothing behind
+
+#: Bounds of one measurement.
+MOST, SECONDS = 256 << 20, 1.0
+_ROOM = 8  # at most an eighth of what is free
+_LEAST = 32 << 20
+
+
+def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
+    """The file system of ``path`` and its speed, measured with the same kind of file that ``OnDisk`` has there."""
+    kind = doctor.file_system(path)
+    facts: dict[str, Any] = {
+        "path": path,
+        "roles": roles,
+        "file_system": kind,
+        "in_memory": kind in ("tmpfs", "ramfs", "devtmpfs"),
+        "free_bytes": None,
+        "direct": None,
+        "write_bytes_per_s": None,
+        "read_bytes_per_s": None,
+        "error": None,
+    }
+    try:
+        facts["free_bytes"] = shutil.disk_usage(path).free
+        return facts | _measured(path, min(MOST, facts["free_bytes"] // _ROOM))
+    except OSError as error:
+        return facts | {"error": f"{path}: {error.strerror}"}
+    except RuntimeError as error:  # a StoreError is one, and the memory to measure with may be missing
+        return facts | {"error": " ".join(str(error).split())}
+
+
+def _measured(path: str, most: int) -> dict[str, Any]:
+    """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several."""
+    from disthooks.saved.stores.pools import AlignedPool
+    from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
+
+    file = ScratchFile(path, "auto")
+    if most < _LEAST:
+        return {"direct": file.direct}
+    lease = AlignedPool().lease(CHUNK)
+    block = memoryview(lease).cast("B")[:CHUNK]
+    block[:] = os.urandom(CHUNK)  # a file system may compress
+    extent = file.allocate(most)
+    try:
+        written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
+        _, read = _timed(lambda offset: file.read(block, extent.offset + offset, CHUNK), written, CHUNK)
+    finally:
+        file.release(extent)
+        file.shrink(keep_peak=False)
+    return {"direct": file.direct, "write_bytes_per_s": write, "read_bytes_per_s": read}
+
+
+def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:
+    """The bytes that were moved until ``most`` bytes or the time were reached, and the bytes a second."""
+    begin, done, took = time.perf_counter(), 0, 0.0
+    while done < most and took < SECONDS:
+        move(done)
+        done += step
+        took = time.perf_counter() - begin
+    return done, done / took
+
+
+def measured_link() -> dict[str, Any] | None:
+    """Bytes a second between the CPU's memory and the first GPU, from pinned and from pageable memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found: dict[str, Any] = {"error": None}
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        try:
+            found |= _copies(name, pinned)
+        except RuntimeError as error:  # no room on the device, or no memory that may be pinned
+            found |= {f"{name}_to_device": None, f"{name}_to_host": None, "error": f"{name}: {error}".splitlines()[0]}
+    return found
+
+
+def _copies(name: str, pinned: bool) -> dict[str, float]:
+    import torch
+
+    host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=pinned)
+    device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
+    ways = {"to_device": (device, host), "to_host": (host, device)}
+    return {f"{name}_{way}": _copied(target, source) for way, (target, source) in ways.items()}
+
+
+def _copied(target: Any, source: Any, times: int = 8) -> float:
+    import torch
+
+    target.copy_(source, non_blocking=True)  # the first copy is slow
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return float(source.nbytes * times / (time.perf_counter() - begin))

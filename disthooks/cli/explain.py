@@ -94,19 +94,21 @@ def _named(model: Any) -> list[tuple[str, Any]]:
 
 def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
     """What became of the bytes of each module under the plan of ``file``, and warnings."""
-    from disthooks.cli.workload import Found, entries_of, figures, place, reports
+    from disthooks.cli.workload import Findings, entries_of, figures, place, reports
     from disthooks.config import from_config
 
-    plan, found = from_config(file), Found()
+    plan, findings = from_config(file), Findings()
     entries = entries_of(plan)
-    place(plan, entries, model, found)
-    if found.errors:
-        raise UsageError("; ".join(found.errors))
-    placed = [(name, module, entry.placed or entry.line) for entry in entries for name, module in entry.modules.items()]
+    place(plan, entries, model, findings)
+    if findings.errors:
+        raise UsageError("; ".join(findings.errors))
+    placed = [
+        (name, module, entry.placed or entry.pipeline) for entry in entries for name, module in entry.modules.items()
+    ]
     told = {name: figures(report) for name, report in reports(model, inputs, placed).items()}
-    to = {name: _short(line.store) for name, _, line in placed}
+    to = {name: _short(pipeline.store) for name, _, pipeline in placed}
     modules = [{"module": name, "to": to[name]} | figure for name, figure in told.items()]
-    return {"modules": modules, "warnings": found.warnings}
+    return {"modules": modules, "warnings": findings.warnings}
 
 
 def _show_plan(plan: dict[str, Any], file: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables and lines for a terminal, and for a file or a pipe: there are no colours, and no line is folded there."""
+"""Tables and lines for a terminal; a file or a pipe gets them without colours and without folded lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
 def console() -> Any:
-    """Where to print: made at each use, since a test may have put another file in the place of stdout."""
+    """The console on stdout, made at each use: a test may have replaced stdout."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _WIDE
@@ -25,7 +25,7 @@ def console() -> Any:
 def table(
     rows: Iterable[Sequence[object]], heads: Sequence[str] = (), right: Sequence[int] = (), title: str = ""
 ) -> Any:
-    """A table of texts, taken as they are; the columns in ``right`` hold numbers, which are never cut."""
+    """A table of texts, without markup; the columns in ``right`` have numbers, which are never cut."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -91,7 +91,7 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def document(value: object) -> None:
-    """Print one JSON document; a number that is not finite is a word there, as in the log."""
+    """Print one JSON document; a number that is not finite is a word in it, as in the log."""
     print(json.dumps(_strict(value), indent=2, default=str, allow_nan=False), file=sys.stdout)
 
 

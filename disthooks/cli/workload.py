@@ -1,15 +1,12 @@
-"""What each entry of ``save`` is on a model: the modules it takes, and what stands in its way.
+"""What ``check`` and ``explain`` do with a plan and a model: build it, attach to it, and run it once.
 
-What in a model keeps hooks from working, or makes them cost more than they should.
-
-A model from its name: ``package.module:function`` or ``path/to/file.py:function``.
-
-One forward and backward for real, and what each module saved in it.
-
-What ``watch`` is on a model: the parameters of each rule and group, and what stands in its way.
-
-What a pipeline gives back for what it was given, tried on random tensors.
+It imports torch, so the commands import it when they run; see [Note: the command line waits for no torch].
 """
+
+# [Note: a check attaches as a run does]
+# What a pattern matches, what conflicts, and what an engine refuses is not predicted: the entries are attached to the
+# model by the functions that a run calls, their errors are collected, and they are taken off. Only sinks are left out,
+# since opening them would begin files. So a check cannot say "ok" of a configuration that a run refuses on this model.
 
 from __future__ import annotations
 
@@ -48,27 +45,27 @@ from disthooks.watch.features import tensors_of
 
 
 @dataclass
-class Found:
-    """What a check has to say, worst first."""
+class Findings:
+    """The errors and warnings of a check."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def failed(self, where: str, error: BaseException | str) -> None:
-        """One error, in one line."""
+        """Add an error, in one line."""
         text = " ".join(str(error).split())
         self.errors.append(f"{where}: {text}" if where else text)
 
 
 @dataclass
-class Entry:
+class SaveEntry:
     """One entry of ``save``.
 
     Attributes:
         where: its name in the file.
         at: file and line.
         patterns: as they stand there.
-        line: the pipeline.
+        pipeline: the pipeline.
         matched: for each pattern the names of the modules that it matches.
         placed: the pipeline with what a ``budget`` puts in front.
         modules: those that the hooks are on: not those inside others, not containers that nobody calls.
@@ -77,7 +74,7 @@ class Entry:
     where: str
     at: str
     patterns: tuple[Pattern, ...]
-    line: Pipeline
+    pipeline: Pipeline
     matched: dict[str, list[str]] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     placed: Pipeline | None = None
@@ -88,57 +85,60 @@ class Entry:
         return sum(every.values())
 
 
-def entries_of(plan: Any) -> list[Entry]:
+def entries_of(plan: Any) -> list[SaveEntry]:
     """The entries of ``save``, before there is a model."""
     return [
-        Entry(f"save.{i}", plan.source.at(("save", i, "modules")), tuple(patterns), line)
-        for i, (patterns, line) in enumerate(plan.saves)
+        SaveEntry(f"save.{i}", plan.source.at(("save", i, "modules")), tuple(patterns), pipeline)
+        for i, (patterns, pipeline) in enumerate(plan.saves)
     ]
 
 
-def place(plan: Any, entries: list[Entry], model: nn.Module, found: Found) -> None:
-    """Attach all entries to ``model`` as a run does, write down where they are, and take them off again."""
-    before = len(found.errors)
+def place(plan: Any, entries: list[SaveEntry], model: nn.Module, findings: Findings) -> None:
+    """Attach all entries to ``model``, note which modules they are on, and take them off again.
+
+    See [Note: a check attaches as a run does].
+    """
+    before = len(findings.errors)
     for entry in entries:
-        _match(entry, model, found)
+        _match(entry, model, findings)
     try:
-        if len(found.errors) == before:  # all of this stops at the first error
+        if len(findings.errors) == before:  # all of this stops at the first error
             check_conflicts(model, [entry.patterns for entry in entries], plan.source)
-            lines = stores_within(plan.budget, model, plan.saves, plan.source)
-            _attach_entries(entries, [line for _, line in lines], model, found)
+            pairs = stores_within(plan.budget, model, plan.saves, plan.source)
+            _attach_entries(entries, [pipeline for _, pipeline in pairs], model, findings)
     except DisthooksError as error:
-        found.failed("", error)
+        findings.failed("", error)
     for entry in entries:
-        _conflicts(entry, model, found)
+        _conflicts(entry, model, findings)
 
 
-def _match(entry: Entry, model: nn.Module, found: Found) -> None:
+def _match(entry: SaveEntry, model: nn.Module, findings: Findings) -> None:
     for pattern in entry.patterns:
         try:
             names = [name for name, _ in match_modules(model, [pattern])]
             entry.matched[str(pattern)] = list(dict.fromkeys(names))
         except DisthooksError as error:
-            found.failed(f"{entry.at}: {entry.where}", error)
+            findings.failed(f"{entry.at}: {entry.where}", error)
 
 
-def _attach_entries(entries: list[Entry], lines: list[Pipeline], model: nn.Module, found: Found) -> None:
+def _attach_entries(entries: list[SaveEntry], pipelines: list[Pipeline], model: nn.Module, findings: Findings) -> None:
     with contextlib.ExitStack() as attached:
-        for entry, line in zip(entries, lines, strict=True):
+        for entry, pipeline in zip(entries, pipelines, strict=True):
             try:
-                attached.enter_context(save_activations(model, entry.patterns, line))
+                attached.enter_context(save_activations(model, entry.patterns, pipeline))
             except DisthooksError as error:
-                found.failed(f"{entry.at}: {entry.where}", error)
+                findings.failed(f"{entry.at}: {entry.where}", error)
             else:
-                entry.modules, entry.placed = dict(chosen(model, entry.patterns)), line
+                entry.modules, entry.placed = dict(chosen(model, entry.patterns)), pipeline
 
 
-def _conflicts(entry: Entry, model: nn.Module, found: Found) -> None:
+def _conflicts(entry: SaveEntry, model: nn.Module, findings: Findings) -> None:
     lost, warned = conflicts(model, entry.modules)
-    found.warnings += [f"{entry.where}: {text}" for text in warned]
+    findings.warnings += [f"{entry.where}: {text}" for text in warned]
     if lost and len(lost) == len(entry.modules):
-        found.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
+        findings.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
     else:
-        found.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
+        findings.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
 
 
 def _size(parameter: nn.Parameter) -> int:
@@ -150,7 +150,7 @@ _GONE = "what is saved there is computed again anyway; take {whole!r} itself, or
 
 
 def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
-    """Why some of ``modules`` would save nothing; and warnings about them."""
+    """The modules that would save nothing, with the reason; and warnings about the others."""
     regions, compiled = list(_checkpointed(model)), list(_compiled(model))
     lost: dict[str, str] = {}
     warned: list[str] = []
@@ -172,7 +172,7 @@ def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
 
 
 def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules whose inside is computed again in backward, and by what."""
+    """The modules whose inside is computed again in backward: name, module, and what computes it."""
     for name, module in unwrap_engine(model).named_modules():
         if is_of_class(module, "CheckpointWrapper"):
             yield canonical_name(name), module, "a CheckpointWrapper of torch"
@@ -185,7 +185,7 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _unsure(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Models that checkpoint their layers in a forward of their own: which, only running them tells."""
+    """Warnings about models that checkpoint layers inside their own forward: only a run tells which layers."""
     found = []
     for name, module in unwrap_engine(model).named_modules():
         known = any(is_of_class(part, "GradientCheckpointingLayer") for part in module.modules())
@@ -236,7 +236,7 @@ def build(name: str) -> tuple[Any, Any]:
 
 
 def _imported(where: str) -> ModuleType:
-    """A module by name or by path; one beside the working directory too, as for ``python -m``."""
+    """Import a module by its name, also from the working directory as ``python -m`` does, or by its path."""
     if not where.endswith(".py"):
         sys.path.insert(0, str(pathlib.Path.cwd()))
         return importlib.import_module(where)
@@ -260,7 +260,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What an error of somebody's code says, and where it was raised, in one line."""
+    """The message of an error in the user's code, and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
@@ -292,7 +292,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The loss that the output names, or the sum of all in it that has a gradient."""
+    """The loss that the output names, or the sum of all its tensors that require a gradient."""
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.requires_grad:
         return given.sum()
@@ -306,10 +306,10 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
     """What became of the saved tensors of each module of ``placed`` in one forward and backward."""
     attached: dict[str, Saving] = {}
     try:
-        for name, module, line in placed:
-            attached[name] = save_activations(model, _the_one(module), line)
+        for name, module, pipeline in placed:
+            attached[name] = save_activations(model, _the_one(module), pipeline)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they would say is told with the conflicts
+            warnings.simplefilter("ignore")  # the conflicts say it already
             step(model, inputs)
         return {name: saving.report() for name, saving in attached.items()}
     finally:
@@ -333,14 +333,14 @@ def made(plan: Any, what: str) -> list[Any]:
     return [make() for make in plan.watches.get(what, ())]
 
 
-def check_sinks(plan: Any, found: Found) -> None:
+def check_sinks(plan: Any, findings: Findings) -> None:
     """Packages that are missing and files that could not be written."""
     for name, remedy in missing_sinks(plan):
-        found.failed("watch.sinks", f"{name}: its package is not installed: {remedy}")
+        findings.failed("watch.sinks", f"{name}: its package is not installed: {remedy}")
     for sink in made(plan, "sinks"):
         path = getattr(sink, "path", None) or getattr(sink, "log_dir", None)
         if isinstance(path, (str, os.PathLike)) and (why := _unwritable(pathlib.Path(path))):
-            found.failed("watch.sinks", f"{type(sink).__name__}: {why}")
+            findings.failed("watch.sinks", f"{type(sink).__name__}: {why}")
 
 
 def _unwritable(path: pathlib.Path) -> str | None:
@@ -353,58 +353,61 @@ def _unwritable(path: pathlib.Path) -> str | None:
     return None if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: {above} cannot be written"
 
 
-def scopes(plan: Any, model: nn.Module, found: Found) -> dict[str, dict[str, list[str]]]:
+def scopes(plan: Any, model: nn.Module, findings: Findings) -> dict[str, dict[str, list[str]]]:
     """For each rule and each group the names of its parameters; what a run would raise goes to ``found``."""
-    before = len(found.errors)
+    before = len(findings.errors)
     try:
         shards = detect_engine(model).shards
     except DisthooksError as error:
-        found.failed("watch", error)
+        findings.failed("watch", error)
         return {"rules": {}, "groups": {}}
-    rules = _rules(plan, shards, found)
+    rules = _rules(plan, shards, findings)
     groups: dict[str, list[str]] = {}
     for name, patterns in plan.watches.get("groups", {}).items():
         try:
             groups[name] = [shards[i].name for i in groups_of({name: patterns}, shards)[name]]
         except DisthooksError as error:
-            found.failed(f"{plan.source.at(('watch', 'groups', name))}: watch.groups.{name}", error)
-    if len(found.errors) == before:
-        _attach(plan, model, found)
+            findings.failed(f"{plan.source.at(('watch', 'groups', name))}: watch.groups.{name}", error)
+    if len(findings.errors) == before:
+        _attach(plan, model, findings)
     return {"rules": rules, "groups": groups}
 
 
-def _rules(plan: Any, shards: Sequence[Any], found: Found) -> dict[str, list[str]]:
+def _rules(plan: Any, shards: Sequence[Any], findings: Findings) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for i, rule in enumerate(map(as_rule, made(plan, "rules"))):
         where = f"{plan.source.at(('watch', 'rules', i))}: watch.rules.{i}"
         try:
             names[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
         except DisthooksError as error:
-            found.failed(where, error)
+            findings.failed(where, error)
         if rule.excludes:
-            found.warnings.append(
+            findings.warnings.append(
                 f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
                 "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"
             )
     return names
 
 
-def _attach(plan: Any, model: nn.Module, found: Found) -> None:
-    """As a run does, but for the sinks, which would begin files: a function that does nothing stands for them."""
+def _attach(plan: Any, model: nn.Module, findings: Findings) -> None:
+    """Attach as a run does, with a function that does nothing in the place of the sinks.
+
+    See [Note: a check attaches as a run does].
+    """
     given: dict[str, Any] = {key: made(plan, key) for key in ("rules", "stats")}
     given["sinks"] = [_nowhere] * bool(made(plan, "sinks"))
     given |= {key: plan.watches[key] for key in ("every", "groups") if key in plan.watches}
     try:
         gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **given).remove()
     except (DisthooksError, ValueError) as error:
-        found.failed("watch", error)
+        findings.failed("watch", error)
 
 
 def _nowhere(record: dict[str, Any]) -> None:
-    """The sink of a check."""
+    """The sink of a check: it writes nothing."""
 
 
-# --- What a pipeline gives back for what it was given, tried on random tensors
+# -- a random tensor through a pipeline and back
 
 _ELEMENTS = 1 << 18
 DTYPES = (torch.float32, torch.bfloat16)
@@ -447,32 +450,32 @@ class _Keep(torch.autograd.Function):
         return grads[0].expand_as(ctx.saved_tensors[0])
 
 
-def round_trip(line: Pipeline, dtype: torch.dtype) -> RoundTrip:
-    """Have autograd save a random tensor of ``dtype`` through ``line``, whatever its size, and take it back.
+def round_trip(pipeline: Pipeline, dtype: torch.dtype) -> RoundTrip:
+    """Have autograd save a random tensor of ``dtype`` through ``pipeline``, whatever its size, and take it back.
 
     Raises:
         DisthooksError: what the pipeline raises.
     """
-    before = _read(line)
+    before = _read(pipeline)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numbers = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
     exact = numbers.to(dtype).to(device)
-    with saving(replace(line, at_least=0)) as saved:
+    with saving(replace(pipeline, at_least=0)) as saved:
         node: Any = _Keep.apply(exact.clone().requires_grad_())  # type: ignore[no-untyped-call]
-    line.store.wait()  # what is still in memory proves nothing
+    pipeline.store.wait()  # a tensor that is still in memory would prove nothing
     back = node.grad_fn.saved_tensors[0].detach()
     report = saved.report()
     same = back.dtype == dtype and torch.equal(_bits(back), _bits(exact))
     error = 0.0 if same else float(relative_error(back, exact))
-    lossless = not any(codec.lossy for codec in line.codecs)
+    lossless = not any(codec.lossy for codec in pipeline.codecs)
     name = str(dtype).removeprefix("torch.")
     return RoundTrip(
-        name, lossless, same, error, exact.nbytes, report.stored or report.kept, report.moved, _read(line) - before
+        name, lossless, same, error, exact.nbytes, report.stored or report.kept, report.moved, _read(pipeline) - before
     )
 
 
-def _read(line: Pipeline) -> int:
-    return sum(tier.read for tier in line.store.report())
+def _read(pipeline: Pipeline) -> int:
+    return sum(tier.read for tier in pipeline.store.report())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

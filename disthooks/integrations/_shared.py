@@ -1,4 +1,10 @@
-"""What the integrations of Accelerate and of transformers share."""
+"""What the integrations share: importing a framework, attaching a configuration, files beside a checkpoint."""
+
+# [Note: state beside a framework's checkpoint]
+# What rules and statistics have learned is written into the folder of a framework's checkpoint, as a file of its own:
+# `disthooks.pt`. Accelerate refuses to load a checkpoint with another number of registered objects, so that
+# `register_for_checkpointing` would tie checkpoints to disthooks: one made with it could not be loaded without it, and
+# the reverse (docs/decisions.md, 67). A checkpoint without the file gives a warning, and rules begin anew.
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ from disthooks.grads.attach import Gradients
 
 
 def framework(module: str, wanted_by: str, install: str) -> Any:
-    """``module``, imported.
+    """Import a module of a framework.
 
     Args:
         module: of the framework.
@@ -37,14 +43,14 @@ def framework(module: str, wanted_by: str, install: str) -> Any:
     except ModuleNotFoundError as error:
         root = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != root:
-            raise  # the framework is there, and something that it needs is not
+            raise  # the framework is installed, and a package that it needs is missing
         raise ImportError(
             f"{wanted_by} needs {root}, which is not installed: pip install {install}", name=root
         ) from None
 
 
 def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:
-    """Attach what ``config`` says, or what is found; one rank that cannot read it leaves none waiting for it."""
+    """Attach ``config``, or the configuration that is found; an error on one rank is raised on every rank."""
     check_not_alone()
     return attach(functools.partial(_plan_of, config, model), model, optimizer, sinks)
 
@@ -55,10 +61,12 @@ def _plan_of(config: Any, model: nn.Module) -> Plan:
 
 
 def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
-    """Go on from a file that ``state_dict()`` was saved to; a warning if there is none.
+    """Load the state that a checkpoint has; a warning, and False, if it has none.
+
+    See [Note: state beside a framework's checkpoint].
 
     Raises:
-        UsageError: when it is of other rules or statistics; the message names the file.
+        UsageError: if the state is of other rules or statistics; the message names the file.
     """
     if not file.exists():
         warnings.warn(
@@ -75,5 +83,5 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
 
 
 def file_in(folder: str | os.PathLike[str], i: int) -> pathlib.Path:
-    """Where a checkpoint has the state of the ``i``-th attachment."""
+    """The file in a checkpoint's folder that has the state of the ``i``-th attachment."""
     return pathlib.Path(folder, f"disthooks_{i}.pt" if i else "disthooks.pt")

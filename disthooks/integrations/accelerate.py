@@ -4,6 +4,13 @@ Hooks attach without this file too, before or after ``accelerator.prepare``; :fu
 what only the accelerator knows.
 """
 
+# [Note: the accelerator clips before the step]
+# A script clips with `accelerator.clip_grad_norm_` before `optimizer.step()`, where the hooks of the step come too late
+# to see gradients as backward left them. Each way of clipping calls `unscale_gradients` first. So that method is
+# replaced on the object: behind it gradients are unscaled once, nobody has clipped them, and the step's rules and
+# statistics are applied there. Of several models only the one that is being clipped has its gradients ready, which is
+# why the clipping methods are replaced too: they tell which parameters they were given.
+
 from __future__ import annotations
 
 import contextlib
@@ -73,7 +80,7 @@ def prepare(
 
 
 def connect(accelerator: Any, gradients: Gradients) -> Attachment:
-    """Have an ``Accelerator`` and what :func:`disthooks.gradients` attached know of each other, until it is removed.
+    """Connect an ``Accelerator`` with what :func:`disthooks.gradients` attached, until the handle is removed.
 
     - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` measure and apply the rules first,
       once a step, so that statistics are of gradients before your own clipping. (DeepSpeed clips after disthooks.)
@@ -101,16 +108,16 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
 
 
 def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
-    """Load what a checkpoint has for ``gradients``, which is connected; a warning, and False, if it has nothing.
+    """Load the state that a checkpoint has for ``gradients``, which is connected; a warning, and False, without one.
 
     Raises:
-        UsageError: when the checkpoint is of other rules or statistics.
+        UsageError: if the checkpoint is of other rules or statistics.
     """
     return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
 
 
 def log_to_trackers(accelerator: Any, gradients: Gradients) -> None:
-    """Give records to the trackers that ``accelerator`` has, or will have, unless a sink does so already."""
+    """Log records to the trackers that ``accelerator`` has or will have, unless a sink does so already."""
     if not any(getattr(sink, "accelerator", None) is accelerator for sink in gradients.sinks):
         gradients.log_to(_ToTrackers(accelerator))
 
@@ -163,7 +170,7 @@ if hasattr(_tracking, "register_tracker_class"):  # before, log_with takes an in
 class _ToTrackers:
     """A sink that waits for the accelerator to have trackers: they may be made after hooks are attached."""
 
-    may_wait = True  # for ever, if nothing logs: nobody has asked for it
+    may_wait = True  # it may never log: there may be no trackers, and the user has not asked for this sink
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -177,7 +184,10 @@ class _ToTrackers:
 
 
 class _Around:
-    """What is done around the calls of one accelerator, for all that is connected to it."""
+    """The replaced methods of one accelerator, for all that is connected to it.
+
+    See [Note: the accelerator clips before the step].
+    """
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -194,35 +204,35 @@ class _Around:
 
     @classmethod
     def of(cls, accelerator: Any) -> _Around:
-        """The one of ``accelerator``, made when it is first asked for."""
+        """Return the object of ``accelerator``, made at the first call."""
         own = getattr(vars(accelerator).get("clip_grad_norm_"), "__self__", None)
         return own if isinstance(own, cls) else cls(accelerator)
 
     @property
     def attached(self) -> list[Gradients]:
-        """What is connected, in the order in which it was."""
+        """The attachments that are connected, in the order in which they were."""
         return [one for each in self._attached if (one := each()) is not None]
 
     def join(self, gradients: Gradients) -> None:
-        """Connect it, if it is not yet."""
+        """Connect an attachment, unless it is connected."""
         self._attached = [weakref.ref(one) for one in dict.fromkeys((*self.attached, gradients))]
 
     def leave(self, gradients: Gradients) -> None:
-        """With nothing left that is connected, the accelerator is as it was."""
+        """Disconnect an attachment; after the last one the accelerator is as it was."""
         self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
         if self._attached:
             return
         for handle in self.handles:
             handle.remove()
         for name, true in self.true.items():
-            if getattr(vars(self.accelerator).get(name), "__self__", None) is self:  # or someone else wrapped ours
+            if getattr(vars(self.accelerator).get(name), "__self__", None) is self:  # unless somebody has replaced ours
                 vars(self.accelerator).pop(name)
                 if getattr(self.accelerator, name) != true:
                     setattr(self.accelerator, name, true)
 
     @contextlib.contextmanager
     def about_to_clip(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Of several models only the one that is being clipped has its gradients ready."""
+        """Note which parameters are clipped. See [Note: the accelerator clips before the step]."""
         self.clipping = {id(parameter) for parameter in parameters}
         try:
             yield
@@ -240,7 +250,7 @@ class _Around:
             return self.true["clip_grad_value_"](given, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Each way of clipping calls it first, so gradients are unscaled once and nobody has clipped them."""
+        """Unscale, then begin the step. See [Note: the accelerator clips before the step]."""
         self.true["unscale_gradients"](optimizer)
         if self.accelerator.sync_gradients:
             for gradients in self.attached:
@@ -248,20 +258,20 @@ class _Around:
                     gradients.begin_step(self.accelerator.scaler)
 
     def concerns(self, gradients: Gradients, optimizer: Any) -> bool:
-        """Whether its gradients are those that are about to be clipped."""
+        """Whether the gradients of this attachment are about to be clipped."""
         if self.clipping is not None:
             return any(id(p) in self.clipping for group in gradients.optimizer.param_groups for p in group["params"])
         given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         return optimizer is None or any(gradients.optimizer is one for each in given for one in _unwrapped(each))
 
     def end_training(self) -> None:
-        """The last record is read when the next step begins, which never does."""
+        """Write the last record first: it would be read when the next step begins, and there is none."""
         for gradients in self.attached:
             gradients.flush()
         self.true["end_training"]()
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Not by ``register_for_checkpointing``: a run without disthooks could not load such a checkpoint."""
+        """Write the state. See [Note: state beside a framework's checkpoint]."""
         each_node = self.accelerator.project_configuration.save_on_each_node
         writes = self.accelerator.is_local_main_process if each_node else self.accelerator.is_main_process
         for i, gradients in enumerate(self.attached):

@@ -3,6 +3,12 @@
 It works with ``lightning.pytorch`` and with ``pytorch_lightning``: import the one you use before this module.
 """
 
+# [Note: the callback attaches in on_fit_start]
+# In `setup` a LightningModule with `configure_model` has no modules yet, and activation checkpointing is not put on. In
+# `on_fit_start` the strategy has taken the model and made the optimizers, and no batch has run (docs/decisions.md, 68).
+# Lightning clips in its closure, after `on_before_optimizer_step`: rules and statistics begin the step there, and see
+# gradients as backward left them.
+
 from __future__ import annotations
 
 import functools
@@ -88,21 +94,21 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
 
     @property
     def state_key(self) -> str:
-        """Where checkpoints keep the state: by what tells several of these callbacks apart."""
+        """The key of the state in checkpoints; it tells several of these callbacks apart."""
         key: str = self._generate_state_key(optimizer=self._number, prefix=self._prefix)
         return key
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach: the strategy has taken the model, and there are optimizers."""
+        """Attach. See [Note: the callback attaches in on_fit_start]."""
         self._detach(trainer)
         optimizer = dict(enumerate(trainer.optimizers)).get(self._number or 0)
-        # What fails on one rank fails on all of them: none is left waiting for another one.
+        # `attach` gathers the errors of all ranks: if one cannot read the plan, all of them raise.
         self.prepared = attach(functools.partial(self._read, trainer), trainer.model, optimizer)
         self._optimizer = optimizer
         self._go_on(self._loaded or (self._state if trainer.global_step else {}))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients are final, and Lightning has not clipped them yet."""
+        """Begin the step: gradients are final, and Lightning has not clipped them yet."""
         if (watch := self._watch()) is not None and optimizer is self._optimizer:
             watch.begin_step(getattr(trainer.precision_plugin, "scaler", None))
             self._log(trainer, watch)
@@ -295,26 +301,26 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
 
 
 def _no_session(optimizer: Any) -> Gradients | None:
-    """Nothing is attached in a process that has no session."""
+    """Say that nothing is attached, in a process that has no session."""
     return None
 
 
 def _publish(trainer: Any, record: Mapping[str, Any], prefix: str, monitor: Iterable[str] = ()) -> None:
-    """Give a record to the loggers; progress bars and monitors get three numbers, and those that were asked for."""
+    """Log a record; progress bars and monitors get its three foremost numbers, and those in ``monitor``."""
     found = scalars(record)
     shown = foremost(record) | {name: found[name] for name in monitor if name in found}
     metrics = {portable(prefix + name): torch.tensor(float(value)) for name, value in shown.items()}
     trainer.callback_metrics.update(metrics)
     for name in found.keys() - shown.keys():
-        if meaning(name) == "total":  # in the place of the number of a step, which the first record does not have yet
+        if meaning(name) == "total":  # the first record has a total in the place of the number of a step
             trainer.callback_metrics.pop(portable(prefix + name), None)
     numbers = {portable(prefix + name): value for name, value in found.items()}
-    for logger in trainer.loggers:  # which log on the first rank; log_dict() would drop what is between its steps
+    for logger in trainer.loggers:  # they log on the first rank; log_dict() would drop records between its own steps
         logger.log_metrics(numbers, step=record["step"])
 
 
 def _check_called(trainer: Any, plan: Plan) -> None:
-    """Lightning calls ``training_step`` by itself: the hooks of the LightningModule as a whole would never open."""
+    """Refuse hooks on the LightningModule itself: Lightning calls its ``training_step``, and they would never open."""
     module = trainer.lightning_module
     patterns = [pattern for patterns, _ in plan.saves for pattern in patterns]
     if trainer.model is module and any(is_match(pattern, "", module) for pattern in patterns):

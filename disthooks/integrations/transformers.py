@@ -1,4 +1,9 @@
-"""Transformers' ``Trainer`` and those made of it (TRL's ``SFTTrainer``): one callback, nothing else to change."""
+"""Transformers' ``Trainer`` and those derived from it (TRL's ``SFTTrainer``): one callback, nothing else to change."""
+
+# [Note: the Trainer's own frame]
+# A Trainer gives its callbacks neither itself nor the model as the engine has it, only the model that it was made with:
+# hooks on that one would miss what DDP, FSDP or DeepSpeed do. So the callback looks up the stack for the frame of the
+# Trainer that is calling it, which also has the checkpoint that it resumes from (docs/decisions.md, 68).
 
 from __future__ import annotations
 
@@ -32,10 +37,9 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     rules, ``gradients/grad_norm`` is the Trainer's ``grad_norm``. With rules, the Trainer's is what they left.
 
     The console shows three of the numbers beside the loss. All numbers of each step that the Trainer logs are in its
-    log: ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and whatever else it reports to;
-    of saved tensors what moved and how long was
-    waited. Sinks of the configuration have all there is of those steps, and of each ``every``-th. What rules and
-    statistics have learned is in each checkpoint, as ``disthooks.pt``.
+    log: ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and whatever else it reports to; of
+    saved tensors it has the bytes moved and the seconds waited. Sinks of the configuration get all numbers of those
+    steps, and of each ``every``-th. What rules and statistics have learned is in each checkpoint, as ``disthooks.pt``.
 
     Args:
         config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
@@ -66,7 +70,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self.prepared: Prepared | None = None
         self.saved: SavedReport | None = None
         self._logged = -1
-        self._shown: set[str] = set()  # what the console shows of ours
+        self._shown: set[str] = set()  # names of ours that the console shows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go before the callbacks that report what is logged."""
@@ -74,7 +78,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach."""
-        self.remove()  # of a training that raised, or that begins again with a smaller batch
+        self.remove()  # the attachment of a training that raised, or that begins again with a smaller batch
         trainer, variables = _calling(self)
         self.to_the_front(trainer)
         model, optimizer = trainer.model_wrapped, trainer.optimizer
@@ -91,7 +95,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the numbers of the step that is logged into the log; the Trainer has waited for its loss by now."""
         gradients = self.prepared and self.prepared.gradients
-        if not gradients or not logs or "loss" not in logs:  # of an evaluation, or of the whole training
+        if not gradients or not logs or "loss" not in logs:  # the log of an evaluation, or of the whole training
             return
         gradients.flush(loss=float(logs["loss"]))
         step = gradients.latest.get("step", -1)
@@ -115,7 +119,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             return
         kept = self.prepared.gradients.state_dict()  # every rank, since it may flush
         trainer, variables = _calling(self)
-        output = trainer._get_output_dir(variables.get("trial"))  # of its own in a search for hyperparameters
+        output = trainer._get_output_dir(variables.get("trial"))  # a search has one for each trial
         folder = pathlib.Path(output, f"checkpoint-{state.global_step}")
         if args.should_save and folder.is_dir():
             torch.save(kept, self._file(trainer, folder))
@@ -149,8 +153,8 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             gradients.log_also(lambda step: (step + 1) % every == 0 or (first and step == 0))
 
     def to_the_front(self, trainer: Any) -> None:
-        """What reports a log is called in order, and shall have our numbers too."""
-        callbacks = trainer.callback_handler.callbacks  # somebody may be going through it: no place changes behind ours
+        """Go before the callbacks that report the log: they are called in order, and shall have our numbers too."""
+        callbacks = trainer.callback_handler.callbacks  # it may be iterating
         others = [i for i, each in enumerate(callbacks) if not isinstance(each, DisthooksCallback)]
         if others and others[0] < callbacks.index(self):
             callbacks.remove(self)
@@ -160,7 +164,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
                 each.on_log = _Brief(each, trainer)
 
     def _file(self, trainer: Any, folder: str | os.PathLike[str]) -> pathlib.Path:
-        """Where a checkpoint has our state: each of several callbacks has a file of its own."""
+        """The file that has the state of this callback: each of several callbacks has one."""
         waiting = isinstance(self, WaitingCallback)  # the session's own is not counted among the script's
         ours = [each for each in trainer.callback_handler.callbacks if isinstance(each, DisthooksCallback)]
         ours = [each for each in ours if isinstance(each, WaitingCallback) == waiting]
@@ -214,7 +218,7 @@ class WaitingCallback(DisthooksCallback):
 
 
 class _Brief:
-    """``on_log`` of a callback that prints: of each of ours three numbers, so that the loss is not drowned."""
+    """``on_log`` of a callback that prints: it shows three numbers of each of ours, so that the loss stays visible."""
 
     def __init__(self, callback: Any, trainer: Any) -> None:
         self._true = callback.on_log
@@ -228,14 +232,14 @@ class _Brief:
 
 
 def _is_short(name: str) -> bool:
-    """Whether the Trainer's log shall have it: all of the gradients; of saved tensors what moved, and the waiting."""
+    """Whether the Trainer's log gets a number: all of gradients; of saved tensors bytes moved and seconds waited."""
     return not name.startswith("saved/") or name.removesuffix("_per_step") in _SAVED
 
 
 def _calling(callback: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The ``Trainer`` that is calling a callback, and the variables of the method that does.
+    """The ``Trainer`` that is calling a callback, and the variables of its method.
 
-    It tells its callbacks neither itself nor the model as the engine has it, so its own frame is asked.
+    See [Note: the Trainer's own frame].
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

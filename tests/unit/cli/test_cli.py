@@ -574,7 +574,7 @@ def test_env_is_a_document(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MOST", doctor._LEAST)
+    monkeypatch.setattr(env_command, "MOST", env_command._LEAST)
 
 
 @pytest.mark.usefixtures("quick")
@@ -727,12 +727,12 @@ def test_what_would_not_work(changed: dict[str, Any], says: str) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_directory_that_is_memory_or_is_not_there(tmp_path: pathlib.Path) -> None:
-    there = doctor.directory_facts(str(tmp_path), ["temporary"])
+    there = env_command.directory_facts(str(tmp_path), ["temporary"])
     assert there["error"] is None
     assert there["read_bytes_per_s"] > 0
-    assert "No such file" in doctor.directory_facts(str(tmp_path / "no"), [])["error"]
+    assert "No such file" in env_command.directory_facts(str(tmp_path / "no"), [])["error"]
     if doctor.file_system("/dev/shm") == "tmpfs":
-        assert doctor.directory_facts("/dev/shm", [])["in_memory"]
+        assert env_command.directory_facts("/dev/shm", [])["in_memory"]
 
 
 def test_the_accelerate_file_that_counts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
