@@ -337,7 +337,7 @@ class Problem(NamedTuple):
 
 
 def problems(facts: Facts) -> list[Problem]:
-    """What would not work, by the facts, in the order in which a run would meet it."""
+    """What would not work, in the order in which a run would meet it; see [Note: rules over facts]."""
     return [Problem(*found) for rule in RULES for found in rule(facts)]
 
 
