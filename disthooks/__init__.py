@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from disthooks.grads.attach import Gradients, gradients
     from disthooks.grads.on_gradient import on_gradient
     from disthooks.grads.rules.adaptive import ClipAdaptive, ClipPercentile, ClipZScore
+    from disthooks.grads.rules.base import only
     from disthooks.grads.rules.clip import ClipNorm, ClipValue
     from disthooks.grads.rules.elementwise import Noise, Sanitize, Scale
-    from disthooks.grads.rules.only import only
     from disthooks.grads.rules.skip import Freeze, SkipNonFinite
     from disthooks.saved.attach import Saving, save_activations, saving
     from disthooks.saved.codecs.cast import Cast

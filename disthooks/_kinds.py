@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, str]] = {
         "Sanitize": "disthooks.grads.rules.elementwise:Sanitize",
         "Scale": "disthooks.grads.rules.elementwise:Scale",
         "SkipNonFinite": "disthooks.grads.rules.skip:SkipNonFinite",
-        "only": "disthooks.grads.rules.only:only",
+        "only": "disthooks.grads.rules.base:only",
     },
     "sink": {
         "AccelerateTracker": "disthooks.grads.sinks.trackers:AccelerateTracker",
@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, str]] = {
         "Histogram": "disthooks.grads.stats.elements:Histogram",
         "MaxAbs": "disthooks.grads.stats.norms:MaxAbs",
         "Moments": "disthooks.grads.stats.elements:Moments",
-        "NoiseScale": "disthooks.grads.stats.noise:NoiseScale",
+        "NoiseScale": "disthooks.grads.stats.across_ranks:NoiseScale",
         "NonFinite": "disthooks.grads.stats.norms:NonFinite",
         "Norm": "disthooks.grads.stats.norms:Norm",
         "Spread": "disthooks.grads.stats.across_ranks:Spread",

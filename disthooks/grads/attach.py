@@ -38,8 +38,7 @@ from disthooks.grads.collectives import StepCounts
 from disthooks.grads.local_hooks import LocalGradientHooks, LocalNeeds, LocalRules
 from disthooks.grads.plan import StepPlan, groups_of, optimized_shards
 from disthooks.grads.records import Reading, StepRecords, UnwrittenRecords
-from disthooks.grads.rules.base import Rule, as_rule
-from disthooks.grads.rules.only import Only
+from disthooks.grads.rules.base import Only, Rule, as_rule
 from disthooks.grads.sinks.base import AlsoLogged, RecordWriter, Sink, as_also_logged
 from disthooks.grads.stats.base import Stat, State
 from disthooks.grads.step import StepChecks, StepRunner

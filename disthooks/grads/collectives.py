@@ -1,23 +1,9 @@
-"""Process groups of disthooks, the collectives that run on them, and the agreement of ranks about the count of steps.
+"""Process groups of disthooks, the collectives that run on them, and the numbers that travel.
 
-This is the only file of grads that imports torch.distributed.
+``to_sortable`` turns a number into an int64 of the same order, so that a MAX over ranks keeps NaN and can tell whose
+number it took. The ranks compare their counts of steps through the store. This is the only file of grads that imports
+torch.distributed.
 """
-
-# [Note: groups of our own]
-# disthooks makes a process group of its own for the ranks that are attached together, so that none of its collectives
-# can be mistaken for one of the training's. It is kept for as long as the default group that it was made under: to make
-# one anew can meet the keys that its namesake left in the store, and with NCCL each group holds device memory. It is
-# kept weakly: once torch.distributed has destroyed it, it must not live on here with its threads.
-# torch names a group of some of the ranks after how many groups the process is in. Ranks of overlapping groups are in
-# different numbers of groups, so under torch's names they would wait for each other for ever. The name that disthooks
-# gives depends on the ranks of the group alone.
-
-# [Note: the count of steps is agreed on]
-# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
-# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
-# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
-# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
-# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
 
 from __future__ import annotations
 
@@ -35,6 +21,78 @@ import torch.distributed as dist
 
 from disthooks._torch import name_of_next_group
 from disthooks.errors import AttachError
+
+# [Note: MAX of integers keeps NaN]
+# A MAX of floating-point numbers may drop a NaN: backends differ in that. And it cannot tell which rank's number it
+# took. So measures that need the largest number over the ranks send int64. The bits of a float64 compare like integers
+# once those of negative numbers are turned around, and NaN gets a key above that of infinity. 40 bits of the key and 24
+# bits for the place of the rank in one int64 say both how large the largest is and who has it. The smallest number is
+# the largest of the negatives.
+
+
+_NAN = 0x7FF8 << 48
+_FLIP = 0x7FFF_FFFF_FFFF_FFFF
+_PLACE_BITS = 24
+_PLACES = 2**_PLACE_BITS - 1
+
+#: The key below that of every number: a rank that has no number gives it.
+NO_NUMBER = -(2**63)
+
+
+def to_sortable(values: torch.Tensor) -> torch.Tensor:
+    """int64 keys of the same order as the float64 ``values``, with NaN above all of them.
+
+    >>> from_sortable(to_sortable(torch.tensor([-2.5, 0.0, float("inf"), float("nan")], dtype=torch.float64))).tolist()
+    [-2.5, 0.0, inf, nan]
+    """
+    bits = values.double().view(torch.int64)
+    keys: torch.Tensor = bits ^ ((bits >> 63) & _FLIP)
+    return torch.where(values.isnan(), _NAN, keys)
+
+
+def from_sortable(keys: torch.Tensor) -> torch.Tensor:
+    """The float64 values that ``keys`` were made of; NaN for :data:`NO_NUMBER`."""
+    bits: torch.Tensor = keys ^ ((keys >> 63) & _FLIP)
+    return bits.view(torch.float64)
+
+
+def with_rank(values: torch.Tensor, position: int) -> torch.Tensor:
+    """Keys of ``values``, rounded to 28 binary digits, that also tell this rank's place among the ranks.
+
+    Of two ranks with the same value the first one wins.
+
+    >>> pairs = [(0.5, 3), (1.5, 7), (1.5, 9)]
+    >>> keys = torch.stack([with_rank(torch.tensor(value), rank) for value, rank in pairs])
+    >>> rank_of(keys.amax()).item()
+    7
+    """
+    rounded: torch.Tensor = (to_sortable(values) + (1 << (_PLACE_BITS - 1))) >> _PLACE_BITS << _PLACE_BITS
+    rounded += _PLACES - position
+    return rounded
+
+
+def rank_of(keys: torch.Tensor) -> torch.Tensor:
+    """The place of the rank that gave each of ``keys``; -1 where no rank had a number."""
+    places: torch.Tensor = _PLACES - (keys & _PLACES)
+    return torch.where(keys == NO_NUMBER, -1, places)
+
+
+# [Note: groups of our own]
+# disthooks makes a process group of its own for the ranks that are attached together, so that none of its collectives
+# can be mistaken for one of the training's. It is kept for as long as the default group that it was made under: to make
+# one anew can meet the keys that its namesake left in the store, and with NCCL each group holds device memory. It is
+# kept weakly: once torch.distributed has destroyed it, it must not live on here with its threads.
+# torch names a group of some of the ranks after how many groups the process is in. Ranks of overlapping groups are in
+# different numbers of groups, so under torch's names they would wait for each other for ever. The name that disthooks
+# gives depends on the ranks of the group alone.
+
+# [Note: the count of steps is agreed on]
+# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
+# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
+# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
+# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
+# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
+
 
 _LOW = 0xFFFFFFFF
 _MOST = 1 << 21  # numbers that are received at once, 16 MiB

@@ -46,7 +46,7 @@ from disthooks._streams import current_stream, handed_over, on, on_accelerator, 
 from disthooks._tensors import Layout, StorageRegion
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
-from disthooks.saved.counters import Counters
+from disthooks.saved.report import Counters
 
 
 def changed_message(module_name: str, now: int, then: int) -> str:

@@ -13,9 +13,8 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import ContentIndex
-from disthooks.saved.counters import Counters
 from disthooks.saved.recompute.verify import Proofs, Recompute, Verification
-from disthooks.saved.report import SavedReport
+from disthooks.saved.report import Counters, SavedReport
 from disthooks.saved.stores.base import Functions, Store
 
 

@@ -95,7 +95,7 @@ class Measure:
 
     Attributes:
         merge: how the numbers of several ranks become one: "sum" adds float64, "max" takes the largest int64 (see
-            :mod:`disthooks.grads.sortable` for how a number becomes such an integer).
+            :mod:`disthooks.grads.collectives` for how a number becomes such an integer).
         per: whether there are numbers for each parameter, each scope, or both.
         facts: the facts of each gradient that it needs; :func:`~disthooks.grads.stats.scan.known` computes them once
             for all measures.
@@ -247,7 +247,7 @@ class Stat:
 
         Args:
             values: for each measure a tensor with one row for each scope, merged over the parameters of the scope:
-                float64 for a SUM, int64 for a MAX (see :mod:`disthooks.grads.sortable`).
+                float64 for a SUM, int64 for a MAX (see :mod:`disthooks.grads.collectives`).
 
         Returns:
             For each name a float64 tensor with one number for each scope.

@@ -12,7 +12,7 @@ import torch
 from disthooks._registry import register
 from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
-from disthooks.grads.sortable import from_sortable, to_sortable
+from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
 from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, known, ranks_in
 
@@ -306,7 +306,7 @@ class Norm(Stat):
 class MaxAbs(Stat):
     """The largest magnitude among all elements: ``grad_max_abs``; not a number if any element is.
 
-    >>> from disthooks.grads.sortable import to_sortable
+    >>> from disthooks.grads.collectives import to_sortable
     >>> MaxAbs().numbers([to_sortable(torch.tensor([[2.0]]))])
     {'grad_max_abs': tensor([2.], dtype=torch.float64)}
     """

@@ -20,9 +20,9 @@ from torch import nn
 import disthooks as dh
 from disthooks import sinks, stats
 from disthooks.engines.base import Engine
+from disthooks.grads.collectives import from_sortable
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.sinks import local
-from disthooks.grads.sortable import from_sortable
 from disthooks.grads.stats.base import Found, Local, LocalStats
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, ranks_in

@@ -23,8 +23,7 @@ from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats import scan as scanning
 from disthooks.grads.stats.across_ranks import CosineSums
 from disthooks.grads.stats.base import Found, Local, LocalStats, Measure
-from disthooks.grads.stats.elements import ExtremeValues, MomentSums, ZeroCount
-from disthooks.grads.stats.histogram import BINS, MagnitudeCounts, edges, quantile
+from disthooks.grads.stats.elements import BINS, ExtremeValues, MagnitudeCounts, MomentSums, ZeroCount, edges, quantile
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import NonFiniteCount
 from tests.support.engines import close
