@@ -196,7 +196,7 @@ def _reduce(kind: type[nn.Module]) -> Callable[..., Any]:
     own = kind.__dict__.get("__reduce_ex__")
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """What the plain module gives, so that a copy or a pickle has no state of ours (decision 8)."""
+        """What the plain module gives, so that a copy or a pickle has no state of ours (decision 96)."""
         given = super(kind, self).__reduce_ex__(protocol) if own is None else own(self, protocol)
         if isinstance(given, str) or len(given) < 3 or not isinstance(given[2], dict) or _SITE not in given[2]:
             return given
