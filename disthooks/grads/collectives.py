@@ -1,8 +1,8 @@
 """Process groups of disthooks, the collectives that run on them, and the numbers that travel.
 
-``to_sortable`` turns a number into an int64 of the same order, so that a MAX over ranks keeps NaN and can tell whose
-number it took. The ranks compare their counts of steps through the store. This is the only file of grads that imports
-torch.distributed.
+``to_sortable`` turns a number into an int64 of the same order, so that a MAX over ranks keeps NaN and tells which
+rank's number it took. ``StepCounts`` compares the ranks' counts of steps through the store. This is the only file of
+grads that imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from disthooks._torch import name_of_next_group
 from disthooks.errors import AttachError
 
 # [Note: MAX of integers keeps NaN]
-# A MAX of floating-point numbers may drop a NaN: backends differ in that. And it cannot tell which rank's number it
-# took. So measures that need the largest number over the ranks send int64. The bits of a float64 compare like integers
-# once those of negative numbers are turned around, and NaN gets a key above that of infinity. 40 bits of the key and 24
-# bits for the place of the rank in one int64 say both how large the largest is and who has it. The smallest number is
-# the largest of the negatives.
+# A MAX of floating-point numbers may drop a NaN: some backends keep it, and others do not. And a MAX does not tell
+# which rank's number it took. So measures that need the largest number over the ranks send int64 keys (decision 52).
+# The bits of positive float64 numbers, read as integers, have the order of the numbers. For negative numbers the order
+# is reversed, so their bits are flipped, except the sign. NaN gets a key above that of infinity. To tell the rank too,
+# a key keeps its upper 40 bits, and the lower 24 bits have the place of the rank. The smallest number is found as the
+# largest of the negated numbers.
 
 
-_NAN = 0x7FF8 << 48
-_FLIP = 0x7FFF_FFFF_FFFF_FFFF
+_NAN = 0x7FF8 << 48  # the bits of a positive NaN; they are above those of infinity
+_FLIP = 0x7FFF_FFFF_FFFF_FFFF  # all bits except the sign
 _PLACE_BITS = 24
 _PLACES = 2**_PLACE_BITS - 1
 
-#: The key below that of every number: a rank that has no number gives it.
+#: The key of a rank that has no number. It is below the keys of all numbers.
 NO_NUMBER = -(2**63)
 
 
 def to_sortable(values: torch.Tensor) -> torch.Tensor:
-    """int64 keys of the same order as the float64 ``values``, with NaN above all of them.
+    """int64 keys that have the order of the numbers in ``values``; the key of NaN is above all others.
+
+    See [Note: MAX of integers keeps NaN].
 
     >>> from_sortable(to_sortable(torch.tensor([-2.5, 0.0, float("inf"), float("nan")], dtype=torch.float64))).tolist()
     [-2.5, 0.0, inf, nan]
@@ -51,15 +54,20 @@ def to_sortable(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_sortable(keys: torch.Tensor) -> torch.Tensor:
-    """The float64 values that ``keys`` were made of; NaN for :data:`NO_NUMBER`."""
+    """The float64 numbers that ``keys`` were made of by :func:`to_sortable`; NaN for :data:`NO_NUMBER`."""
     bits: torch.Tensor = keys ^ ((keys >> 63) & _FLIP)
     return bits.view(torch.float64)
 
 
 def with_rank(values: torch.Tensor, position: int) -> torch.Tensor:
-    """Keys of ``values``, rounded to 28 binary digits, that also tell this rank's place among the ranks.
+    """int64 keys of ``values`` that also tell this rank's place among the ranks; :func:`rank_of` reads it.
 
-    Of two ranks with the same value the first one wins.
+    The values are rounded to 28 binary digits. If two ranks have the same rounded value, the key of the first rank is
+    larger. See [Note: MAX of integers keeps NaN].
+
+    Args:
+        values: numbers of any shape.
+        position: the place of this rank, below 2**24.
 
     >>> pairs = [(0.5, 3), (1.5, 7), (1.5, 9)]
     >>> keys = torch.stack([with_rank(torch.tensor(value), rank) for value, rank in pairs])
@@ -72,36 +80,41 @@ def with_rank(values: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def rank_of(keys: torch.Tensor) -> torch.Tensor:
-    """The place of the rank that gave each of ``keys``; -1 where no rank had a number."""
+    """The place of the rank that made each of ``keys`` by :func:`with_rank`; -1 if no rank had a number."""
     places: torch.Tensor = _PLACES - (keys & _PLACES)
     return torch.where(keys == NO_NUMBER, -1, places)
 
 
 # [Note: groups of our own]
-# disthooks makes a process group of its own for the ranks that are attached together, so that none of its collectives
-# can be mistaken for one of the training's. It is kept for as long as the default group that it was made under: to make
-# one anew can meet the keys that its namesake left in the store, and with NCCL each group holds device memory. It is
-# kept weakly: once torch.distributed has destroyed it, it must not live on here with its threads.
-# torch names a group of some of the ranks after how many groups the process is in. Ranks of overlapping groups are in
-# different numbers of groups, so under torch's names they would wait for each other for ever. The name that disthooks
-# gives depends on the ranks of the group alone.
+# disthooks makes a process group of its own for the ranks that are attached together, so none of its collectives can be
+# taken for one of the training's. The group is kept as long as the default group under which it was made, because a new
+# group of the same name could meet keys that the old one left in the store, and because each NCCL group holds device
+# memory. The reference is weak: when torch.distributed has destroyed the group, its threads must not live on here.
+# torch names a group of some of the ranks after the number of groups that the process is in. Ranks of overlapping
+# groups are in different numbers of groups, so with torch's names they would wait for each other for ever. The name
+# that disthooks gives depends only on the ranks of the group (decision 90).
 
 # [Note: the count of steps is agreed on]
-# Which steps are logged, and so how many numbers a step reduces, follows from the count of steps, which is a part of
-# the state. Where one rank alone loads a state, the all-reduces of the next step have different sizes on the ranks, and
-# gloo ends the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step
-# after attaching, and in the first step after a load. They compare through the store that they met in, with a few
-# messages for each rank: a collective of the same group would meet the one that a rank makes which does not compare.
+# The count of steps decides which steps are logged, and so how many numbers a step reduces. The count is a part of the
+# state. If only one rank loads a state, the all-reduces of the next step have different sizes on the ranks: gloo ends
+# the process ("792 vs 8 bytes"), or NCCL waits for ever. So the ranks compare their counts in the first step after
+# attaching, and in the first step after a load. A rank that has not loaded does not compare. Its next collective would
+# meet a comparison by a collective of the same group. So ranks compare through the store in which they met, by a few
+# messages of each rank (decision 94).
 
 
-_LOW = 0xFFFFFFFF
-_MOST = 1 << 21  # numbers that are received at once, 16 MiB
+_LOW = 0xFFFFFFFF  # the lower half of 64 bits
+_MOST = 1 << 21  # the most numbers that are received at once, 16 MiB
 
 
 def total(group: Any, numbers: torch.Tensor) -> torch.Tensor:
     """The sum of int64 ``numbers`` over the ranks, modulo 2**64: one all-reduce of twice their size.
 
-    The halves of each number are summed apart, so that no backend has to add beyond 63 bits.
+    The upper and lower halves of the numbers are summed apart, so no sum in a backend exceeds 63 bits.
+
+    Args:
+        group: the process group, or None for one rank alone.
+        numbers: an int64 tensor of the same shape on every rank.
 
     >>> total(None, torch.tensor([-3, 2**62]))
     tensor([                 -3, 4611686018427387904])
@@ -114,9 +127,13 @@ def total(group: Any, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def gather(group: Any, numbers: torch.Tensor) -> list[list[int]]:
-    """The int64 ``numbers`` (one dimension, as many on every rank) of each rank, on the host.
+    """The ``numbers`` of each rank, as lists on the host, in the order of the ranks' places.
 
-    One all-gather for every 16 MiB received, so that memory stays bounded however many ranks there are.
+    There is one all-gather for every 16 MiB received, so memory stays bounded for any number of ranks.
+
+    Args:
+        group: the process group, or None for one rank alone.
+        numbers: an int64 vector of the same length on every rank.
 
     >>> gather(None, torch.tensor([1, 2]))
     [[1, 2]]
@@ -133,16 +150,20 @@ def gather(group: Any, numbers: torch.Tensor) -> list[list[int]]:
     return found
 
 
-# For the ranks of each group the default group that it was made under, and itself. See [Note: groups of our own].
+# For the ranks of each group, the default group under which it was made, and the group. See [Note: groups of our own].
 _groups: dict[tuple[int, ...], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+# How many groups were made for the same ranks: a part of the name, so that no two groups have the same name.
 _times_made: dict[tuple[int, ...], int] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """The process group of disthooks for ``ranks``, made at the first call; None for one rank alone.
+    """The process group of disthooks for ``ranks``; it is made at the first call. None for one rank alone.
 
-    It gives up waiting for a rank when the default group does. Every one of ``ranks`` must call this; the others need
-    not. See [Note: groups of our own].
+    The group has the timeout of the default group. Each of ``ranks`` must call this function; other ranks need not. See
+    [Note: groups of our own].
+
+    Args:
+        ranks: global ranks, in the same order on every rank.
     """
     if len(ranks) == 1:
         return None
@@ -163,7 +184,7 @@ def _made(ranks: list[int]) -> Any:
 
 
 def _timeout() -> timedelta | None:
-    """The timeout of the default group, which ``new_group`` would not take over by itself."""
+    """The timeout of the default group, which ``new_group`` does not take over; None if no backend has one."""
     world: Any = dist.group.WORLD
     backends = [world._get_backend(device) for device in world._device_types]
     found: list[timedelta] = [b.options._timeout for b in backends if hasattr(getattr(b, "options", None), "_timeout")]
@@ -171,17 +192,21 @@ def _timeout() -> timedelta | None:
 
 
 def seconds_to_wait(group: Any) -> float:
-    """How long a collective of ``group`` waits for a rank; 0 where there is one rank alone."""
+    """How many seconds a collective of ``group`` waits for a rank; 0 for one rank alone."""
+    # 1800 seconds is torch's own default.
     known = None if group is None else _timeout()
     return 0.0 if group is None else 1800.0 if known is None else known.total_seconds()
 
 
 def _nothing() -> None:
-    """Stands for a weak reference to nothing."""
+    """Stands for a weak reference whose object is gone."""
 
 
 def device_for(group: Any, device: torch.device) -> torch.device:
-    """``device`` if the group can reduce there, else one where it can (gradients offloaded to the CPU, with NCCL)."""
+    """``device`` if the group can reduce tensors on it, else a device on which it can.
+
+    The devices differ if gradients are offloaded to the CPU and the group has only NCCL.
+    """
     if group is None:
         return device
     kinds = [able.type for able in group._device_types]
@@ -193,10 +218,14 @@ def device_for(group: Any, device: torch.device) -> torch.device:
 
 
 def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool, bool]:
-    """Whether ``flag`` is true on any rank, and whether ``what`` is the same text on all: one collective."""
+    """Whether ``flag`` is true on any rank, and whether ``what`` is the same text on all ranks.
+
+    This takes one collective. Texts are compared by their checksums of 32 bits.
+    """
     if group is None:
         return flag, True
-    mark = float(zlib.crc32(what.encode()))  # of 32 bits, so exact in float64
+    mark = float(zlib.crc32(what.encode()))  # 32 bits, so float64 holds it exactly
+    # The texts are the same if the largest mark equals the smallest one, which is the negated MAX of the negated marks.
     found = torch.tensor([float(flag), mark, -mark], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     any_flag, most, least = found.tolist()
@@ -204,9 +233,9 @@ def agree(group: Any, device: torch.device, flag: bool, what: str) -> tuple[bool
 
 
 def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the two vectors over the ranks, in place. See [Note: two collectives] in plan.py.
+    """Merge the two vectors over the ranks, in place: the first by a SUM, the second by a MAX.
 
-    A vector that is empty here is empty on every rank, and is left alone.
+    An empty vector takes no collective, because it is empty on every rank. See [Note: two collectives] in plan.py.
     """
     if group is not None:
         for vector, op in zip(packed, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
@@ -215,22 +244,23 @@ def reduce(group: Any, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch
     return packed
 
 
+# For the ranks of each attachment, how many were made before: a part of the names of their keys in the store.
 _attached: dict[tuple[int, ...], itertools.count[int]] = {}
-_WARN_AFTER = 30.0  # seconds
+_WARN_AFTER = 30.0  # seconds of waiting
 
 
 class StepCounts:
-    """What one attachment's ranks tell each other of their count of steps: [Note: the count of steps is agreed on].
+    """Compares the counts of steps of the ranks of one attachment. See [Note: the count of steps is agreed on].
 
     Args:
-        ranks: the global ranks that are attached together, this one among them.
-        rank: this one.
-        timeout: how many seconds to wait for the others.
+        ranks: the global ranks that are attached together, this rank included.
+        rank: this global rank.
+        timeout: how many seconds to wait for the other ranks.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, timeout: float) -> None:
         self._ranks, self._rank, self._timeout = tuple(ranks), rank, timeout
-        # The backend "fake" simulates the other ranks: nobody answers.
+        # The backend "fake" simulates the other ranks, so no rank would answer.
         self._is_alone = len(self._ranks) == 1 or dist.get_backend() == "fake"
         self._is_agreed, self._round, self._prefix = self._is_alone, 0, ""
         if not self._is_alone:
@@ -238,14 +268,20 @@ class StepCounts:
             self._prefix = f"disthooks steps {self._ranks} {number}"
 
     def loaded(self) -> None:
-        """Compare again in the next step, because this rank has loaded a state."""
+        """Make the next :meth:`check` compare again, because this rank has loaded a state."""
         self._is_agreed = self._is_alone
 
     def check(self, steps: int) -> None:
-        """Wait until all ranks have said how many steps they count; only in the first step after :meth:`loaded`.
+        """Wait until all ranks have written their counts of steps, and compare them.
+
+        This happens in the first step after attaching and in the first step after :meth:`loaded`. All other calls
+        return at once.
+
+        Args:
+            steps: how many steps this rank counts.
 
         Raises:
-            AttachError: when two ranks have different counts, or one says nothing in time.
+            AttachError: when two ranks have different counts, or a rank has not written its count in time.
         """
         if self._is_agreed:
             return
@@ -254,9 +290,11 @@ class StepCounts:
         self._round += 1
         said = f"rank {self._rank} counts {steps} steps"
         store.set(f"rank {self._rank}", said)
+        # The rank that comes first sets the count with which all others compare theirs.
         first = store.compare_set("first", "", f"{steps}, {said}").decode()
         if first.partition(",")[0] != str(steps):
             store.set("another", said)
+        # The last rank to come says that all have. It comes after each rank that differs has said so.
         if store.add("there", 1) == len(self._ranks):
             store.set("all", "yes")
         self._wait(store)
@@ -269,6 +307,7 @@ class StepCounts:
         self._is_agreed = True
 
     def _wait(self, store: Any) -> None:
+        # The store's own `wait` could not warn, and its error would not say which ranks are missing.
         start, pause, warned = time.monotonic(), 0.001, False
         while not store.check(["all"]):
             waited = time.monotonic() - start

@@ -1,4 +1,7 @@
-"""``on_gradient()``: one function on the gradients of some parameters, without rules, statistics or collectives."""
+"""``on_gradient()`` calls one function on the gradients of some parameters.
+
+It needs no optimizer, and makes no collective: rules, statistics and the log belong to ``gradients()``.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ Function = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class OnGradient(Attachment):
-    """What :func:`on_gradient` attached.
+    """The attachment that :func:`on_gradient` returns.
 
     Attributes:
-        names: of the parameters that the function is for.
+        names: the names of the parameters whose gradients the function is called on.
     """
 
     def __init__(self, engine: Engine, indices: Sequence[int], function: Function, at: str) -> None:
@@ -40,25 +43,31 @@ class OnGradient(Attachment):
         return f"<OnGradient of {len(self.names)} parameters ({first_names(self.names)}), at={self._at!r}>"
 
     def report(self) -> dict[str, int]:
-        """How many times the function was called for each parameter, on this rank."""
+        """For the name of each parameter, how many times the function was called for it on this rank."""
         return {name: self._calls[name] for name in self.names}
 
     def attach(self) -> None:
-        """Put the hooks on, and one on the model's forward that notices when an engine has replaced the parameters."""
+        """Put the hooks on, and one more on the model's forward.
+
+        The hook on forward raises :class:`~disthooks.errors.AttachError` if an engine has replaced the parameters.
+        """
         if self._at == "local":
-            # The parameters of a plain module keep this object, even when only a part of the module was given here and
-            # is gone. An engine holds parameters where the collector cannot look: there the model keeps it, see below.
+            # The parameters of a plain module keep this object alive, even if only a submodule was given here and the
+            # user dropped it. An engine holds parameters where the garbage collector cannot look, so a reference from
+            # them would never be freed. There the model keeps this object, by the hook on its forward below.
             hook = self._local if self._engine.trains_alone else weak_method(self._local)
             for handle in self._engine.on_local(list(self._shards), hook):
                 self.on_remove(handle.remove)
         else:
+            # The hook is on every optimizer of the process, so it must not keep this object alive. It goes away with
+            # this object.
             handle = self._engine.before_any_step(weak_method(self._before_step))
             self.on_remove(handle.remove)
             weakref.finalize(self, handle.remove).atexit = False
         self.on_remove(self._engine.model.register_forward_pre_hook(UncopiedHook(self._check)).remove)
 
     def _check(self, module: nn.Module, args: Any) -> None:
-        # A replica of DataParallel has copies in place of parameters.
+        # A replica of DataParallel has copies in place of parameters, so they differ there although nothing is wrong.
         if not torch.compiler.is_compiling() and not getattr(module, "_is_replica", False):
             self._engine.check()
 
@@ -71,9 +80,10 @@ class OnGradient(Attachment):
         if held.isdisjoint(id(shard.parameter) for shard in self._shards.values()):
             return
         refuse_scaled(optimizer)
+        # An optimizer may step others inside its own step. Each gradient is changed once, in the outermost step.
         for outer in optimizers_stepping():
             if outer is not optimizer:
-                # The outer step has called the function for its parameters already.
+                # The hook of the outer step has called the function for these parameters already.
                 held -= {id(parameter) for group in outer.param_groups for parameter in group["params"]}
         for shard in self._shards.values():
             grad = shard.optimizer_gradient() if id(shard.parameter) in held else None
@@ -83,7 +93,10 @@ class OnGradient(Attachment):
                     _write(shard.parameter, grad, result)
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
-        """Call the function with the gradient in the user's units. See [Note: whose units] in step.py."""
+        """Call the function with the gradient in the user's units, without the engine's loss scale.
+
+        See [Note: whose units] in step.py.
+        """
         scale = self._engine.gradient_scale()
         if scale is None:
             return self._apply(shard, grad)
@@ -91,12 +104,12 @@ class OnGradient(Attachment):
         version = seen._version
         result = self._apply(shard, seen)
         if result is None and seen._version == version:
-            return None
+            return None  # neither a result nor a change in place: the gradient keeps its bits
         return ((seen if result is None else result) * scale).to(grad.dtype)
 
     def _apply(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         self._calls[shard.name] += 1
-        version = grad._version
+        version = grad._version  # torch counts it up at each change in place
         result = self._function(grad)
         if self._at == "local" and grad._version != version:
             raise UsageError(
@@ -114,31 +127,37 @@ def on_gradient(
     fn: Function,
     at: Literal["final", "local"] = "final",
 ) -> OnGradient:
-    """Call ``fn(grad)`` on the gradients of matching parameters; what it returns takes their place.
+    """Call ``fn(grad)`` on the gradients of matching parameters; the tensor that it returns replaces the gradient.
 
-    At ``"final"`` it is called just before any optimizer that holds the parameter steps, with the gradient as the
-    engine has it: under ``fully_shard`` a DTensor, on which torch's own functions mean the whole gradient; under
-    ``FullyShardedDataParallel`` and DeepSpeed's ZeRO 1 to 3 the part that this rank has, of one dimension, on ranks
-    that have any. At
-    ``"local"`` it is called in every backward, with this rank's own whole gradient of that micro-batch, before it
-    is accumulated or reduced; there it must not communicate.
+    At ``"final"`` the function is called just before a step of any optimizer that holds the parameter. It gets the
+    gradient as the engine has it. Under ``fully_shard`` this is a DTensor, and torch's own functions on it compute with
+    the whole gradient. Under ``FullyShardedDataParallel`` and DeepSpeed's ZeRO 1 to 3 it is the part that this rank
+    has, with one dimension; on a rank without a part the function is not called.
+
+    At ``"local"`` the function is called in every backward, with this rank's own whole gradient of that micro-batch,
+    before the gradient is accumulated or reduced. There the function must not communicate with other ranks, and must
+    not change the gradient in place.
 
     Args:
-        model: what the engine returned; for ``fully_shard`` the model itself. Attach after the engine took it.
+        model: the model that the engine returned; for ``fully_shard`` the model itself. Attach after the engine has
+            wrapped it.
         pattern: one or several of: a glob over the parameter's name (``*`` crosses dots), a type, a predicate of
             name and parameter.
-        fn: given a gradient, returns one of the same shape and dtype, or None to leave it as it is.
-        at: "final" or "local".
+        fn: a function that takes a gradient and returns one of the same shape and dtype, or None to leave the gradient
+            as it is.
+        at: "final" for the gradient that the optimizer uses, or "local" for this rank's own.
 
     Returns:
-        A handle with ``remove()``, and ``report()``: how often each gradient was seen.
+        A handle with ``remove()`` and ``report()``, which tells how many times the function was called for each
+        parameter. It is a context manager too.
 
     Raises:
-        UsageError: when an argument can never work; from backward or ``step()``, when ``fn`` returns something of
-            another shape or dtype.
+        UsageError: when an argument can never work; from backward or ``step()``, when ``fn`` returns something else
+            than None or a tensor of the same shape and dtype; from backward, when ``fn`` changes a local gradient in
+            place.
         MatchError: when a pattern matches no parameter.
         AttachError: when no matching parameter needs a gradient, or on an engine that is not supported; from the
-            model's forward, when an engine has replaced the parameters since.
+            model's forward, when an engine has replaced the parameters after the attachment.
 
     >>> model = nn.Linear(2, 1)
     >>> with on_gradient(model, "bias", torch.zeros_like, at="local") as hook:
@@ -157,7 +176,9 @@ def on_gradient(
 
 
 def _chosen(engine: Engine, pattern: Pattern | Iterable[Pattern], at: str) -> list[int]:
+    """The indices of the engine's shards that match, checked."""
     named = [(shard.name, shard.as_full_parameter()) for shard in engine.shards]
+    # A frozen parameter may match: it may get a gradient later. One at least needs a gradient now.
     names = {name for name, _ in match(named, as_patterns(pattern), "parameter")}
     indices = [i for i, (name, _) in enumerate(named) if name in names]
     if not any(named[i][1].requires_grad for i in indices):
@@ -187,7 +208,10 @@ def _check_result(result: object, grad: torch.Tensor, where: str) -> None:
 
 
 def _write(parameter: nn.Parameter, grad: torch.Tensor, result: torch.Tensor) -> None:
-    """Write into the gradient that is there: it may be a view of DDP's bucket, and a DTensor keeps its placements."""
+    """Write ``result`` into the gradient in place, because the gradient may be a view of DDP's bucket.
+
+    A DTensor keeps its placements this way. A sparse gradient cannot be written in place, so it is replaced.
+    """
     if grad.layout is torch.strided and result.layout is torch.strided:
         grad.copy_(result)
     else:

@@ -1,18 +1,21 @@
-"""The plan of a step: which parameters, in how many rounds, and what each round measures; all of it made at attach."""
+"""The plan of a step: its rounds, the parameters and measures of each round, and the rules that follow it.
+
+The plan is made once, at attach, and is the same in every step.
+"""
 
 # [Note: two collectives]
-# A round is one SUM of float64 numbers and one MAX of int64 numbers over the ranks, whatever the number of parameters,
-# rules and statistics: every measure writes its numbers into one of two vectors, at a place that `VectorLayout` knows.
-# The vectors are as long on every rank, also on one that has no gradient, because their lengths follow from names and
-# shapes alone; so each rank takes part in every all-reduce, and the bytes do not grow with the world size. A step costs
-# one round. One more round is needed where a rule measures a gradient that an earlier rule rewrites: `[ClipValue,
-# ClipNorm]` takes two, `[ClipNorm, ClipValue]` takes one. All of this is known at attach, so no rank ever has to ask
-# another one how many collectives come next.
+# A round is one SUM of float64 numbers and one MAX of int64 numbers over the ranks, for any number of parameters, rules
+# and statistics. Every measure writes its numbers into one of two vectors, at a place that `VectorLayout` knows. Each
+# vector has the same length on every rank, also on a rank that has no gradient, because the length depends only on
+# names and shapes. So each rank takes part in every all-reduce, and the bytes do not grow with the world size. A step
+# takes one round. It takes one more round for each rule that measures a gradient which an earlier rule in the round
+# rewrites: `[ClipValue, ClipNorm]` takes two rounds, and `[ClipNorm, ClipValue]` takes one. All of this is known at
+# attach, so no rank ever has to ask another rank how many collectives come next.
 
 # [Note: pieces of a vector]
-# The host never waits for the device here, so the numbers of some parameters are taken out of a vector by slices and
-# `torch.split`, whose sizes the host knows. An index tensor made from a list would be copied to the device, and the
-# host would wait for that copy.
+# The host must not wait for the device here. So the numbers of some parameters are taken out of a vector by slices and
+# by `torch.split`, whose sizes the host knows. An index tensor made from a list would have to be copied to the device,
+# and the host would wait for that copy.
 
 from __future__ import annotations
 
@@ -30,20 +33,20 @@ from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Local, Measure, Stat
 from disthooks.grads.stats.scan import known
 
-#: The vector of the SUM and that of the MAX, of one rank or merged over all ranks.
+#: The float64 vector of the SUM and the int64 vector of the MAX, of one rank or merged over all ranks.
 Vectors = tuple[torch.Tensor, torch.Tensor]
-#: A measure and the parameters that somebody wants it of.
+#: A measure, and the parameters for which a rule or a statistic needs it.
 MeasureUse = tuple[Measure, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class VectorLayout:
-    """Which measures a round takes, of which parameters, and where their numbers lie in its two vectors.
+    """The measures of a round, the parameters of each measure, and the places of their numbers in the two vectors.
 
-    See [Note: two collectives], and for the int64 of the MAX [Note: MAX of integers keeps NaN] in sortable.py.
+    See [Note: two collectives], and for the int64 of the MAX [Note: MAX of integers keeps NaN] in collectives.py.
 
     Attributes:
-        uses: for each measure the parameters that it is taken of, as indices into ``shards``.
+        uses: for each measure its parameters, as indices into ``shards``.
         shards: all parameters.
         scopes: for each scope its parameters, as indices into ``shards``.
     """
@@ -53,12 +56,12 @@ class VectorLayout:
     scopes: Sequence[Sequence[int]] = ()
 
     def sizes(self, measure: Measure) -> list[int]:
-        """How many numbers a measure has for each of its scopes and parameters, the scopes first."""
+        """How many numbers ``measure`` has for each of its scopes, and then for each of its parameters."""
         return self._sizes[measure]
 
     @functools.cached_property
     def _sizes(self) -> dict[Measure, list[int]]:
-        # Computed once: with thousands of parameters, to ask for each in every step takes longer than to measure it.
+        # Computed once: with thousands of parameters, asking each one in every step takes longer than measuring it.
         found = {}
         for measure, indices in self.uses.items():
             scopes = [measure.width(None)] * len(self.scopes) if measure.per != "parameter" else []
@@ -67,9 +70,10 @@ class VectorLayout:
         return found
 
     def pack(self, local: Local) -> Vectors:
-        """Measure this rank's gradients, and put the numbers into the two vectors."""
+        """Measure this rank's gradients, and put the numbers into the two vectors, on ``local.device``."""
         facts = frozenset(fact for measure in self.uses for fact in measure.facts)
-        # What several measures need is found in one reading of the gradients. A norm alone reads them once anyway.
+        # One reading of the gradients finds the facts for all measures (decision 59). If only a norm is needed, its
+        # measure reads them once by itself, which is faster.
         if not facts <= {"squares"}:
             wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
             grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
@@ -83,7 +87,7 @@ class VectorLayout:
         return torch.cat(vectors["sum"]), torch.cat(vectors["max"])
 
     def unpack(self, merged: Vectors) -> dict[Measure, torch.Tensor]:
-        """Take the numbers of each measure, in one row, out of merged vectors."""
+        """For each measure its numbers in the merged vectors: a view, of all its scopes and parameters in one row."""
         found, at = {}, {"sum": 0, "max": 0}
         for measure in self.uses:
             start, length = at[measure.merge], sum(self.sizes(measure))
@@ -92,7 +96,15 @@ class VectorLayout:
         return found
 
     def pick(self, values: Mapping[Measure, torch.Tensor], measure: Measure, wants: Sequence[int]) -> torch.Tensor:
-        """The numbers of ``measure`` for the parameters ``wants``. See [Note: pieces of a vector]."""
+        """The numbers of ``measure`` for the parameters ``wants``, in one row.
+
+        Args:
+            values: the numbers of each measure, as :meth:`unpack` gives them.
+            measure: a measure that has numbers for each parameter.
+            wants: indices into ``shards``; each is one of the measure's parameters.
+
+        See [Note: pieces of a vector].
+        """
         has = self.uses[measure]
         if has == tuple(wants):
             return values[measure]
@@ -100,22 +112,23 @@ class VectorLayout:
         return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
 
     def collectives(self) -> int:
-        """How many all-reduces the round takes: none, one or two."""
+        """How many all-reduces the round takes: 0, 1 or 2. See [Note: two collectives]."""
         return len({measure.merge for measure in self.uses})
 
     def bytes(self) -> int:
-        """How many bytes each rank gives to the all-reduces."""
+        """How many bytes each rank gives to the all-reduces of the round: 8 for each number."""
         return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
 
 
 @dataclass(frozen=True, eq=False)
 class BoundRule:
-    """A rule and the parameters that it is for.
+    """A rule and its parameters.
 
     Attributes:
         rule: the rule.
-        indices: of its parameters.
-        fresh: whether no rule before it rewrites any of them, so that it measures the gradient as the engine gave it.
+        indices: the indices of its parameters.
+        fresh: whether no earlier rule rewrites a gradient of these parameters. Then the rule measures the gradients as
+            the engine gave them.
         label: the text appended to the names that the rule logs.
     """
 
@@ -127,12 +140,12 @@ class BoundRule:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One measurement, and the rules that rewrite gradients by its result.
+    """One measurement, and the rules that rewrite gradients by its result. See [Note: two collectives].
 
     Attributes:
-        rules: in the order in which they are applied.
-        always: what a step measures that is not logged.
-        logged: what a step measures that is logged.
+        rules: the rules, in the order in which they are applied.
+        always: the measures of a step that is not logged.
+        logged: the measures of a step that is logged.
     """
 
     rules: tuple[BoundRule, ...]
@@ -140,19 +153,29 @@ class Round:
     logged: VectorLayout
 
     def layout(self, is_logged: bool) -> VectorLayout:
-        """What this step measures."""
+        """The measures of a step that is logged, or of one that is not."""
         return self.logged if is_logged else self.always
 
 
 class StepPlan:
-    """What every step does. Rules, statistics and groups are matched with the parameters here, once, at attach.
+    """The rounds of every step. Rules and statistics are matched with the parameters here, once, at attach.
+
+    Args:
+        rules: the rules, in the order in which they are applied.
+        stats: the statistics.
+        shards: the parameters that the optimizer updates.
+        groups: for each named group of parameters their indices into ``shards``.
+
+    Raises:
+        MatchError: when a rule is for no parameter.
+        UsageError: when a rule cannot be right on one of its parameters.
 
     Attributes:
         shards: the parameters that the optimizer updates.
         groups: for each named group its parameters, as indices into ``shards``.
-        scopes: all parameters, then those of each group.
-        rounds: what is done before the update.
-        after: what a logged step measures after the update.
+        scopes: the indices of all parameters, and then those of each group.
+        rounds: the rounds before the update.
+        after: the measures of a logged step after the update.
     """
 
     def __init__(
@@ -172,7 +195,7 @@ class StepPlan:
         for bound in split_into_rounds(rules, shards):
             needed = [(measure, each.indices) for each in bound for measure in each.rule.measures()]
             needed += [] if rounds else always
-            # Statistics are of the gradients before any rule, so the first round measures them.
+            # Statistics describe the gradients before any rule, so the first round measures them.
             wanted = needed if rounds else [*needed, *before_update]
             rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
         self.rounds = tuple(rounds)
@@ -190,11 +213,11 @@ class StepPlan:
 
     @property
     def measurements(self) -> int:
-        """How many measurements a logged step takes, that after the update included."""
+        """How many measurements a logged step takes, including the one after the update."""
         return sum(bool(part.logged.uses) for part in self.rounds) + bool(self.after.uses)
 
     def _layout(self, uses: Iterable[MeasureUse]) -> VectorLayout:
-        """Take each measure once, of all the parameters that any rule or statistic wants it of."""
+        """A layout that has each measure once, for all parameters for which any rule or statistic needs it."""
         union: dict[Measure, set[int]] = {}
         for measure, indices in uses:
             union.setdefault(measure, set()).update(indices)
@@ -202,9 +225,13 @@ class StepPlan:
 
 
 def split_into_rounds(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[list[BoundRule]]:
-    """Split the rules into rounds: a rule that measures what an earlier one rewrites starts a new round.
+    """Split the rules into rounds: a rule starts a new round if it measures a gradient that an earlier rule rewrites.
 
     Rules for different parameters share a round. See [Note: two collectives].
+
+    Raises:
+        MatchError: when a rule is for no parameter.
+        UsageError: when a rule cannot be right on one of its parameters.
 
     >>> from torch import nn
     >>> from disthooks.engines.base import Engine
@@ -233,10 +260,10 @@ def split_into_rounds(rules: Sequence[Rule], shards: Sequence[Shard]) -> list[li
 
 
 def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
-    """The parameters that a rule is for.
+    """The parameters that a rule is for, as indices into ``shards``.
 
     Raises:
-        MatchError: when there are none.
+        MatchError: when the rule is for none of them.
         UsageError: when the rule cannot be right on one of them.
     """
     indices = tuple(rule.scope(shards))
@@ -247,7 +274,10 @@ def scope_of(rule: Rule, shards: Sequence[Shard]) -> tuple[int, ...]:
 
 
 def labels_of(rules: Sequence[Rule]) -> list[str]:
-    """For each rule the text appended to the names that it logs, so that no two rules write the same name.
+    """For each rule the text that is appended to the names that it logs, so that no two rules log the same name.
+
+    It is the rule's own label after a slash, such as the pattern of ``only``. If a name is taken even so, the rule's
+    place in the list follows.
 
     >>> from disthooks import ClipNorm, ClipValue, only
     >>> labels_of([ClipValue(1.0), ClipNorm(1.0), only("*.bias", ClipNorm(1.0)), ClipNorm(2.0)])
@@ -265,7 +295,7 @@ def labels_of(rules: Sequence[Rule]) -> list[str]:
 
 
 def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequence[Shard]) -> dict[str, list[int]]:
-    """For each named group the parameters that its patterns match.
+    """For each named group the parameters that its patterns match, as indices into ``shards``.
 
     Raises:
         MatchError: when a pattern matches no parameter.
@@ -279,7 +309,11 @@ def groups_of(groups: Mapping[str, Pattern | Iterable[Pattern]], shards: Sequenc
 
 
 def optimized_shards(engine: Engine, parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Which of the engine's shards the optimizer updates, when these are its ``parameters``.
+    """The indices of the engine's shards that the optimizer updates.
+
+    Args:
+        engine: the engine of the model.
+        parameters: the parameters of the optimizer.
 
     Raises:
         AttachError: when the optimizer holds a parameter that is not the model's, or none at all.

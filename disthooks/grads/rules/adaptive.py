@@ -1,4 +1,8 @@
-"""Clipping by a threshold that is not a constant: by the norms of earlier steps, or by the norms of the weights."""
+"""Clipping by a threshold that is not a constant: by the norms of earlier steps, or by the norms of the weights.
+
+``ClipPercentile`` and ``ClipZScore`` learn a threshold from the norms of earlier steps. ``ClipAdaptive`` takes it from
+the norms of the weights. Everything that they learn stays on the device, so the host never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,20 @@ from disthooks.grads.stats.norms import Power, norm_label
 class ClipPercentile(Rule):
     """Clip the norm over all ranks to a percentile of the norms of the last ``window`` steps, this one included.
 
-    AutoClip of Seetharaman et al., "AutoClip: Adaptive Gradient Clipping for Source Separation Networks" (2020); the
-    percentile is interpolated linearly, as numpy's. The paper keeps the norms of all steps; its later package keeps
-    1000, and so does this. The gradients are then multiplied by the formula of :class:`~disthooks.ClipNorm`.
+    This is AutoClip of Seetharaman et al., "AutoClip: Adaptive Gradient Clipping for Source Separation Networks"
+    (2020). The percentile is interpolated linearly, as numpy does. The paper keeps the norms of all steps; the authors'
+    later package keeps 1000 norms, and so does this rule. The gradients are then multiplied by the formula of
+    :class:`~disthooks.ClipNorm`.
 
-    A norm that is not finite does not enter the history; it makes the gradients NaN as :class:`~disthooks.ClipNorm`
-    does, so put :class:`~disthooks.SkipNonFinite` before it. Logged are ``grad_norm``, ``grad_norm_clipped``,
-    ``clip_ratio`` and ``clip_threshold``. The history is in ``state_dict()`` of the attachment.
+    A norm that is not finite does not enter the history. Such a norm makes the gradients NaN, as
+    :class:`~disthooks.ClipNorm` does, so put :class:`~disthooks.SkipNonFinite` before this rule. The log gets
+    ``grad_norm``, ``grad_norm_clipped``, ``clip_ratio`` and ``clip_threshold``. The history is in ``state_dict()`` of
+    the attachment.
 
     Args:
-        percentile: from 0 (the smallest norm so far) to 100; the paper uses 10.
-        window: how many norms are kept, 8 bytes each.
-        norm_type: any number above 0 and up to 16, or ``math.inf``.
+        percentile: from 0 (the smallest norm in the history) to 100 (the largest); the paper uses 10.
+        window: how many norms are kept; each takes 8 bytes.
+        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is out of its range.
@@ -75,8 +81,8 @@ class ClipPercentile(Rule):
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
         norms, count, finite = state["norms"], state["count"], torch.isfinite(norm)
-        # The host does not know the count, so it is compared with all places of the ring; see [Note: no host sync] in
-        # grads/records.py.
+        # The norms are a ring, and the oldest one is overwritten. Only the device knows the count, so the count is
+        # compared with all places of the ring. See [Note: no host sync] in grads/records.py.
         here = torch.arange(self.window, device=norms.device) == count % self.window
         norms.copy_(torch.where(here & finite, norm, norms))
         count.add_(finite)
@@ -88,11 +94,17 @@ class ClipPercentile(Rule):
 def percentile(numbers: torch.Tensor, count: torch.Tensor, q: float) -> torch.Tensor:
     """The ``q``-th percentile of the first ``count`` of ``numbers``, by linear interpolation; NaN if there are none.
 
+    Args:
+        numbers: a vector.
+        count: a scalar tensor on the same device; above ``len(numbers)`` it means all of them.
+        q: from 0 to 100.
+
     >>> percentile(torch.tensor([4.0, 1.0, 2.0, 9.0]), torch.tensor(3), 25.0)
     tensor(1.5000)
     """
     there = count.clamp(max=len(numbers))
     places = torch.arange(len(numbers), device=numbers.device)
+    # Places that are not filled yet count as infinity, so they come last.
     ranked = torch.where(places < there, numbers, math.inf).sort().values
     at = (there - 1).clamp(min=0).double() * (q / 100)
     low, high = (ranked.gather(0, place.long()[None])[0] for place in (at.floor(), at.ceil()))
@@ -104,30 +116,32 @@ def percentile(numbers: torch.Tensor, count: torch.Tensor, q: float) -> torch.Te
 class ClipZScore(Rule):
     """Clip the norm over all ranks when it is an outlier among those of the steps before it.
 
-    ZClip of Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training" (2025), as the authors' code has
-    it. The first ``warmup_steps`` norms give a mean and a variance. From then on ``z = (norm - mean) / (std + eps)``;
-    where ``z > z_thresh`` the norm is clipped, by the formula of :class:`~disthooks.ClipNorm`, to
+    This is ZClip of Kumar et al., "ZClip: Adaptive Spike Mitigation for LLM Pre-Training" (2025), as in the authors'
+    code. The first ``warmup_steps`` norms give a mean and a variance. From then on ``z = (norm - mean) / (std + eps)``.
+    If ``z > z_thresh``, the norm is clipped by the formula of :class:`~disthooks.ClipNorm`. It is clipped to
 
-    - ``to="adaptive"``: ``mean + z_thresh * std / (z / z_thresh)``, the harder the further out (their default);
+    - ``to="adaptive"``: ``mean + z_thresh * std / (z / z_thresh)``, which is lower the larger ``z`` is (their default);
     - ``to="mean"``: ``mean``;
     - ``to="threshold"``: ``mean + z_thresh * std``, whenever the norm is above that (their mode "percentile").
 
-    Then ``mean = alpha * mean + (1 - alpha) * x`` and ``var = alpha * var + (1 - alpha) * (x - mean)**2``, where x is
-    what the norm was clipped to, and ``mean`` the new one.
+    Then ``mean = alpha * mean + (1 - alpha) * x`` and ``var = alpha * var + (1 - alpha) * (x - mean)**2``, where ``x``
+    is the norm after clipping, and ``mean`` in the second formula is the new mean.
 
-    A norm that is not finite changes neither; it makes the gradients NaN as :class:`~disthooks.ClipNorm` does, so put
-    :class:`~disthooks.SkipNonFinite` before it. Logged are ``grad_norm``, ``grad_norm_clipped``, ``clip_ratio`` and,
-    of the steps before, ``grad_norm_mean`` and ``grad_norm_std``; ``grad_norm_z`` is 0 during warm-up. What was
-    learned is in ``state_dict()`` of the attachment.
+    A norm that is not finite does not change mean and variance. Such a norm makes the gradients NaN, as
+    :class:`~disthooks.ClipNorm` does, so put :class:`~disthooks.SkipNonFinite` before this rule. The log gets
+    ``grad_norm``, ``grad_norm_clipped``, ``clip_ratio``, and ``grad_norm_z``, which is 0 during warm-up; and
+    ``grad_norm_mean`` and ``grad_norm_std`` of the steps before this one. Mean and variance are in ``state_dict()`` of
+    the attachment.
 
     Args:
-        alpha: how much of the old mean and variance stays; at least 0 and below 1.
-        z_thresh: how many standard deviations are not clipped; positive.
-        warmup_steps: how many norms are collected first; only ``max_norm`` clips then.
-        eps: added to the standard deviation.
-        to: what an outlier is clipped to.
+        alpha: the share of the old mean and variance that stays in the new ones; at least 0 and below 1.
+        z_thresh: norms up to this many standard deviations above the mean are not clipped; positive.
+        warmup_steps: how many norms are collected first; only ``max_norm`` clips during these steps. An int of at least
+            1.
+        eps: added to the standard deviation; positive.
+        to: the norm that an outlier is clipped to.
         max_norm: the largest norm in any case; None for no such limit. It does not enter mean and variance.
-        norm_type: any number above 0 and up to 16, or ``math.inf``.
+        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
 
     Raises:
         UsageError: when an argument is out of its range.
@@ -176,6 +190,7 @@ class ClipZScore(Rule):
 
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
+        # A copy of the mean, because `_remember` overwrites it before it is logged.
         mean, std, warm = state["mean"].clone(), state["variance"].sqrt(), state["count"] >= self.warmup_steps
         z = (norm - mean) / (std + self.eps)
         limit = torch.where(warm, self._limit(norm, mean, std, z), math.inf)
@@ -186,7 +201,7 @@ class ClipZScore(Rule):
         work.log.update({f"{name}_mean": mean, f"{name}_std": std, f"{name}_z": z})
 
     def _limit(self, norm: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """What the norm is clipped to; infinity where it is no outlier."""
+        """The limit of the norm; infinity if the norm is not an outlier."""
         if self.to == "threshold":
             limit = mean + self.z_thresh * std
             return torch.where(norm > limit, limit, math.inf)
@@ -194,7 +209,10 @@ class ClipZScore(Rule):
         return torch.where(z > self.z_thresh, limit, math.inf)
 
     def _remember(self, state: State, norm: torch.Tensor, warm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Take the norm into the mean and the variance: of all norms during warm-up (Welford), moving ones after it."""
+        """Take the norm into the mean and the variance.
+
+        During warm-up they are those of all norms, by Welford's formula. After it they are moving averages.
+        """
         mean, variance, count = state["mean"], state["variance"], state["count"]
         share = torch.where(warm, 1 - self.alpha, 1 / (count + 1).double())
         new = mean + share * (norm - mean)
@@ -214,22 +232,23 @@ def _check_count(rule: str, name: str, value: object) -> None:
 class ClipAdaptive(Rule):
     """Scale the gradient of each output unit down, so that its norm is at most ``clipping`` times its weights' norm.
 
-    Adaptive gradient clipping (AGC) of Brock et al., "High-Performance Large-Scale Image Recognition Without
-    Normalization" (2021, eq. 3): where ``norm(G_i) / max(norm(W_i), eps) > clipping``, G_i is multiplied by
-    ``clipping * max(norm(W_i), eps) / norm(G_i)``. A unit is what timm's ``unitwise_norm`` takes for one: a row along
-    dimension 0 of a weight with two or more dimensions, or all of a parameter with fewer. The paper leaves the last
-    linear layer out: ``only(lambda name, p: not name.startswith("head."), ClipAdaptive())``.
+    This is adaptive gradient clipping (AGC) of Brock et al., "High-Performance Large-Scale Image Recognition Without
+    Normalization" (2021, eq. 3): if ``norm(G_i) / max(norm(W_i), eps) > clipping``, G_i is multiplied by
+    ``clipping * max(norm(W_i), eps) / norm(G_i)``. Units are those of timm's ``unitwise_norm``: each row along
+    dimension 0 of a weight with two or more dimensions, or the whole of a parameter with fewer. The paper leaves the
+    last linear layer out: ``only(lambda name, p: not name.startswith("head."), ClipAdaptive())``.
 
-    A unit with a NaN in its gradient or weights becomes NaN as a whole, other units do not; an infinite norm makes
-    its finite elements 0 and the infinite ones NaN. Put :class:`~disthooks.SkipNonFinite` before it. Logged are
-    ``units_clipped`` (the share of units) and ``unit_clip_ratio`` (the smallest factor).
+    A unit with a NaN in its gradient or weights becomes NaN as a whole; other units do not change. If the norm of a
+    unit's gradient is infinite, its finite elements become 0 and its infinite elements become NaN. Put
+    :class:`~disthooks.SkipNonFinite` before this rule. The log gets ``units_clipped`` (the share of units) and
+    ``unit_clip_ratio`` (the smallest factor).
 
-    Each rank gives 16 bytes to the SUM for every unit, so for a vocabulary of 100,000 rows 1.6 MB: the number grows
-    with the rows, not with the elements.
+    Each rank gives 16 bytes to the SUM for every unit: 1.6 MB for a vocabulary of 100,000 rows. The bytes grow with the
+    rows, not with the elements.
 
     Args:
-        clipping: the largest ratio; positive.
-        eps: the least norm that weights are taken to have, so that zeros can be trained; positive.
+        clipping: the largest ratio of the norm of a gradient to the norm of its weights; positive.
+        eps: weights with a smaller norm count as having this norm, so that weights of 0 can be trained; positive.
 
     Raises:
         UsageError: when an argument is not positive and finite, or the engine cannot tell which elements of a
@@ -274,14 +293,14 @@ class ClipAdaptive(Rule):
         limits = self.clipping * weights.clamp(min=self.eps)
         below = norms < limits
         factors = torch.where(below, 1.0, limits / norms.clamp(min=1e-6))  # 1e-6 as in timm
-        if factors.numel():
+        if factors.numel():  # a minimum of no numbers would be an error
             work.log.update(units_clipped=(~below).double().mean(), unit_clip_ratio=factors.amin())
         measure = UnitSquares("gradient")
         split = torch.split(factors, [measure.width(shard) for shard in work.shards])
         for shard, grad, own in zip(work.shards, work.grads, split, strict=True):
             if grad is not None and shard.part is not None:
                 own = onto(own, grad.device, wide(grad.dtype))
-                for first, piece in pieces(grad, shard.part):
+                for first, piece in pieces(grad, shard.part):  # views, so the gradient is changed in place
                     piece.mul_(own[first : first + len(piece)].view(-1, *[1] * (piece.ndim - 1)))
 
     def local_error(self) -> str:

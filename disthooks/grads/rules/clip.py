@@ -1,9 +1,9 @@
-"""Clipping by value and by norm."""
+"""Clipping by value and by norm: ``ClipValue`` and ``ClipNorm``, and the functions that other clipping rules share."""
 
 # [Note: clipping multiplies in any case]
-# Whether a norm is too large is known on the device alone, and to ask would make the host wait. So gradients are always
-# multiplied, by a factor of at most 1. The factor is in float32 or wider: in float16 a small one would be 0. Where the
-# norm is infinite the factor is 0, so finite elements become 0 and infinite ones NaN, as torch has it.
+# Only the device knows whether a norm is too large, and the host would have to wait to ask. So gradients are always
+# multiplied, by a factor of at most 1. The factor is in float32 or wider, because a small factor would be 0 in float16.
+# If the norm is infinite, the factor is 0: finite elements become 0 and infinite elements become NaN, as in torch.
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from disthooks.grads.stats.norms import Power, norm_label, norms, scaled_norm
 class ClipValue(Rule):
     """Clamp every element to between ``low`` and ``high``; one number stands for minus and plus that number.
 
-    Equal to ``torch.nn.utils.clip_grad_value_``. It measures nothing and costs no collective. NaN stays NaN.
+    The result is that of ``torch.nn.utils.clip_grad_value_``. It measures nothing and costs no collective. NaN stays
+    NaN.
+
+    Args:
+        low: the lower bound; if ``high`` is None, a positive number that stands for ``-low`` and ``low``.
+        high: the upper bound, at least ``low``; or None.
 
     Raises:
         UsageError: when the bounds are not finite numbers, ``low`` is above ``high``, a single bound is not
@@ -55,7 +60,7 @@ class ClipValue(Rule):
             raise UsageError(f"ClipValue: low={low} is above high={high}; {hint}")
 
     def bounds(self) -> tuple[float, float]:
-        """The lower and the upper bound."""
+        """The lower and the upper bound, also if only one number was given."""
         return (self.low, self.high) if self.high is not None else (-self.low, self.low)
 
     def check(self, shards: Sequence[Shard]) -> None:
@@ -66,6 +71,7 @@ class ClipValue(Rule):
                 )
 
     def rewrite(self, work: Work) -> None:
+        # Two kernels for each group of gradients; torch has no foreach kernel with both bounds.
         low, high = self.bounds()
         for group in work.together():
             torch._foreach_clamp_min_(group, low)
@@ -81,16 +87,18 @@ class ClipValue(Rule):
 class ClipNorm(Rule):
     """Scale gradients down, so that their norm over all ranks is at most ``max_norm``.
 
-    By the formula of ``torch.nn.utils.clip_grad_norm_``: every gradient is multiplied by
-    ``min(1, max_norm / (norm + 1e-6))``, on the device, with nothing waiting for it. A norm that is not a number
-    makes all gradients so. Logged are ``grad_norm`` (before), ``grad_norm_clipped`` (after this rule) and
-    ``clip_ratio`` (the factor; with ``by="parameter"`` the smallest). For groups of parameters give one
-    :func:`~disthooks.only` for each: they share a round.
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``: every gradient is multiplied by
+    ``min(1, max_norm / (norm + 1e-6))``. This happens on the device, and the host does not wait for it. If the norm is
+    NaN, all gradients become NaN.
+
+    The log gets ``grad_norm`` (before this rule), ``grad_norm_clipped`` (after this rule) and ``clip_ratio`` (the
+    factor; with ``by="parameter"`` the smallest factor). To clip groups of parameters, give one :func:`~disthooks.only`
+    for each group: they share a round of collectives.
 
     Args:
-        max_norm: positive and finite.
-        norm_type: any number above 0 and up to 16, or ``math.inf``.
-        by: "all": one norm of all gradients together; "parameter": each parameter has its own.
+        max_norm: the largest norm; positive and finite.
+        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``.
+        by: "all" for one norm of all gradients together; "parameter" for a norm of each parameter.
 
     Raises:
         UsageError: when an argument is out of its range.
@@ -133,6 +141,7 @@ class ClipNorm(Rule):
         each = power.each(values)
         factors = factor_to(self.max_norm, each)
         scale_each(work, factors)
+        # The norm after clipping follows from the norms of the parameters, so nothing is measured again.
         after = scaled_norm(each * factors, float(self.norm_type))
         _log(work, self.norm_type, whole, after, factors.amin())
 
@@ -142,6 +151,7 @@ class ClipNorm(Rule):
         return grad * factor_to(self.max_norm, norm.to(wide(grad.dtype)))
 
     def local_error(self) -> str:
+        # A local rule sees one gradient at a time, so it knows the norm of one parameter, but not that of all of them.
         return "" if self.by == "parameter" else super().local_error()
 
     def _power(self) -> Power:
@@ -149,32 +159,39 @@ class ClipNorm(Rule):
 
 
 def factor_to(limit: float | torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """The factor, by torch's formula, that makes a gradient of this norm one of at most ``limit``."""
+    """The factor that scales gradients with this norm down to at most ``limit``, by the formula of torch.
+
+    Args:
+        limit: the largest norm: a number or a tensor.
+        norm: a norm, or one for each parameter. The result has its shape.
+    """
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(norm == torch.inf, 0.0, factor)  # also where the limit was learned from an infinite norm
+    # A limit that is learned may be infinite or NaN itself when the norm is infinite. The formula would give NaN then.
+    return torch.where(norm == torch.inf, 0.0, factor)
 
 
 def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | torch.Tensor) -> None:
-    """Scale all gradients, whose norm together is ``norm``, to at most ``limit``, and log what was done."""
+    """Scale all gradients, whose norm together is ``norm``, to at most ``limit``; log the norms and the factor."""
     factor = factor_to(limit, norm)
     scale(work, factor)
     _log(work, norm_type, norm, norm * factor, factor)
 
 
 def _log(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor, ratio: torch.Tensor) -> None:
+    # If an earlier rule changed the gradients, this is not the norm that the engine gave, so it is not logged as that.
     name = norm_label(norm_type)
     work.log.update(({name: before} if work.fresh else {}) | {f"{name}_clipped": after, "clip_ratio": ratio})
 
 
 def scale(work: Work, factor: torch.Tensor) -> None:
-    """Multiply all gradients in place by one number, a tensor without dimensions."""
+    """Multiply all gradients in place by one number, which is a scalar tensor."""
     for group in work.together():
-        # See [Note: clipping multiplies in any case]. A tensor without dimensions does not widen the gradients.
+        # See [Note: clipping multiplies in any case]. A scalar tensor does not widen the gradients' dtype.
         torch._foreach_mul_(group, onto(factor, group[0].device, wide(group[0].dtype)))
 
 
 def scale_each(work: Work, factors: torch.Tensor) -> None:
-    """Multiply each gradient in place by its own number: ``factors`` has one for each parameter."""
+    """Multiply each gradient in place by its own number; ``factors`` is a vector with one number for each parameter."""
     own: dict[int, int] = {id(grad): place for place, grad in enumerate(work.grads) if grad is not None}
     for group in work.together():
         there = onto(factors, group[0].device, wide(group[0].dtype)).unbind()

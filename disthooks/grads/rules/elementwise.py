@@ -1,4 +1,4 @@
-"""Rules for single elements, which measure nothing: a factor, numbers in place of NaN, and noise."""
+"""Rules for single elements, which measure nothing and cost no collective: ``Scale``, ``Sanitize`` and ``Noise``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from disthooks.grads.stats.base import wide
 
 # [Note: noise by counting]
 # The noise of an element is a hash of the seed, the step, the parameter's name and the element's place in the whole
-# parameter. So every engine adds the same noise, for any number of ranks, without a generator whose state would have to
-# be shared between ranks or cut into parts, and replicas stay replicas.
+# parameter (decision 55). So every engine adds the same noise, for any number of ranks, and replicas stay replicas. A
+# generator would have a state, which the ranks would have to share or cut into parts. The hash is SplitMix64's mixing
+# function of the place, with two keys of 64 bits that are made of the seed, the step and the name.
 
-_CHUNK = 2**20  # elements whose noise is made at a time, in some 40 MB of temporary memory
+_CHUNK = 2**20  # elements whose noise is made at a time; it takes about 40 MB of temporary memory
 
 
 @register("rule")
 @dataclass(frozen=True)
 class Scale(Rule):
     """Multiply every element by ``factor``. It measures nothing and costs no collective; NaN stays NaN.
+
+    Args:
+        factor: any finite number.
 
     Raises:
         UsageError: when ``factor`` is not a finite number.
@@ -61,17 +65,17 @@ class Scale(Rule):
 @register("rule")
 @dataclass(frozen=True)
 class Sanitize(Rule):
-    """Put numbers in place of what is none, as ``torch.nan_to_num``; it measures nothing and costs no collective.
+    """Replace NaN and infinite elements by numbers, as ``torch.nan_to_num``; it costs no collective.
 
-    It hides what went wrong: log :class:`~disthooks.stats.NonFinite` beside it, or leave the step out with
-    :class:`~disthooks.SkipNonFinite` instead.
+    It measures nothing. It hides errors of the training: log :class:`~disthooks.stats.NonFinite` beside it, or leave
+    the step out with :class:`~disthooks.SkipNonFinite` instead.
 
     Args:
-        nan: in place of NaN.
-        posinf: in place of infinity; None for the largest number of the gradient's dtype. Where gradients are
-            multiplied by a loss scale (DeepSpeed's fp16; ``scaler`` at "local") rules see them divided by it, and
-            the largest number would be infinite again: give one.
-        neginf: in place of minus infinity; None for the lowest number.
+        nan: the number in place of NaN.
+        posinf: the number in place of infinity; None for the largest number of the gradient's dtype. If gradients are
+            multiplied by a loss scale (DeepSpeed's fp16; ``scaler`` at "local"), rules see them divided by it, and the
+            largest number would become infinite again: give a smaller number then.
+        neginf: the number in place of minus infinity; None for the lowest number of the dtype.
 
     Raises:
         UsageError: when an argument is not a finite number.
@@ -97,7 +101,7 @@ class Sanitize(Rule):
                 raise UsageError(f"Sanitize({name}={value!r}): a finite number is needed")
 
     def rewrite(self, work: Work) -> None:
-        for _, grad in work.present():  # torch has no foreach kernel for it
+        for _, grad in work.present():  # torch has no foreach kernel for nan_to_num
             grad.nan_to_num_(self.nan, self.posinf, self.neginf)
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -109,26 +113,26 @@ class Sanitize(Rule):
 class Noise(Rule):
     """Add to each element Gaussian noise with a standard deviation of ``std``.
 
-    The noise of an element depends on nothing but the seed, the step, the parameter's name and the element's place
-    in the whole parameter: it is the same on every engine and for any number of ranks, and replicas stay replicas.
-    It goes on after ``load_state_dict()`` of the attachment as if there had been no break. It is made on the device
-    by SplitMix64's mixing function (Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014), keyed
-    twice, and by Box and Muller's transform; no generator of torch is read or moved. Elements that are NaN stay so.
+    The noise of an element depends only on the seed, the step, the parameter's name and the element's place in the
+    whole parameter. So it is the same on every engine and for any number of ranks, and replicas stay replicas. After
+    ``load_state_dict()`` of the attachment it goes on as if there had been no break. It is made on the device by
+    SplitMix64's mixing function (Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014) with two keys,
+    and by the transform of Box and Muller. No generator of torch is read or advanced. Elements that are NaN stay NaN.
 
-    Once for all ranks is how differentially private SGD adds it to the sum of clipped gradients (Abadi et al., "Deep
-    Learning with Differential Privacy", 2016). This alone is not private: that takes a clip of each example's own
-    gradient, an accountant, and a secret, cryptographic source of noise, which this is not.
+    Differentially private SGD adds noise in this way, once for all ranks, to the sum of clipped gradients (Abadi et
+    al., "Deep Learning with Differential Privacy", 2016). This rule alone does not make training private. That needs a
+    clip of each example's own gradient, an accountant, and a secret, cryptographic source of noise, which this is not.
 
-    At "local" every micro-batch has noise of its own, on this rank's own gradient in the user's units. With
-    ``alike=True`` it is the same on all ranks, so their mean has it once, and the sum of n micro-batches has
-    ``sqrt(n) * std``. With ``alike=False`` each rank has its own, and the mean over N ranks has ``std / sqrt(N)``
-    of it. The count of micro-batches starts again at each step of the optimizer.
+    At "local" every micro-batch gets noise of its own, on this rank's own gradient in the user's units. With
+    ``alike=True`` the noise is the same on all ranks: the mean over ranks has noise of ``std``, and the sum of n
+    micro-batches has noise of ``sqrt(n) * std``. With ``alike=False`` each rank has noise of its own, and the mean over
+    N ranks has noise of ``std / sqrt(N)``. The count of micro-batches starts again at each step of the optimizer.
 
     Args:
-        std: positive.
+        std: the standard deviation; positive.
         seed: an int; the same on all ranks.
-        alike: whether ranks have the same noise at "local". What the optimizer uses must not differ between
-            replicas, so at "final" there is no other way.
+        alike: whether all ranks have the same noise at "local". At "final" it must be True, because the gradients that
+            the optimizer uses must not differ between replicas.
 
     Raises:
         UsageError: when an argument is out of its range, a gradient is complex, or the engine cannot tell
@@ -181,13 +185,16 @@ class Noise(Rule):
 
     def rewrite_local(self, shard: Shard, grad: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         check_whole(self, shard, grad)
+        # The word "local" keeps these keys apart from those of the final gradient with the same step and name.
         own = ("local", batch.number, *(() if self.alike else (batch.position,)))
         result = grad.clone()
         self._add(result, Part.whole(result.shape), self._keys(batch.step, shard.name, *own))
         return result
 
     def _keys(self, step: int, name: str, *more: object) -> tuple[int, int]:
+        """Two keys of 64 bits for the noise of one parameter in one step. See [Note: noise by counting]."""
         text = repr((self.seed, step, name, *more)).encode()
+        # Python's own `hash` of a text differs between processes.
         digest = hashlib.blake2b(text, digest_size=16).digest()
         return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
 
@@ -198,7 +205,16 @@ class Noise(Rule):
 
 
 def places(part: Part, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """The places, in the flattened whole parameter, of ``count`` elements of the part from its ``start``-th on.
+    """The places in the flattened whole parameter of ``count`` elements of the part, from element ``start`` of it on.
+
+    Args:
+        part: which elements of the whole parameter are here.
+        start: the index of the first element in the flattened part.
+        count: how many elements.
+        device: where the places are made.
+
+    Returns:
+        An int64 vector of ``count`` places.
 
     >>> places(Part(torch.Size([3, 4]), box=((1, 2), (2, 2))), 1, 3, torch.device("cpu"))
     tensor([ 7, 10, 11])
@@ -207,8 +223,10 @@ def places(part: Part, start: int, count: int, device: torch.device) -> torch.Te
         assert part.span is not None
         return torch.arange(part.span[0] + start, part.span[0] + start + count, device=device)
     rest = torch.arange(start, start + count, device=device)
+    # If the box cuts dimension 0 only, its elements are in a row, so an offset is enough.
     if all(size == whole for (_, size), whole in zip(part.box[1:], part.shape[1:], strict=True)):
         return rest + (part.box[0][0] * part.shape[1:].numel() if part.box else 0)
+    # From the last dimension to the first: the index in the box's dimension, moved by the begin of the box.
     found, stride = torch.zeros_like(rest), 1
     for (first, size), whole in zip(reversed(part.box), reversed(part.shape), strict=True):
         found += (rest % size + first) * stride
@@ -217,24 +235,32 @@ def places(part: Part, start: int, count: int, device: torch.device) -> torch.Te
 
 
 def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """A number of the standard normal distribution for each of the int64 ``where``; the same for the same keys.
+    """A number of the standard normal distribution for each place in ``where``; the same for the same place and keys.
+
+    Args:
+        where: int64 places, of any shape.
+        keys: two keys of 64 bits, signed.
+        dtype: the dtype of the result, float32 or float64.
 
     See [Note: noise by counting].
-
-    The second key goes in between two rounds of mixing: with the first alone, different keys would read the same
-    sequence at different places.
     """
-    # See [Note: noise by counting].
+    # The second key goes in between two rounds of mixing. With the first key alone, different keys would read the same
+    # sequence from different places.
     bits = mix64_(mix64_((where * signed64(GOLDEN)).add_(keys[0])).bitwise_xor_(keys[1]))
+    # Box and Muller: the upper half of the bits gives a radius, the lower half an angle. The half that is added keeps
+    # the logarithm finite.
     radius = (bits >> 32).bitwise_and_(_LOW).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     return (bits & _LOW).to(dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
 
-_LOW = 2**32 - 1
+_LOW = 2**32 - 1  # the lower half of 64 bits
 
 
 def _chunks(grad: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Views of a bounded size, each with the number of elements before it."""
+    """Views of a bounded size, each with the number of elements before it.
+
+    A gradient that is not contiguous has no flat view, so it is cut along dimension 0.
+    """
     if grad.is_contiguous():
         yield from ((i * _CHUNK, chunk) for i, chunk in enumerate(torch.split(grad.view(-1), _CHUNK)))
         return

@@ -1,4 +1,15 @@
-"""The sinks of frameworks: TensorBoard, Weights & Biases, MLflow, Accelerate's trackers, DeepSpeed's monitor."""
+"""The sinks of frameworks: TensorBoard, Weights & Biases, MLflow, Accelerate's trackers, DeepSpeed's monitor.
+
+Each sink takes from a record the kinds of values that its framework can show: numbers, histograms, or text. No
+framework is imported before a sink is opened.
+"""
+
+# [Note: records come late]
+# A record is read one step after its own step, so that the host does not wait for the device. Weights & Biases drops
+# values that come with an earlier step than it has seen on its own axis. So the sink for it logs the step as a value,
+# `<prefix>step`, and declares that as the axis of everything else. A row of wandb is complete when the next row begins,
+# and a second value of the same name overwrites the first in a row. So a record joins the row that the user's next
+# `run.log()` completes, and the sink completes a row itself only if the row still has the record before.
 
 from __future__ import annotations
 
@@ -30,12 +41,14 @@ from disthooks.grads.sinks.base import (
 class TensorBoard(SinkSpec):
     """Numbers as scalars, histograms as histograms, lists and words as text; there as soon as they are written.
 
-    Scalars are float32 there, as always in TensorBoard. Text is logged only when there is some: ``nonfinite_at`` in
-    the steps that have non-finite gradients.
+    TensorBoard keeps scalars as float32. Text is logged only if there is any: ``nonfinite_at`` is logged in the steps
+    that have non-finite gradients.
 
     Args:
-        log_dir: the directory of the run; it is made. ``torch.utils.tensorboard.SummaryWriter`` writes in it.
-        prefix: put in front of every name; up to the first ``/`` it is the section in which TensorBoard shows it.
+        log_dir: the directory of the run; it is made if it is missing. ``torch.utils.tensorboard.SummaryWriter`` writes
+            its files there.
+        prefix: put in front of every name. TensorBoard shows names in sections: the prefix up to the first ``/`` is the
+            section.
 
     Raises:
         UsageError: when attached, if tensorboard is not installed or the directory cannot be written.
@@ -61,7 +74,7 @@ class TensorBoard(SinkSpec):
 
 
 class _Events(OpenSink):
-    """One file of events."""
+    """Writes one file of TensorBoard's events."""
 
     def __init__(self, sink: TensorBoard, writer: Any) -> None:
         super().__init__(sink)
@@ -75,16 +88,18 @@ class _Events(OpenSink):
             self._writer.add_histogram_raw(self._prefix + name, **_raw(histogram), global_step=step)
         for name, text in texts(record, most=None).items():
             self._writer.add_text(self._prefix + name, text, step)
-        self._writer.flush()  # its thread may lag behind; less than a millisecond, and a killed process loses nothing
+        # The writer's own thread may lag behind. After a flush, which takes less than a millisecond, a killed process
+        # loses nothing.
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
 def _raw(histogram: Histogram) -> dict[str, Any]:
-    """The arguments of ``add_histogram_raw``; sums are those of the middles of the buckets.
+    """The arguments of ``add_histogram_raw``. An element counts as the middle of its bucket in ``sum`` and its square.
 
-    TensorBoard draws the outermost bucket that is not empty as far as ``min`` and ``max``.
+    TensorBoard draws the outermost buckets that are not empty as far as ``min`` and ``max``.
     """
     edges, counts = histogram
     filled = [i for i, count in enumerate(counts) if count] or [0, len(counts) - 1]
@@ -100,7 +115,7 @@ def _raw(histogram: Histogram) -> dict[str, Any]:
     }
 
 
-_BUCKETS = 512  # as many as wandb.Histogram takes
+_BUCKETS = 512  # the most buckets that wandb.Histogram accepts
 
 
 @register("sink", hidden=("run",))
@@ -108,12 +123,13 @@ _BUCKETS = 512  # as many as wandb.Histogram takes
 class WandB(SinkSpec):
     """Numbers, histograms (``wandb.Histogram``), and lists and words as short strings, in a run of Weights & Biases.
 
-    What is logged has a step axis of its own, ``<prefix>step``, declared with ``define_metric``: a record is one step
-    late, and wandb drops what comes late on its own axis. Records join the row that your next ``run.log()`` completes,
-    so that its step does not move; only when you did not log since the last record do they become a row themselves.
+    The values have a step axis of their own, ``<prefix>step``, which the sink declares with ``define_metric``: a record
+    comes one step late, and wandb drops values that come late on its own axis. A record joins the row that your next
+    ``run.log()`` completes, so the step of your run does not move. If you did not log since the last record, that
+    record becomes a row by itself.
 
     Args:
-        run: what ``wandb.init()`` returned; None means the run that is active when this is attached.
+        run: the run that ``wandb.init()`` returned; None for the run that is active when this is attached.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
 
     Raises:
@@ -140,7 +156,7 @@ class WandB(SinkSpec):
 
 
 class _Rows(OpenSink):
-    """Rows of one run."""
+    """Writes records into the rows of one run. See [Note: records come late]."""
 
     def __init__(self, sink: WandB, run: Any, histogram: Callable[..., Any]) -> None:
         super().__init__(sink)
@@ -152,9 +168,10 @@ class _Rows(OpenSink):
         values = self._values(record)
         self._define(values)
         row = self._next_row()
-        if row is not None and row == self._row:  # it has the last record still, which this one would overwrite
+        if row is not None and row == self._row:  # the row still has the last record, which this one would overwrite
             self._run.log({}, commit=True)
             row = self._next_row()
+        # In a shared run a row that is not committed would never be completed, so this one is completed at once.
         self._run.log(values, commit=row is None)
         self._row = row
 
@@ -166,14 +183,14 @@ class _Rows(OpenSink):
         return {portable(self._prefix + name): value for name, value in values.items()}
 
     def _define(self, values: dict[str, Any]) -> None:
-        """One by one: a pattern would take the axis of other metrics that begin with the same prefix."""
+        """Declare the axis of each new name. A pattern would catch the user's own metrics with the same prefix."""
         step = portable(self._prefix + "step")
         for name in values.keys() - self._defined:
             self._run.define_metric(name, step_metric=None if name == step else step)
         self._defined |= values.keys()
 
     def _next_row(self) -> int | None:
-        """Which row the next ``log()`` writes in; None in a shared run, whose rows nobody counts."""
+        """The row that the next ``log()`` writes into; None in a shared run, whose rows no process counts."""
         try:
             return int(self._run.step)
         except Exception:
@@ -185,12 +202,13 @@ class _Rows(OpenSink):
 class MLflow(SinkSpec):
     """Numbers as metrics of the MLflow run that is active when this is attached; lists and words are left out.
 
-    It stays that run, also when its ``with`` block ends before the attachment does. MLflow takes numbers that are not
-    finite; a database keeps an infinite one as the largest float64.
+    All records go to that run, even if its ``with`` block ends before the attachment does. MLflow accepts numbers that
+    are not finite; its database stores keep an infinite number as the largest float64.
 
     Args:
-        prefix: put in front of every name. In names only letters, digits, ``_-.`` and blanks stay as they are, since
-            MLflow refuses others; ``/`` becomes ``.``: ``gradients/grad_norm.param.fc.bias``.
+        prefix: put in front of every name. In names only letters, digits, ``_-.`` and blanks stay as they are, because
+            MLflow refuses other characters. After the prefix each ``/`` becomes ``.``:
+            ``gradients/grad_norm.param.fc.bias``.
 
     Raises:
         UsageError: when attached, if mlflow is not installed or no run is active.
@@ -213,7 +231,7 @@ class MLflow(SinkSpec):
 
 
 class _Metrics(OpenSink):
-    """Metrics of one run."""
+    """Logs the numbers of each record as metrics of one MLflow run."""
 
     def __init__(self, sink: MLflow, log: Callable[..., object], run_id: str) -> None:
         super().__init__(sink)
@@ -224,7 +242,11 @@ class _Metrics(OpenSink):
         self._log(values, step=record["step"], run_id=self._run_id)
 
     def _name(self, name: str) -> str:
-        """A store of files has one for each metric: ``grad_norm`` cannot be a folder, of ``grad_norm/param/w``, too."""
+        """The name of a metric, without ``/`` after the prefix.
+
+        MLflow's file store has a file for each metric, and ``/`` makes folders. ``grad_norm`` is a file there, so it
+        cannot be the folder of ``grad_norm/param/w`` too.
+        """
         return portable(self._prefix + name.replace("/", "."))
 
 
@@ -232,21 +254,24 @@ def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> Acceler
     """Numbers to every tracker of the ``Accelerator`` that prepared the model; nothing else.
 
     Args:
-        accelerator: the model that is attached to, or the ``Accelerator``.
+        accelerator: the model that the hooks are attached to, or its ``Accelerator``.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
     """
     return AccelerateTracker(_accelerator_of(accelerator), prefix)
 
 
 def _accelerator_of(model: Any) -> Any:
-    """The ``Accelerator`` that prepared ``model``; an ``Accelerator`` itself.
+    """The ``Accelerator`` that prepared ``model``; ``model`` itself if it is an ``Accelerator``.
 
-    A model has no reference to its accelerator, so this looks at all objects of the process, once for each time that
-    the sink is attached.
+    A model has no reference to its accelerator. So this searches all objects of the process, once at each attach.
+
+    Raises:
+        UsageError: when no ``Accelerator`` of this process has prepared the model.
     """
     kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
     if kind is None or isinstance(model, kind):
         return model
+    # `isinstance` would ask each object for its `__class__`, which runs code of proxies.
     accelerators = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     found = next((each for each in accelerators if any(one is model for one in each._models)), None)
     if found is None:
@@ -261,15 +286,16 @@ def _accelerator_of(model: Any) -> Any:
 class AccelerateTracker:
     """Numbers to every tracker of an ``Accelerator``, by ``accelerator.log(values, step=...)``; nothing else.
 
-    A record is one step late, and Weights & Biases drops what comes with an earlier step than it has seen. With that
-    tracker, if you log before the optimizer steps, use ``WandB(accelerator.get_tracker("wandb", unwrap=True))``.
+    A record comes one step late, and Weights & Biases drops values with an earlier step than it has seen. If you use
+    that tracker and log before the optimizer steps, use ``WandB(accelerator.get_tracker("wandb", unwrap=True))``
+    instead.
 
     Args:
         accelerator: the ``Accelerator``, made with ``log_with``, after ``init_trackers()``.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
 
     Raises:
-        UsageError: at once if this is no accelerator, and when attached if it has no trackers.
+        UsageError: at once if ``accelerator`` is not an ``Accelerator``; when attached, if it has no trackers.
 
     >>> import types
     >>> accelerator = types.SimpleNamespace(log=lambda values, step: print(step, values), trackers=["tensorboard"])
@@ -286,7 +312,7 @@ class AccelerateTracker:
             raise UsageError(f"AccelerateTracker: give the Accelerator, got {type(self.accelerator).__name__}")
 
     def open(self) -> None:
-        """Refuse an accelerator that would log nowhere; on other than its main process it logs nothing anyway."""
+        """Refuse an accelerator that would log nowhere. On a process other than the main one it never logs anything."""
         if self.accelerator.is_main_process and not self.accelerator.trackers:
             raise UsageError(
                 "AccelerateTracker: the accelerator has no trackers, so nothing would be logged: make it with "
@@ -304,15 +330,15 @@ class AccelerateTracker:
 class DeepSpeedMonitor:
     """Numbers to DeepSpeed's monitor (TensorBoard, wandb, csv, Comet: what its configuration says); nothing else.
 
-    They stand at ``engine.global_samples``, as DeepSpeed's own do: the samples that were seen when the record is read,
-    which is before the next step.
+    Numbers are logged at ``engine.global_samples``, like DeepSpeed's own numbers: the samples that the engine has seen
+    when the record is read, which is before the next step.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
+        engine: the engine that ``deepspeed.initialize`` returned.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
 
     Raises:
-        UsageError: at once if this is no engine, and when attached if no monitor is on.
+        UsageError: at once if ``engine`` is not DeepSpeed's engine; when attached, if no monitor is enabled.
 
     >>> import types
     >>> monitor = types.SimpleNamespace(enabled=True, write_events=print)

@@ -1,8 +1,17 @@
 """Statistics of the ranks' own gradients before any reduction, with their measures.
 
-``Spread`` compares their norms, ``Agreement`` their directions. ``NoiseScale`` estimates how large a batch may be
-before more examples help little.
+``Spread`` compares the norms of the ranks' gradients, and ``Agreement`` compares their directions. ``NoiseScale``
+estimates how large a batch may be before more examples help little.
 """
+
+# [Note: a rank's norm]
+# Ranks may make different numbers of micro-batches between two steps, and the user may accumulate without dividing the
+# loss. So that ranks can be compared, a rank's norm is the root of the mean over its micro-batches of the squared norm,
+# times the number of its micro-batches: the norm that the final gradient would have if every micro-batch were like this
+# rank's. A loss scale is divided out.
+# The sum over ranks of the norms of a scope does not follow from sums of the norms of its parameters, because the root
+# is taken on each rank. So the measures here have numbers of their own for each scope, and for each parameter only if
+# the user asks for them.
 
 from __future__ import annotations
 
@@ -38,16 +47,17 @@ from disthooks.grads.stats.scan import known
 
 @dataclass(frozen=True)
 class NonFiniteUnreduced(Measure):
-    """How many elements are not finite in gradients that are apart and not owned; no numbers for other parameters."""
+    """How many elements are not finite in this rank's gradients that no engine reduces and that it does not own.
+
+    Parameters whose gradients are reduced or sharded have no number.
+    """
 
     merge: ClassVar[Merge] = "sum"
 
     def width(self, shard: Shard | None) -> int:
-        """One number for a parameter that is apart."""
         return int(shard is not None and shard.sharding == "unreduced")
 
     def local(self, local: Local) -> torch.Tensor:
-        """The count of this rank."""
         counts, zero = [], torch.zeros((), dtype=torch.float64, device=local.device)
         for place, shard in enumerate(local.shards):
             if shard.sharding == "unreduced":
@@ -58,10 +68,9 @@ class NonFiniteUnreduced(Measure):
 
 @dataclass(frozen=True)
 class RankNorms(Measure):
-    """For each scope the sums over ranks of 1, of the number of micro-batches, of the norm and of its square.
+    """For each scope four sums over the ranks: of 1, of the number of micro-batches, of the norm and of its square.
 
-    A rank's norm is the root of the mean over its micro-batches of the squared norm of the scope's gradient, times
-    the number of micro-batches: the norm that the final gradient would have if all of them were like this rank's.
+    See [Note: a rank's norm].
 
     Attributes:
         each: whether every parameter is a scope too.
@@ -74,15 +83,13 @@ class RankNorms(Measure):
 
     @property
     def per(self) -> Per:  # type: ignore[override]
-        """For each scope: a rank's norms cannot be added."""
+        # See [Note: a rank's norm].
         return "both" if self.each else "scope"
 
     def width(self, shard: Shard | None) -> int:
-        """Four."""
         return 4
 
     def local(self, local: Local) -> torch.Tensor:
-        """The four numbers of each scope."""
         squares = own_squares(local, self.each)
         batches = torch.full_like(squares, micro_batches(local))
         return torch.stack([torch.ones_like(squares), batches, squares.sqrt(), squares], dim=1).flatten()
@@ -90,7 +97,10 @@ class RankNorms(Measure):
 
 @dataclass(frozen=True)
 class RankExtremes(Measure):
-    """For each scope the largest norm and the smallest, negated; then which ranks have them, as keys.
+    """For each scope four keys: of the largest norm, of the negated smallest one, and of the ranks that have them.
+
+    The smallest norm is negated, so that the same MAX finds it. See [Note: MAX of integers keeps NaN] in
+    collectives.py and [Note: a rank's norm].
 
     Attributes:
         each: whether every parameter is a scope too.
@@ -103,15 +113,13 @@ class RankExtremes(Measure):
 
     @property
     def per(self) -> Per:  # type: ignore[override]
-        """For each scope: a rank's norms cannot be added."""
+        # See [Note: a rank's norm].
         return "both" if self.each else "scope"
 
     def width(self, shard: Shard | None) -> int:
-        """Four."""
         return 4
 
     def local(self, local: Local) -> torch.Tensor:
-        """The four keys of each scope."""
         norm = own_squares(local, self.each).sqrt()
         keys = [
             to_sortable(norm),
@@ -123,7 +131,11 @@ class RankExtremes(Measure):
 
 
 def own_squares(local: Local, each: bool) -> torch.Tensor:
-    """This rank's squared norm of each scope, in the units of the final gradient."""
+    """This rank's squared norm of each scope, in the units of the final gradient: a float64 vector.
+
+    If ``each``, the squared norm of each parameter follows. See [Note: a rank's norm].
+    """
+    # The mean of the squared norms times the squared count is their sum times the count.
     own = known(local, frozenset({"own"}))["own"] * micro_batches(local)
     if local.scale is not None:
         own = own / local.scale.double().square()
@@ -132,7 +144,8 @@ def own_squares(local: Local, each: bool) -> torch.Tensor:
 
 
 def micro_batches(local: Local) -> int:
-    """How many backward passes this rank made since the last step."""
+    """How many backward passes this rank has made since the last step."""
+    # A parameter that a backward did not use has fewer norms, so the largest number counts.
     return max((len(seen.norms) for seen in local.seen), default=0)
 
 
@@ -140,8 +153,10 @@ def micro_batches(local: Local) -> int:
 class _Cosine(Measure):
     """The cosine between this rank's own gradient and the final one, for each scope.
 
+    It is computed from three inner products, which one rank can find alone only if it has all of the final gradient.
+
     Attributes:
-        patterns: of the parameters it is of.
+        patterns: globs over the names of the parameters that are compared.
         each: whether every parameter is a scope too.
     """
 
@@ -152,53 +167,49 @@ class _Cosine(Measure):
 
     @property
     def per(self) -> Per:  # type: ignore[override]
-        """For each scope: a rank's cosines cannot be added."""
+        # The cosine of a scope is not a sum of the cosines of its parameters.
         return "both" if self.each else "scope"
 
     def width(self, shard: Shard | None) -> int:
-        """Two."""
         return 2
 
     def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
-        """The parameters that the patterns match."""
         names = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
         return [i for i, shard in enumerate(shards) if shard.name in names]
 
 
 @dataclass(frozen=True)
 class CosineSums(_Cosine):
-    """For each scope the number of ranks that have a cosine, and their sum."""
+    """For each scope the number of ranks that have a cosine, and the sum of their cosines."""
 
     merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:
-        """Both for each scope."""
         cosine, there = _cosines(self, local)
         return torch.stack([there.double(), torch.where(there, cosine, 0.0)], dim=1).flatten()
 
 
 @dataclass(frozen=True)
 class CosineLowest(_Cosine):
-    """For each scope the smallest cosine, negated, and which rank has it, as keys."""
+    """For each scope two keys: of the negated smallest cosine, and of the rank that has it."""
 
     merge: ClassVar[Merge] = "max"
 
     def local(self, local: Local) -> torch.Tensor:
-        """Both for each scope."""
         cosine, there = _cosines(self, local)
         keys = torch.stack([to_sortable(-cosine), with_rank(-cosine, local.position)], dim=1)
         return torch.where(there[:, None], keys, NO_NUMBER).flatten()
 
 
 def _cosines(measure: _Cosine, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosine of each scope, and whether there is one: not where either gradient is zero."""
+    """The cosine of each scope, and whether there is one. There is none if one of the two gradients is zero."""
     found = known(local, measure.facts)
     table = torch.stack([found["dot"], found["accumulated"], found["final"]])
     mine = set(measure.accumulates(local.shards))
     rows = torch.stack([take(table, [i for i in places if i in mine]).sum(-1) for places in local.scopes], dim=1)
     dot, kept, final = torch.cat([rows, table], dim=1) if measure.each else rows
     there = (kept != 0) & (final != 0)
-    return dot / (kept.sqrt() * final.sqrt()), there
+    return dot / (kept.sqrt() * final.sqrt()), there  # two roots, because the product of the squares may overflow
 
 
 _LEAST_ALIKE = "grad_cosine/argmin_rank"
@@ -209,18 +220,20 @@ _LEAST_ALIKE = "grad_cosine/argmin_rank"
 class Agreement(Stat):
     """The cosine between each rank's own gradient, summed over its micro-batches, and the final one.
 
-    Logged are ``grad_cosine/mean_rank``, ``grad_cosine/min_rank`` and ``grad_cosine/argmin_rank``, a global rank. With
-    n ranks that agree in nothing the mean is about 1/sqrt(n), as each is a part of the final one. A rank whose gradient
-    is zero has no cosine and is left out; None for the rank, and NaN, if all are.
+    The log gets ``grad_cosine/mean_rank``, ``grad_cosine/min_rank`` and ``grad_cosine/argmin_rank``, which is a global
+    rank. If n ranks agree in nothing, the mean is about 1/sqrt(n), because each rank's gradient is a part of the final
+    one. A rank whose gradient is zero has no cosine and is left out. If no rank has a cosine, the numbers are NaN and
+    the rank is None.
 
-    A copy of each matching gradient is kept from backward to the step, in steps that are logged.
+    In steps that are logged, a copy of each matching gradient is kept from backward to the step.
 
     Args:
-        patterns: globs over the parameters' names; one, or several.
-        per_parameter: also of each matching parameter, as ``grad_cosine/min_rank/param/<name>`` and so on.
+        patterns: a glob over the parameters' names, or several.
+        per_parameter: log all of each matching parameter too, as ``grad_cosine/min_rank/param/<name>`` and so on.
 
     Raises:
-        UsageError: when attached, if no rank has all of the final gradient (FSDP), or ranks share their data.
+        UsageError: when a pattern is not a string, or there is none; when attached, if no rank has all of the final
+            gradient (FSDP), or ranks share their data.
         MatchError: when attached, if a pattern matches no parameter.
 
     >>> Agreement(["head.*", "embed.*"]).patterns
@@ -238,7 +251,6 @@ class Agreement(Stat):
         object.__setattr__(self, "patterns", patterns)
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Every rank must have all of the final gradient."""
         check_own_data(self, engine)
         for shard in (shards[i] for i in self._sums().accumulates(shards)):
             if shard.sharding not in ("whole", "replica"):
@@ -248,20 +260,19 @@ class Agreement(Stat):
                 )
 
     def measures(self) -> tuple[Measure, ...]:
-        """Sums, and the smallest with its rank."""
         return self._sums(), CosineLowest(self._globs(), self.per_parameter)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Mean, smallest, and the place of its rank: -1 for none."""
+        # The rank is its place among the ranks here, -1 for none; `record` makes global ranks of places.
         count, total = values[0].unbind(-1)
         lowest, who = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
         return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: who}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """The numbers, with places as global ranks; of parameters that the patterns match."""
         columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
         lists: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
         lists[_LEAST_ALIKE] = [found.ranks[int(at)] if at >= 0 else None for at in lists[_LEAST_ALIKE]]
+        # Parameters that the patterns do not match have no cosine, so they are not logged.
         others = set(found.names) - {
             name for name, _ in match([(name, name) for name in found.names], self._globs(), "")
         }
@@ -277,7 +288,9 @@ class Agreement(Stat):
 
 
 _WHICH = ("grad_norm/argmin_rank", "grad_norm/argmax_rank", "grad_norm/outlier_rank")
-_LEAST = 0.1  # of the mean of the others: what their deviation is taken for at least
+# The deviation of the other ranks counts as at least this share of their mean. Otherwise ranks that are nearly alike
+# would make an outlier of a rank that differs by little.
+_LEAST = 0.1
 
 
 @register("stat")
@@ -285,21 +298,25 @@ _LEAST = 0.1  # of the mean of the others: what their deviation is taken for at 
 class Spread(Stat):
     """The norms of the ranks' own gradients, before any reduction: the smallest, the largest, and whose they are.
 
-    A rank's norm is the root of the mean over its micro-batches of the squared norm, times their number: the norm that
-    the final gradient would have if every micro-batch were like this rank's. Loss scales are taken out. Logged are
-    ``grad_norm/min_rank``, ``max_rank``, ``mean_rank`` and ``std_rank`` (over ranks), ``grad_norm/argmin_rank`` and
-    ``argmax_rank``, which are global ranks, and ``grad_norm/outlier_rank``: a global rank, or None.
+    A rank's norm is the root of the mean over its micro-batches of the squared norm, times the number of its
+    micro-batches: the norm that the final gradient would have if every micro-batch were like this rank's. Loss scales
+    are divided out.
 
-    An outlier is the rank with the largest norm, or else the smallest, if that is further from the mean of the other
-    ranks than ``outlier`` times their standard deviation, which is taken for a tenth of their mean if it is less. With
-    all ranks counted in mean and deviation, one of n could never be further than (n - 1) / sqrt(n) deviations. With
-    two ranks it cannot be told which one is unlike the other. A norm that is not finite is an outlier in any case.
+    The log gets ``grad_norm/min_rank``, ``max_rank``, ``mean_rank`` and ``std_rank`` (over the ranks),
+    ``grad_norm/argmin_rank`` and ``argmax_rank``, which are global ranks, and ``grad_norm/outlier_rank``, which is a
+    global rank or None.
 
-    Hooks take the norms in backward, in steps that are logged.
+    The rank with the largest norm is an outlier if its norm is further from the mean of the other ranks than
+    ``outlier`` times their standard deviation; or else the rank with the smallest norm, by the same test. The deviation
+    counts as at least a tenth of the mean. The rank itself is left out of mean and deviation, because otherwise one of
+    n ranks could never be further than (n - 1) / sqrt(n) deviations away. With two ranks there is no outlier, because
+    nothing tells which one is unlike the other. A rank whose norm is not finite is an outlier in any case.
+
+    Hooks compute the norms in backward, in steps that are logged.
 
     Args:
-        outlier: how many deviations from the others make an outlier.
-        per_parameter: also of each parameter, as ``grad_norm/max_rank/param/<name>`` and so on.
+        outlier: how many deviations away from the other ranks a rank is an outlier; above 0.
+        per_parameter: log all of each parameter too, as ``grad_norm/max_rank/param/<name>`` and so on.
 
     Raises:
         UsageError: when ``outlier`` is not above 0; when attached, if ranks share their data (tensor parallelism).
@@ -324,15 +341,13 @@ class Spread(Stat):
             raise UsageError(f"Spread(outlier={self.outlier!r}): a number of deviations above 0 is needed")
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Ranks must have different data."""
         check_own_data(self, engine)
 
     def measures(self) -> tuple[Measure, ...]:
-        """Sums, and extremes with their ranks."""
         return RankNorms(self.per_parameter), RankExtremes(self.per_parameter)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All but the ranks are what is logged; those are places among the ranks, -1 for none."""
+        # Ranks are places among the ranks here, -1 for none; `record` makes global ranks of places.
         ranks, _, total, squares = values[0].unbind(-1)
         high, low = from_sortable(values[1][:, 0]), -from_sortable(values[1][:, 1])
         who_high, who_low = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
@@ -345,7 +360,6 @@ class Spread(Stat):
         return {f"grad_norm/{name}_rank": column for name, column in found.items()} | which
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """The numbers, with places as global ranks."""
         columns: dict[str, list[Any]] = {}
         for name, column in self.numbers([self.scoped(found, measure) for measure in self.measures()]).items():
             places = name in _WHICH
@@ -360,7 +374,10 @@ def _rank(found: Found, place: int) -> int | None:
 def _far(
     ranks: torch.Tensor, total: torch.Tensor, squares: torch.Tensor, norm: torch.Tensor, outlier: float
 ) -> torch.Tensor:
-    """Whether one rank's norm is far from those of the others."""
+    """Whether one rank's ``norm`` makes it an outlier: for each scope one bool.
+
+    ``total`` and ``squares`` include it.
+    """
     others = ranks - 1
     mean = (total - norm) / others
     std = ((squares - norm.square()) / others - mean.square()).clamp(min=0).sqrt()
@@ -373,28 +390,30 @@ def _far(
 class NoiseScale(Stat):
     """The simple noise scale of McCandlish et al. (2018, arXiv:1812.06162, appendix A.1): ``noise_scale``, in examples.
 
-    It is tr(Σ) / |G|²: the variance of one example's gradient over the squared norm of the true gradient. A batch much
-    smaller wastes steps, one much larger wastes examples; the paper finds the critical batch size to be about as large.
-    From the squared norms of gradients of two batch sizes b < B, which are the micro-batches of single ranks and all of
-    them together, unbiased estimates are
+    It is tr(Σ) / |G|²: the variance of one example's gradient, divided by the squared norm of the true gradient. A
+    batch that is much smaller than the noise scale wastes steps, and one that is much larger wastes examples; the paper
+    finds that the critical batch size is about the noise scale. The estimates compare gradients of two batch sizes,
+    b < B: b is a micro-batch of one rank, and B is all micro-batches of all ranks together. Unbiased estimates are
 
         |G|² = (B |G_B|² - b |G_b|²) / (B - b)        tr(Σ) = (|G_b|² - |G_B|²) / (1 / b - 1 / B)
 
-    Both are averaged over logged steps, each with ``decay``, and ``noise_scale`` is the ratio of the averages; it is
-    None while the average of |G|² is not positive. Logged too are the averages, ``noise_scale_trace`` and
-    ``noise_scale_norm2``. Give small ``every``: one step's estimates are mostly noise. A step with a gradient that is
-    not finite is left out of the averages. They are part of ``state_dict()``.
+    Both are averaged over logged steps by moving averages with ``decay``, and ``noise_scale`` is the ratio of the
+    averages. It is None while the average of |G|² is not positive. The averages are logged too, as
+    ``noise_scale_trace`` and ``noise_scale_norm2``. Choose a small ``every``, because the estimates of one step are
+    mostly noise. A step with a gradient that is not finite does not enter the averages. The averages are part of
+    ``state_dict()``.
 
-    Right where the final gradient is the mean over ranks of the sum over micro-batches, as DDP and FSDP make it; it
-    does not matter whether you divided the loss by their number. Loss scales are taken out.
+    The estimates are right if the final gradient is the mean over ranks of the sum over micro-batches, as DDP and FSDP
+    compute it. It makes no difference whether you divide the loss by the number of micro-batches. Loss scales are
+    divided out.
 
     Args:
-        batch_size: examples (or tokens, or whatever you count in) in one micro-batch of one rank.
-        decay: of the averages, from 0 (the last step alone) to below 1.
-        per_parameter: also of each parameter, as ``noise_scale/param/<name>`` and so on.
+        batch_size: the number of examples (or tokens, or any other unit) in one micro-batch of one rank; above 0.
+        decay: of the averages, from 0 (only the last step counts) to below 1.
+        per_parameter: log all of each parameter too, as ``noise_scale/param/<name>`` and so on.
 
     Raises:
-        UsageError: when an argument is none of what it may be; when attached, if ranks share their data (tensor
+        UsageError: when an argument is out of its range; when attached, if ranks share their data (tensor
             parallelism).
 
     >>> NoiseScale.estimates(small=5.0, large=2.0, b=1.0, B=4.0)  # |G|² = 1, trace 4: 1 + 4 / 1 and 1 + 4 / 4
@@ -413,24 +432,21 @@ class NoiseScale(Stat):
             raise UsageError(f"NoiseScale(decay={self.decay!r}): a number from 0 to below 1 is needed")
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Ranks must have different data."""
         check_own_data(self, engine)
 
     def start(self, scopes: int) -> State:
-        """The averages, and the weight of what is in them."""
+        # The averages start at 0, so they are divided by their weight, which starts at 0 and grows to 1.
         zeros = torch.zeros(scopes, dtype=torch.float64)
         return {"norm2": zeros, "trace": zeros.clone(), "weight": zeros.clone(), "warned": torch.zeros(())}
 
     def measures(self) -> tuple[Measure, ...]:
-        """The ranks' own squared norms, and the final one."""
         return RankNorms(self.per_parameter), Power(2.0)
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """The averages and their ratio; nothing while there is one batch size only."""
         state = self.start(len(found.groups) + 1 + len(found.names) * self.per_parameter) if state is None else state
         own, final = (self.scoped(found, measure) for measure in self.measures())
         ranks, batches, _, squares = own.unbind(-1)
-        if not bool((batches > 1).any()):
+        if not bool((batches > 1).any()):  # one micro-batch on one rank: both batch sizes are the same
             _warn(state)
             return {}
         small, large = squares / ranks, final[:, 0]
@@ -440,7 +456,17 @@ class NoiseScale(Stat):
 
     @staticmethod
     def estimates(small: Any, large: Any, b: Any, B: Any) -> tuple[Any, Any]:
-        """|G|² and tr(Σ) from the squared norms of gradients of batches of ``b`` and of ``B`` examples."""
+        """Estimate |G|² and tr(Σ) from squared norms of gradients of two batch sizes: numbers or tensors.
+
+        Args:
+            small: the squared norm of a gradient of ``b`` examples, or the mean of several.
+            large: the squared norm of a gradient of ``B`` examples.
+            b: the smaller number of examples.
+            B: the larger number of examples.
+
+        Returns:
+            The estimate of |G|² and that of tr(Σ); both may be negative.
+        """
         return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
 
     def _average(self, state: State, norm2: torch.Tensor, trace: torch.Tensor) -> None:

@@ -1,4 +1,14 @@
-"""Statistics of the elements: ``Moments``, ``Extremes``, ``Zeros`` and ``Histogram``, with their measures."""
+"""Statistics of the elements: ``Moments``, ``Extremes``, ``Zeros`` and ``Histogram``, with their measures.
+
+``UnitSquares``, the squared norms of output units, is here too: rules that clip each unit need it.
+"""
+
+# [Note: bins of magnitudes]
+# The bins of the histogram are the same in every step, every run and on every rank, so counts of ranks add up and are
+# exact. The first bits of a float after its sign are its exponent and the first digits of its mantissa. Shifted to the
+# right, they are an integer that says the octave and the quarter of the octave: the bin, without a logarithm or a
+# search. The codes of float32 and float64 differ, so each dtype is counted by its own codes, and the counts are put
+# into the same bins afterwards.
 
 from __future__ import annotations
 
@@ -29,11 +39,13 @@ from disthooks.grads.stats.base import (
 from disthooks.grads.stats.norms import norms
 from disthooks.grads.stats.scan import known
 
-_LOWEST, _HIGHEST = -64, 32  # powers of two
+_LOWEST, _HIGHEST = -64, 32  # the powers of two between which octaves have bins
 _PARTS = 4  # bins in an octave
 BINS = (_HIGHEST - _LOWEST) * _PARTS + 2
-_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements; CUDA's histc counts in float32, which ends at 2**24
-# A float's bits without the sign are an integer; shifted by this, it is the exponent and two digits of the mantissa.
+# Elements that are counted at a time. CUDA's histc counts in float32, which has all integers up to 2**24 only.
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}
+# For each dtype: the integer of the same size, how far its bits are shifted so that the exponent and two digits of the
+# mantissa are left, and the bias of the exponent. See [Note: bins of magnitudes].
 _BITS = {torch.float32: (torch.int32, 21, 127), torch.float64: (torch.int64, 50, 1023)}
 
 
@@ -41,11 +53,12 @@ _BITS = {torch.float32: (torch.int32, 21, 127), torch.float64: (torch.int64, 50,
 class MagnitudeCounts(Measure):
     """How many elements have a magnitude in each of 386 bins.
 
-    The first bin is for zero and all below 2**-64, the last for 2**32 and more, infinity and NaN; between them an
-    octave has four bins of the same width, so a bin is at most a quarter as wide as where it begins.
+    The first bin counts zeros and magnitudes below 2**-64. The last bin counts magnitudes of 2**32 and more, infinity
+    and NaN. Between them each octave has four bins of the same width, so the width of a bin is at most a quarter of its
+    lower edge. See [Note: bins of magnitudes].
 
     Attributes:
-        each: whether there are counts for each parameter, or for each scope.
+        each: True for counts of each parameter, False for counts of each scope.
     """
 
     each: bool = False
@@ -53,18 +66,17 @@ class MagnitudeCounts(Measure):
 
     @property
     def per(self) -> Per:  # type: ignore[override]
-        """For each scope unless ``each``, since they are many."""
+        # Counts of each parameter are 3 KiB each, so they are made only if the user asks for them.
         return "parameter" if self.each else "scope"
 
     def width(self, shard: Shard | None) -> int:
-        """The number of bins."""
         return BINS
 
     def local(self, local: Local) -> torch.Tensor:
-        """The counts of each parameter or scope, one after the other."""
         if self.each:
             rows = [_counts([grad], local.device) for grad in local.grads]
             return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=local.device)
+        # Scopes overlap. Gradients that belong to the same scopes are counted together, so each is read once.
         alike: dict[frozenset[int], list[torch.Tensor | None]] = {}
         belongs: list[set[int]] = [set() for _ in local.grads]
         for scope, places in enumerate(local.scopes):
@@ -81,7 +93,7 @@ class MagnitudeCounts(Measure):
 
 
 def edges() -> torch.Tensor:
-    """Where the bins begin, and where the last one ends: 0, 2**-64, 1.25 * 2**-64, ... 2**32, infinity.
+    """The edges of the bins, a float64 vector of ``BINS + 1``: 0, 2**-64, 1.25 * 2**-64, ... 2**32, infinity.
 
     >>> edges()[[0, 1, 2, 5, -2, -1]].tolist() == [0.0, 2.0**-64, 1.25 * 2.0**-64, 2.0**-63, 2.0**32, float("inf")]
     True
@@ -93,10 +105,18 @@ def edges() -> torch.Tensor:
 
 
 def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
-    """The magnitude that a share ``q`` of the elements does not exceed, for each row of counts.
+    """For each row of counts, the magnitude that a share ``q`` of the elements does not exceed.
 
-    Inside a bin elements are taken to lie evenly, so it is off by less than the bin's width, a quarter of it; 0 in
-    the first bin, infinity in the last, NaN of nothing.
+    The elements of a bin are assumed to be spread evenly over it. So the result is off by less than the width of its
+    bin, which is at most a quarter of the bin's lower edge. The result is 0 in the first bin, infinity in the last bin,
+    and NaN if the row counts no elements.
+
+    Args:
+        counts: float64, of shape (..., BINS), on the CPU.
+        q: the share, from 0 to 1.
+
+    Returns:
+        A float64 tensor of shape (...).
 
     >>> counts = torch.zeros(BINS, dtype=torch.float64)
     >>> counts[257] = 4  # in [1, 1.25)
@@ -105,7 +125,7 @@ def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
     """
     upto, ends = counts.cumsum(-1), edges()
     rank = upto[..., -1:] * q
-    # The first bin that reaches the rank and is not empty.
+    # The first bin that reaches the rank. For q = 0 the rank is 0, so empty bins before the first element are skipped.
     at = ((upto < rank) | (upto == 0)).sum(-1, keepdim=True).clamp(max=BINS - 1)
     inside = counts.gather(-1, at)
     share = ((rank - (upto.gather(-1, at) - inside)) / inside).clamp(0, 1)
@@ -116,10 +136,10 @@ def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
 
 
 def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """How many elements of all of them are in each bin."""
+    """How many elements of all ``grads`` together are in each bin. See [Note: bins of magnitudes]."""
     codes: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
     for block in _blocks(grads):
-        block = block if block.dtype == torch.float64 else block.float()
+        block = block if block.dtype == torch.float64 else block.float()  # halves are exact in float32
         key, found = (block.device, block.dtype), _coded(block)
         codes[key] = codes[key].add_(found) if key in codes else found
     total = torch.zeros(BINS, dtype=torch.float64, device=device)
@@ -129,7 +149,7 @@ def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch
 
 
 def _blocks(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """The elements in pieces that stay in a cache: parts of large gradients, many small ones in one."""
+    """The elements in blocks that stay in the cache: parts of a large gradient, or many small gradients joined."""
     small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
     for grad in grads:
         if grad is None or not grad.numel():
@@ -149,16 +169,17 @@ def _blocks(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
 
 
 def _coded(block: torch.Tensor) -> torch.Tensor:
-    """How many elements have each exponent and first digits, without asking for the largest."""
+    """How many elements have each code of an exponent and two digits. See [Note: bins of magnitudes]."""
     dtype, shift, bias = _BITS[block.dtype]
     codes, size = block.abs().view(dtype).bitwise_right_shift_(shift), (2 * bias + 2) * _PARTS
     if block.device.type == "cpu":
-        return torch.bincount(codes.short(), minlength=size)  # twice as fast as of int32
-    return torch.histc(codes.float(), bins=size, min=0, max=size).double()  # bincount would wait for the largest
+        return torch.bincount(codes.short(), minlength=size)  # of int16 it is twice as fast as of int32
+    # The size of bincount's result depends on the largest code, so on an accelerator the host would wait for it.
+    return torch.histc(codes.float(), bins=size, min=0, max=size).double()
 
 
 def _binned(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bins' counts out of those of :func:`_coded`."""
+    """The counts of the bins, from the counts of the codes of ``dtype``. See [Note: bins of magnitudes]."""
     bias = _BITS[dtype][2]
     first, last = (bias + _LOWEST) * _PARTS, (bias + _HIGHEST) * _PARTS
     under, over = counts[:first].sum(), counts[last:].sum()
@@ -167,17 +188,20 @@ def _binned(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class UnitSquares(Measure):
-    """The sum of squares of each unit of the gradients, or of the parameters themselves; see :func:`units`."""
+    """The sum of squares of each unit of the gradients, or of the parameters themselves; see :func:`units`.
+
+    Attributes:
+        of: "gradient" for the final gradients, "parameter" for the parameters.
+    """
 
     of: Literal["gradient", "parameter"]
     merge: ClassVar[Merge] = "sum"
 
     def width(self, shard: Shard | None) -> int:
-        """One number for each unit."""
         return 0 if shard is None else units(_part(shard).shape)
 
     def local(self, local: Local) -> torch.Tensor:
-        """What this rank has of each unit, and owns."""
+        # A unit that is spread over ranks is added up by the SUM. Only the owner of an element counts it (decision 54).
         rows = []
         for shard, grad in zip(local.shards, local.grads, strict=True):
             tensor = grad if self.of == "gradient" else shard.values().detach() if shard.is_owner else None
@@ -186,7 +210,9 @@ class UnitSquares(Measure):
 
 
 def units(shape: torch.Size) -> int:
-    """How many units a parameter has: its rows, along dimension 0; one if it has no or one dimension.
+    """How many units a parameter of ``shape`` has: one for each row along dimension 0.
+
+    A parameter with one dimension, or with none, is one unit.
 
     >>> units(torch.Size([5, 3, 3])), units(torch.Size([7])), units(torch.Size([]))
     (5, 1, 1)
@@ -195,9 +221,17 @@ def units(shape: torch.Size) -> int:
 
 
 def pieces(tensor: torch.Tensor, part: Part) -> list[tuple[int, torch.Tensor]]:
-    """Views of ``tensor``, the local part, that lie along units: dimension 0 of each counts them from the first one.
+    """Cut this rank's part of a parameter into views along units.
 
-    A range of the flattened parameter may begin and end in the middle of a row, so there are up to three.
+    A part that is a range of the flattened parameter may begin and end in the middle of a row. So there are up to three
+    views: the end of a row, whole rows, and the beginning of a row.
+
+    Args:
+        tensor: this rank's elements: of the shape of the part's box, or of one dimension for a range.
+        part: which elements of the whole parameter these are.
+
+    Returns:
+        Pairs of the index of the first unit and a view. Dimension 0 of the view counts units from that one on.
 
     >>> part = Part(torch.Size([4, 3]), span=(2, 10))
     >>> [(first, view.tolist()) for first, view in pieces(torch.arange(2, 10), part)]
@@ -220,7 +254,7 @@ def pieces(tensor: torch.Tensor, part: Part) -> list[tuple[int, torch.Tensor]]:
 
 
 def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> list[torch.Tensor]:
-    """The numbers of all units of one parameter, in pieces to be joined; 0 where this rank has nothing."""
+    """The sums of squares of all units of one parameter, in pieces to be joined; 0 for units that are not here."""
     found, at = [], 0
     for first, piece in [] if tensor is None else pieces(tensor, part):
         lengths = onto(_norms(piece), device, torch.float64)
@@ -230,7 +264,7 @@ def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> l
 
 
 def _norms(piece: torch.Tensor) -> torch.Tensor:
-    if len(piece) == 1:  # a long vector on the CPU, which torch would sum less exactly
+    if len(piece) == 1:  # it may be a long vector, of which `norms` loses fewer digits
         return norms([piece], 2.0)[0][None]
     return row_norms(real(piece).flatten(1))
 
@@ -242,7 +276,9 @@ def _part(shard: Shard) -> Part:
 
 @dataclass(frozen=True)
 class MomentSums(Measure):
-    """Number n, n mean, sum of squared distances to the mean, n mean²: all of them merge by adding.
+    """Four numbers that merge by a SUM: the count n, n mean, the sum of squared distances to the mean, and n mean².
+
+    So mean and standard deviation over all ranks need one collective (decision 53).
 
     >>> sums = torch.tensor([[2.0, 2.0, 0.0, 2.0], [2.0, 6.0, 0.0, 18.0]])  # of 1, 1 and of 3, 3
     >>> MomentSums().mean_std(sums.sum(0))
@@ -253,20 +289,25 @@ class MomentSums(Measure):
     facts: ClassVar[frozenset[Fact]] = frozenset({"count", "sum", "m2"})
 
     def width(self, shard: Shard | None) -> int:
-        """Four."""
         return 4
 
     def local(self, local: Local) -> torch.Tensor:
-        """The four numbers of each parameter."""
         found = known(local, self.facts)
         count, total = found["count"], found["sum"]
         return torch.stack([count, total, found["m2"], total.square() / count.clamp(min=1)], dim=1).flatten()
 
     def mean_std(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation (divided by n) from merged numbers; NaN of nothing.
+        """Mean and standard deviation (divided by n, not n - 1) from merged numbers; NaN if there are no elements.
 
-        The variance is that inside the parts plus that of the parts' means (Chan, Golub and LeVeque 1979). Only the
-        second is a difference, of float64 numbers as large as the means are, not as the elements' squares.
+        The variance is the variance inside the parts plus the variance of the parts' means (Chan, Golub and LeVeque
+        1979). Only the second one is a difference of large numbers. They are float64 and as large as the means, not as
+        large as the elements' squares, so few digits are lost (decision 53).
+
+        Args:
+            values: of shape (..., 4).
+
+        Returns:
+            Two tensors of shape (...).
         """
         count, total, inside, means = values.unbind(-1)
         between = (means - total.square() / count).clamp(min=0)
@@ -275,23 +316,28 @@ class MomentSums(Measure):
 
 @dataclass(frozen=True)
 class ExtremeValues(Measure):
-    """The largest element, and the largest of the negatives; NaN if any element is."""
+    """The largest element, and the largest of the negated elements; NaN if any element is NaN."""
 
     merge: ClassVar[Merge] = "max"
     facts: ClassVar[frozenset[Fact]] = frozenset({"high", "low"})
 
     def width(self, shard: Shard | None) -> int:
-        """Two."""
         return 2
 
     def local(self, local: Local) -> torch.Tensor:
-        """Both for each parameter; minus infinity where it has no elements here."""
         found = known(local, self.facts)
         # See [Note: MAX of integers keeps NaN].
         return to_sortable(torch.stack([found["high"], found["low"]], dim=1).flatten())
 
     def low_high(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Smallest and largest from merged numbers; NaN of nothing."""
+        """The smallest and the largest element from merged numbers; NaN if there are no elements.
+
+        Args:
+            values: int64 of shape (..., 2).
+
+        Returns:
+            Two float64 tensors of shape (...).
+        """
         high, low = from_sortable(values).unbind(-1)
         nothing = (high == -torch.inf) & (low == -torch.inf)
         return torch.where(nothing, torch.nan, -low), torch.where(nothing, torch.nan, high)
@@ -299,17 +345,15 @@ class ExtremeValues(Measure):
 
 @dataclass(frozen=True)
 class ZeroCount(Measure):
-    """How many elements are exactly zero, and of how many."""
+    """How many elements of each parameter are exactly zero, and how many elements it has."""
 
     merge: ClassVar[Merge] = "sum"
     facts: ClassVar[frozenset[Fact]] = frozenset({"count", "zeros"})
 
     def width(self, shard: Shard | None) -> int:
-        """Two."""
         return 2
 
     def local(self, local: Local) -> torch.Tensor:
-        """Both for each parameter."""
         found = known(local, self.facts)
         return torch.stack([found["zeros"], found["count"]], dim=1).flatten()
 
@@ -319,12 +363,12 @@ class ZeroCount(Measure):
 class Moments(Stat):
     """Mean and standard deviation over all elements: ``grad_mean``, ``grad_std``.
 
-    The deviation is that of the elements there are (divided by n, not n - 1). An element that is not finite makes both
-    not finite; ``NonFinite`` says which. Parts are merged by the formula of Chan, Golub and LeVeque (1979), so that a
-    mean ten thousand times the deviation costs no digits.
+    The deviation is divided by n, not by n - 1. If an element is not finite, neither number is; ``NonFinite`` says
+    which parameters have such elements. The parts of ranks and parameters are merged by the formula of Chan, Golub and
+    LeVeque (1979), so no digits are lost even if the mean is ten thousand times the deviation.
 
     Args:
-        per_parameter: also of each parameter, as ``grad_mean/param/<name>`` and so on.
+        per_parameter: log both of each parameter too, as ``grad_mean/param/<name>`` and so on.
 
     Raises:
         UsageError: when attached, if a parameter is complex.
@@ -335,15 +379,12 @@ class Moments(Stat):
     """
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Complex numbers have no signed mean here."""
         check_real(self, shards)
 
     def measures(self) -> tuple[Measure, ...]:
-        """Sums that merge."""
         return (MomentSums(),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Mean and deviation."""
         mean, std = MomentSums().mean_std(values[0])
         return {"grad_mean": mean, "grad_std": std}
 
@@ -351,10 +392,10 @@ class Moments(Stat):
 @register("stat")
 @dataclass(frozen=True)
 class Extremes(Stat):
-    """The smallest and the largest element: ``grad_min``, ``grad_max``; not numbers if any element is not.
+    """The smallest and the largest element: ``grad_min``, ``grad_max``; both are NaN if any element is NaN.
 
     Args:
-        per_parameter: also of each parameter, as ``grad_min/param/<name>`` and so on.
+        per_parameter: log both of each parameter too, as ``grad_min/param/<name>`` and so on.
 
     Raises:
         UsageError: when attached, if a parameter is complex.
@@ -366,15 +407,12 @@ class Extremes(Stat):
     """
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
-        """Complex numbers have no order."""
         check_real(self, shards)
 
     def measures(self) -> tuple[Measure, ...]:
-        """Both as maxima."""
         return (ExtremeValues(),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Smallest and largest."""
         low, high = ExtremeValues().low_high(values[0])
         return {"grad_min": low, "grad_max": high}
 
@@ -382,41 +420,41 @@ class Extremes(Stat):
 @register("stat")
 @dataclass(frozen=True)
 class Zeros(Stat):
-    """The share of elements that are exactly zero, from 0 to 1: ``grad_zeros``; of gradients that there are.
+    """The share of elements that are exactly zero, from 0 to 1: ``grad_zeros``.
 
-    A parameter without a gradient has no elements. Many zeros in half precision tell of underflow, in an embedding of
-    rows that the batch did not use.
+    A parameter without a gradient does not count. Many zeros in half precision are a sign of underflow. Many zeros in
+    an embedding are rows that the batch did not use.
 
     Args:
-        per_parameter: also of each parameter, as ``grad_zeros/param/<name>``.
+        per_parameter: log the share of each parameter too, as ``grad_zeros/param/<name>``.
 
     >>> Zeros().numbers([torch.tensor([[1.0, 4.0]])])
     {'grad_zeros': tensor([0.2500])}
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """Zeros, and elements."""
         return (ZeroCount(),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The share."""
         return {"grad_zeros": values[0][:, 0] / values[0][:, 1]}
 
 
 @register("stat")
 @dataclass(frozen=True)
 class Histogram(Stat):
-    """How magnitudes are distributed: ``grad_histogram`` and quantiles, ``grad_abs_q50`` being the median.
+    """How magnitudes are distributed: ``grad_histogram``, and quantiles: ``grad_abs_q50`` is the median.
 
-    Bins are on a logarithmic scale and the same in every step, every run and on every rank, so counts are exact:
-    four in each octave from 2**-64 to 2**32, one for what is smaller (zeros too), one for what is larger, infinite
-    or NaN. ``grad_histogram`` is ``{"edges": [...], "counts": [...]}`` from the first bin that is not empty to the
-    last, with one more edge than counts. A quantile is off by less than the width of its bin, which is at most a
-    quarter of its lower edge; 0 in the lowest bin, infinite in the highest.
+    The bins are on a logarithmic scale and are the same in every step, every run and on every rank, so counts are
+    exact. Each octave from 2**-64 to 2**32 has four bins. One more bin counts smaller magnitudes and zeros, and one
+    counts larger magnitudes, infinity and NaN.
+
+    ``grad_histogram`` is ``{"edges": [...], "counts": [...]}`` from the first bin that is not empty to the last one,
+    with one more edge than counts. A quantile is off by less than the width of its bin, which is at most a quarter of
+    the bin's lower edge. A quantile in the lowest bin is 0, and one in the highest bin is infinite.
 
     Args:
-        quantiles: which, each from 0 to 1, as ``grad_abs_q<percent>``.
-        per_parameter: also of each parameter; 3 KiB for each are then added up over the ranks, in logged steps.
+        quantiles: the shares, each from 0 to 1; logged as ``grad_abs_q<percent>``.
+        per_parameter: log both of each parameter too. Then logged steps add up 3 KiB for each parameter over the ranks.
 
     Raises:
         UsageError: when a quantile is not between 0 and 1.
@@ -436,26 +474,24 @@ class Histogram(Stat):
 
     def __post_init__(self) -> None:
         given = self.quantiles if isinstance(self.quantiles, (list, tuple)) else (self.quantiles,)
-        object.__setattr__(self, "quantiles", tuple(given))  # a list from a file
+        object.__setattr__(self, "quantiles", tuple(given))  # a configuration file gives a list, which has no hash
         for q in self.quantiles:
             if not isinstance(q, (int, float)) or isinstance(q, bool) or not 0 <= q <= 1:
                 raise UsageError(f"Histogram(quantiles={self.quantiles!r}): each is a number from 0 to 1, not {q!r}")
 
     def measures(self) -> tuple[Measure, ...]:
-        """The counts."""
         return (MagnitudeCounts(self.per_parameter),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The quantiles."""
         return {f"grad_abs_q{100 * q:.12g}": quantile(values[0], q) for q in self.quantiles}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """The quantiles, and the bins that are not empty."""
         rows = self.scoped(found, *self.measures())
         return super().record(found, state) | self.named(found, {"grad_histogram": [_filled(row) for row in rows]})
 
 
 def _filled(counts: torch.Tensor) -> dict[str, list[Any]]:
+    """The bins from the first one that is not empty to the last one."""
     places = counts.nonzero().flatten().tolist()
     if not places:
         return {"edges": [], "counts": []}

@@ -16,19 +16,32 @@ from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
 from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, known, ranks_in
 
-_ROW = 1024
-# Elements that torch may sum in float32 on the CPU: of random ones it loses 2e-7, of equal ones 2e-5 at most; of halves
-# it keeps fewer sums at a time. Longer gradients are cut, the longest into rows, which two cores share.
+# [Note: float32 norms on the CPU]
+# On the CPU a norm in float64 takes about a hundred times as long as one in float32 (decision 103), so norms of order 1
+# and 2 are computed in float32 first. Two things can go wrong then, and each has an answer here.
+# A long sum loses digits, because torch adds float32 numbers without blocking. So a long gradient is cut: each piece or
+# row is summed in float32, and the pieces are summed in float64.
+# A square can leave the range of float32. Then the result is infinite, or it is very small for the number of elements.
+# Such a norm is doubtful: it is computed again in float64, by `scaled_norm`. The host may look at numbers on the CPU
+# without waiting, so only the doubtful norms cost more. On an accelerator the host would have to wait for the device.
+# There every norm is summed in float64.
+
+_ROW = 1024  # elements of a row; the norm of each row is summed in float32
+# The most elements of one piece that torch sums in float32 on the CPU. In a piece of this length random elements lose
+# 2e-7 of the norm, and equal elements lose 2e-5 at most. For half precision torch keeps fewer partial sums at a time,
+# so pieces are shorter.
 _PIECE = {torch.float16: 2**12, torch.bfloat16: 2**12}
 _LONGEST = 2**15
-_LARGE = 2**17
-_BLOCK = 2**22  # elements that are made float64 at a time
-# Where elements are larger in the mean, float32 loses nothing that counts: squares below 1e-38, where it has fewer
-# digits, or none if the processor flushes them to zero, are 1e-8 of the sum at most.
+_LARGE = 2**17  # gradients with more elements are cut into rows, because torch shares rows between the cores
+_BLOCK = 2**22  # elements that are converted to float64 at a time, so that the copy stays small
+# If the root mean square of the elements is above this, float32 is wide enough. Squares below 1e-38 have fewer digits
+# in float32, or none if the processor flushes them to zero, but together they are at most 1e-8 of the sum.
 _SMALL = 1e-15
-_WINDOW = 900  # exponents of two
-_BINADES = 330  # exponents that a norm of float32 elements may have, from -149 to 128 and the root of their number
-_ONE_WINDOW = 6.0  # the highest power of them that one float64 holds
+_WINDOW = 900  # exponents of two that one window spans; see [Note: high powers]
+# A norm of float32 elements has one of this many exponents: from -149 to 128, and more for the root of their number.
+_BINADES = 330
+_ONE_WINDOW = 6.0  # the highest power of such a norm that one float64 holds
+# The facts that make a power by themselves. One reading of the gradients finds them for all measures (decision 59).
 _FACTS: dict[float, frozenset[Fact]] = {
     1.0: frozenset({"abs"}),
     2.0: frozenset({"squares"}),
@@ -38,9 +51,16 @@ _FACTS: dict[float, frozenset[Fact]] = {
 
 @dataclass(frozen=True)
 class Power(Measure):
-    """Sum over elements of |g| to the ``p``; for infinity, the largest |g|.
+    """The sum over the elements of ``|g| ** p``; for ``p = math.inf`` the largest ``|g|``.
 
-    Merged over ranks and parameters it gives any ``p`` norm: :meth:`norm`.
+    The sums of several ranks or parameters add up, and the largest magnitudes merge by a MAX. :meth:`norm` computes the
+    norm from merged numbers.
+
+    Attributes:
+        p: the order of the norm: above 0 and up to 16, or ``math.inf``.
+
+    Raises:
+        UsageError: when ``p`` is none of these.
 
     >>> measure = Power(2.0)
     >>> measure.norm(torch.tensor([[9.0], [16.0]]), dim=0)
@@ -59,16 +79,14 @@ class Power(Measure):
 
     @property
     def merge(self) -> Merge:  # type: ignore[override]
-        """SUM, or MAX for infinity."""
         return "max" if math.isinf(self.p) else "sum"
 
     @property
     def facts(self) -> frozenset[Fact]:  # type: ignore[override]
-        """For the usual norms what others may need too."""
         return _FACTS.get(float(self.p), frozenset())
 
     def width(self, shard: Shard | None) -> int:
-        """One number, or several where one float64 is too narrow; see [Note: high powers]."""
+        # See [Note: high powers].
         return self._windows
 
     @property
@@ -76,24 +94,29 @@ class Power(Measure):
         return 1 if self.p <= _ONE_WINDOW or math.isinf(self.p) else math.ceil(self.p * _BINADES / _WINDOW)
 
     def local(self, local: Local) -> torch.Tensor:
-        """The sum of powers, or the largest, for each parameter."""
         if math.isinf(self.p):
             found = known(local, self.facts)
+            # Both are minus infinity for a parameter without elements here; its largest magnitude is 0.
             # See [Note: MAX of integers keeps NaN].
             return to_sortable(torch.maximum(found["high"], found["low"]).clamp(min=0))
-        for fact in self.facts & local.known.keys():
+        for fact in self.facts & local.known.keys():  # the one fact, if the reading for all measures found it
             return local.known[fact]
         if self.p == 2:
             return squares(local.grads, local.device)
+        # The norm comes first and its power afterwards, because powers of single elements could overflow.
         each = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
         return each.pow(self.p) if self._windows == 1 else self._split(each)
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
-        """The norm of all the gradients along ``dim``, as if they were one vector.
+        """The norm of all gradients along ``dim``, as if they were one vector.
 
         Args:
-            values: the numbers of several parameters in one row, or a row for each scope.
-            dim: 0 for the row of all; 1 for a norm of each row.
+            values: merged numbers: of several parameters in one row (one dimension), or one row for each scope (two
+                dimensions).
+            dim: 0 for one norm of the whole row; 1 for one norm of each row.
+
+        Returns:
+            A float64 scalar tensor for ``dim=0``, else a float64 vector with one norm for each row.
         """
         if math.isinf(self.p):
             return from_sortable(values.amax(dim))
@@ -102,23 +125,28 @@ class Power(Measure):
         return self._joined(values.view(-1, self._windows).sum(0) if values.ndim == 1 else values)
 
     def each(self, values: torch.Tensor) -> torch.Tensor:
-        """The norm of each parameter, whose numbers are in one row."""
+        """The norm of each parameter, from the merged numbers of all parameters in one row."""
         return self.norm(values.view(-1, self._windows), dim=1)
 
-    # [Note: high powers] The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64
-    # ends at 1023. So the sum has several numbers, each for a window of 900 exponents: the power of a rank's norm is
-    # put into the window of its exponent, in units of the window's middle, and windows are added over ranks and
-    # parameters. What is smaller than the highest window by more than one is nothing beside it.
+    # [Note: high powers]
+    # The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64 ends at 1023. So the
+    # sum has several numbers, one for each window of 900 exponents. The power of a rank's norm goes into the window of
+    # its exponent, in units of the middle of that window. Windows are added over ranks and parameters like any other
+    # number. The norm is made of the highest window that is not zero and of the one below it. All windows further below
+    # are too small to change the sum. A division by the largest element of all ranks would need no windows, but it
+    # would need a MAX before the SUM: one more collective (decision 103).
 
     def _split(self, each: torch.Tensor) -> torch.Tensor:
+        # See [Note: high powers].
         exponents = self.p * each.log2()
         windows = torch.arange(self._windows, device=each.device)
         at = (exponents / _WINDOW + self._windows / 2).floor()
-        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity in the highest
+        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity go into the highest
         scaled = torch.exp2(exponents[:, None] - self._middle(windows))
         return torch.where(at[:, None] == windows, scaled, 0.0).flatten()
 
     def _joined(self, rows: torch.Tensor) -> torch.Tensor:
+        # See [Note: high powers].
         windows = torch.arange(self._windows, device=rows.device)
         top = torch.where(rows != 0, windows, 0).amax(-1, keepdim=True)
         below = torch.where(top > 0, rows.gather(-1, (top - 1).clamp(min=0)), 0.0)
@@ -130,14 +158,17 @@ class Power(Measure):
 
 
 def squares(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """For each tensor the sum of its squares, float64 on ``device``; 0 where there is none."""
+    """For each tensor the sum of the squares of its elements: a float64 vector on ``device``; 0 for None."""
     if all(tensor is None or tensor.is_cpu for tensor in tensors):
         return _on_cpu(tensors).to(device)
     return stack(tensors, lambda found: norms(found, 2.0), device).square()
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """With as few calls as can be: one for all that is short, one for each long one."""
+    """The sums of squares on the CPU, by one call for all short pieces and one call for each long tensor.
+
+    See [Note: float32 norms on the CPU]. A call costs more than the sum of a short tensor.
+    """
     total = torch.zeros(len(tensors), dtype=torch.float64)
     short: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
     long: list[tuple[int, torch.Tensor]] = []
@@ -149,7 +180,7 @@ def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
                 whole = size // _ROW * _ROW
                 rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=wide(tensor.dtype))
                 long.append((i, rows))
-                parts = [flat[whole:]] if whole < size else []
+                parts = [flat[whole:]] if whole < size else []  # the elements that do not fill a row
             else:
                 most = _PIECE.get(tensor.dtype, _LONGEST)
                 parts = [tensor] if size <= most else list(torch.split(tensor.reshape(-1), most))
@@ -164,21 +195,23 @@ def _on_cpu(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         counts = torch.tensor([len(rows) for _, rows in long])
         owner = torch.repeat_interleave(torch.tensor([i for i, _ in long]), counts)
         total.index_add_(0, owner, torch.cat([rows.double() for _, rows in long]).square())
-    for i, norm in _doubted(total.sqrt(), tensors, 2.0):
+    for i, norm in _doubted(total.sqrt(), tensors, 2.0):  # see [Note: float32 norms on the CPU]
         total[i] = norm.square()
     return total
 
 
 def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
-    """The norm of each, so that no power overflows or vanishes, and a long sum loses no digits.
+    """The norm of order ``p`` of each gradient: scalar tensors, on the gradients' devices, in the same order.
 
-    Of order 1 and 2: on an accelerator summed in float64; on the CPU in float32, which is twenty times as fast there,
-    and again in float64 where the result says that float32 was too narrow.
+    No power overflows or vanishes, and a long sum loses no digits. Norms of order 1 and 2 are summed in float64 on an
+    accelerator. On the CPU they are summed in float32, and again in float64 if float32 was too narrow. See
+    [Note: float32 norms on the CPU].
     """
     if p not in (1, 2):
         return [scaled_norm(grad, p) for grad in grads]
     short = _PIECE.get(grads[0].dtype, _LONGEST) if p == 2 and grads else 4 * _ROW
-    if len(grads) == 1 and grads[0].is_cpu and 0 < grads[0].numel() <= short:  # in a hook, for each parameter: no lists
+    if len(grads) == 1 and grads[0].is_cpu and 0 < grads[0].numel() <= short:
+        # A hook calls this for each parameter in every backward, so this case makes no lists.
         norm = torch.linalg.vector_norm(real(grads[0]), p, dtype=wide(grads[0].dtype))
         size = float(norm)
         if _SMALL * math.sqrt(grads[0].numel()) <= size < math.inf or (size == 0 and _is_zero(grads[0])):
@@ -188,6 +221,7 @@ def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
         found = _together(grads, p)
     if any(grad.is_cpu for grad in grads):
         here = [grad if grad.is_cpu else None for grad in grads]
+        # Norms on another device count as 1, which is never doubtful, so the host does not wait for them.
         sizes = torch.stack([norm.double() if norm.is_cpu else torch.ones((), dtype=torch.float64) for norm in found])
         for i, norm in _doubted(sizes, here, p):
             found[i] = norm
@@ -195,6 +229,7 @@ def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
 
 
 def _together(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
+    """The norm of each, by one kernel launch for all gradients of the same device and dtype."""
     result: list[torch.Tensor | None] = [None] * len(grads)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, grad in enumerate(grads):
@@ -211,10 +246,10 @@ def _together(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
 
 
 def _long_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
-    """Rows first, then the rows' norms in float64.
+    """The norm of a long gradient on the CPU: the norms of its rows, and then their norm in float64.
 
-    On the CPU torch sums a norm in float32 without blocking: over 20 million elements it was 9e-4 too low, this way
-    2e-10, in the same time. On CUDA the kernel sums in blocks already.
+    Without rows the norm of 20 million elements was 9e-4 too low. With rows the error was 2e-10, in the same time. See
+    [Note: float32 norms on the CPU].
     """
     flat, dtype = real(grad).reshape(-1), wide(grad.dtype)
     whole = flat.numel() // _ROW * _ROW
@@ -226,9 +261,10 @@ def _long_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _doubted(found: torch.Tensor, grads: Sequence[torch.Tensor | None], p: float) -> Iterator[tuple[int, torch.Tensor]]:
-    """Norms on the CPU that float32 may have been too narrow for, again: only there the host may look which."""
+    """The places of the doubtful norms, each with the norm in float64. See [Note: float32 norms on the CPU]."""
     doubt = ~torch.isfinite(found)
     if p == 2:
+        # The bound for the longest gradient is the highest. The loop below compares each norm with its own bound.
         doubt |= found < _SMALL * math.sqrt(max((grad.numel() for grad in grads if grad is not None), default=0))
     for i in doubt.nonzero().flatten().tolist():
         grad = grads[i]
@@ -239,14 +275,18 @@ def _doubted(found: torch.Tensor, grads: Sequence[torch.Tensor | None], p: float
 
 
 def _is_zero(grad: torch.Tensor) -> bool:
-    """Whether all elements are, on the CPU; gradients of zeros are frequent, and their norms are right."""
+    """Whether all elements are zero. Such gradients on the CPU are frequent, and their norm of 0 is right."""
     if grad.numel() <= _LONGEST or grad.is_complex():
         return not int(torch.count_nonzero(grad))
+    # In a long gradient the extremes are found faster than the zeros are counted.
     return bool(grad.amax() == 0) and bool(grad.amin() == 0)
 
 
 def scaled_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
-    """The norm of order ``p`` in float64, of elements divided by the largest one: no power can overflow or vanish."""
+    """The norm of order ``p``, a float64 scalar tensor; no power can overflow or vanish.
+
+    The elements of each block are divided by the largest magnitude of the block before their powers are summed.
+    """
     parts = [_scaled(part) for part in torch.split(real(grad).reshape(-1), _BLOCK)] if grad.numel() else []
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=grad.device)
@@ -262,7 +302,7 @@ def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def norm_label(p: float) -> str:
-    """The name of a norm in the log.
+    """The name of the norm of order ``p`` in the log.
 
     >>> norm_label(2.0), norm_label(1), norm_label(math.inf)
     ('grad_norm', 'grad_norm_l1', 'grad_norm_linf')
@@ -276,12 +316,12 @@ class Norm(Stat):
     """The norm of all gradients as if they were one vector: ``grad_norm`` in the log.
 
     Args:
-        norm_type: which norm; any number above 0 and up to 16, or ``math.inf``. Others than 2 are logged as
-            ``grad_norm_l1``, ``grad_norm_linf`` and so on.
-        per_parameter: also log that of each parameter, as ``grad_norm/param/<name>``.
+        norm_type: the order of the norm: any number above 0 and up to 16, or ``math.inf``. The log names orders other
+            than 2: ``grad_norm_l1``, ``grad_norm_linf`` and so on.
+        per_parameter: log the norm of each parameter too, as ``grad_norm/param/<name>``.
 
     Raises:
-        UsageError: when ``norm_type`` is none of these.
+        UsageError: when ``norm_type`` is out of this range.
 
     >>> Norm(1.0).numbers([torch.tensor([[7.0], [3.0]])])
     {'grad_norm_l1': tensor([7., 3.])}
@@ -293,18 +333,16 @@ class Norm(Stat):
         Power(self.norm_type)
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sum of powers."""
         return (Power(float(self.norm_type)),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The norm."""
         return {norm_label(self.norm_type): Power(float(self.norm_type)).norm(values[0], dim=1)}
 
 
 @register("stat")
 @dataclass(frozen=True)
 class MaxAbs(Stat):
-    """The largest magnitude among all elements: ``grad_max_abs``; not a number if any element is.
+    """The largest magnitude among all elements: ``grad_max_abs``; NaN if any element is NaN.
 
     >>> from disthooks.grads.collectives import to_sortable
     >>> MaxAbs().numbers([to_sortable(torch.tensor([[2.0]]))])
@@ -312,11 +350,9 @@ class MaxAbs(Stat):
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """The infinity norm."""
         return (Power(math.inf),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The largest."""
         return {"grad_max_abs": Power(math.inf).norm(values[0], dim=1)}
 
 
@@ -325,15 +361,18 @@ class MaxAbs(Stat):
 class NonFinite(Stat):
     """How many elements are infinite or not a number, in which parameters, and on which ranks it began.
 
-    Logged are ``nonfinite``, the count with each element counted once, ``nonfinite_at``, a list of
-    ``{"param": name, "count": n, "rank": r}`` for the parameters that have any, in model order, and
-    ``nonfinite_ranks``, the global ranks whose own gradients, before any reduction, were non-finite. ``rank`` is the
-    lowest of them for that parameter; None when there was none, so that the reduction itself overflowed or the loss of
-    digits came after it.
+    The log gets three values:
 
-    A step that is not finite is logged in any case, with its own step, whatever ``every`` is: of several in a row the
-    first one (:mod:`disthooks.grads.records`). That takes a look at each gradient in every backward, and one SUM in
-    every step.
+    - ``nonfinite``: the number of such elements; each element of a parameter counts once;
+    - ``nonfinite_at``: a list of ``{"param": name, "count": n, "rank": r}``, in model order, for the parameters that
+      have such elements. ``r`` is the lowest global rank whose own gradient of that parameter was not finite before any
+      reduction. It is None if no rank had one: then the reduction itself overflowed, or the elements became infinite
+      after it;
+    - ``nonfinite_ranks``: all global ranks whose own gradients were not finite before any reduction.
+
+    A step with such elements is logged in any case, with its own step number, whatever ``every`` is. Of several such
+    steps in a row the first one is logged (:mod:`disthooks.grads.records`). This costs one reading of each gradient in
+    every backward, and one SUM in every step.
 
     >>> counts, first = torch.tensor([[0.0], [3.0]]), torch.tensor([[0], [2]])
     >>> rows = {NonFiniteCount(): counts, FirstToFail(): first, OwnNonFinite(): torch.tensor([[0.0], [3.0]])}
@@ -342,19 +381,16 @@ class NonFinite(Stat):
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """The counts, the first rank to fail, and all of them."""
         return NonFiniteCount(), FirstToFail(), OwnNonFinite()
 
     def always(self) -> tuple[Measure, ...]:
-        """What tells a step that is not finite: the counts and the ranks, both of a SUM."""
+        # Both are merged by a SUM, so a step that is not logged takes one all-reduce and not two (decision 92).
         return NonFiniteCount(), OwnNonFinite()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The count."""
         return {"nonfinite": values[0][:, 0]}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        """The counts and where."""
         counts, firsts, marks = (found.rows[measure][:, 0].tolist() for measure in self.measures())
         ranks = [found.ranks[len(found.ranks) - first] if first > 0 else None for first in firsts]
         at = [
@@ -362,6 +398,7 @@ class NonFinite(Stat):
             for name, count, rank in zip(found.names, counts, ranks, strict=True)
             if count
         ]
+        # With more ranks than bits the marks do not name every rank, but the first one to fail is always known.
         made = {rank for rank, count in zip(ranks, counts, strict=True) if count and rank is not None}
         for mark, count in zip(marks, counts, strict=True):
             made |= set((ranks_in(mark, found.ranks) or ()) if count else ())

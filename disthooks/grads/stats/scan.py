@@ -1,9 +1,17 @@
 """Read each gradient once for all statistics: count, sum, squares, extremes, zeros, and elements that are not finite.
 
-Gradients are read in blocks that stay in the cache of a CPU, so that only the first of several kernels waits for
-memory. Small gradients of one size are put side by side, so that one kernel reads many of them. Rows of 1024 elements
-are summed in float32 (float64 for float64 gradients), and the sums of rows in float64.
+The facts of a gradient are found by :func:`scan`. Measures ask for them by :func:`known`, which reads nothing again if
+another measure needed the same fact. The second half of the file has the measures of elements that are not finite.
 """
+
+# [Note: one reading of the gradients]
+# Several kernels read each gradient, one for each fact. Gradients are cut into blocks that stay in the cache of a CPU,
+# so only the first kernel waits for memory (decision 59). Small gradients of one size are put side by side, so one
+# kernel reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are float64), and
+# the sums of the rows are added in float64: so a long sum loses no digits, and no element is converted.
+# On the CPU the host may look at a result without waiting, so rare cases (an overflow, a cancellation, an element that
+# is not finite) are found there from the sums, and only then the blocks are read again. On an accelerator the host
+# would have to wait, so those cases are always computed.
 
 from __future__ import annotations
 
@@ -33,21 +41,30 @@ from disthooks.grads.stats.base import (
 Facts = frozenset[Fact]
 
 _ROW = 1024
-_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements; on the CPU 2 MiB of float32
-# Of one row, in the order of a table. "high" and "low" are merged as maxima, of g and of -g.
+_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements of a block; on the CPU 2 MiB of float32
+# The facts of one row, in the order of the rows of a table. Facts that are sums come first. "high" is the maximum of g
+# and "low" is the maximum of -g, so both are merged by a maximum.
 _ORDER: tuple[Fact, ...] = ("count", "sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
 _LARGEST: Facts = frozenset({"high", "low"})
-_NOTHING = {"high": float("-inf"), "low": float("-inf")}
+_NOTHING = {"high": float("-inf"), "low": float("-inf")}  # the facts of no elements; those not named here are 0
 
 
 def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
-    """``facts`` of every parameter: what ``local`` has of them, and the others found now.
+    """The ``facts`` of every parameter. Facts that ``local`` does not have yet are computed.
 
-    ``count`` elements, their ``sum`` and the sum of their squared distances to their mean, ``m2``; the sums of
-    ``squares`` and of magnitudes, ``abs``; how many are ``zeros`` or ``nonfinite``; the largest, ``high``, and the
-    largest of their negatives, ``low``: minus infinity where there are none. ``own`` is the sum of the squared norms
-    of what this rank saw before the reduction; ``dot``, ``kept`` and ``final`` are the inner products of what it kept
-    of that with the final gradient, and of both with themselves. Of complex gradients they are those of the magnitudes.
+    Each fact is a float64 vector on ``local.device`` with one number for each parameter:
+
+    - ``count``: the number of elements of the final gradient on this rank;
+    - ``sum`` and ``m2``: their sum, and the sum of their squared distances to their mean;
+    - ``squares`` and ``abs``: the sum of their squares, and the sum of their magnitudes;
+    - ``zeros`` and ``nonfinite``: how many elements are zero, and how many are infinite or NaN;
+    - ``high`` and ``low``: the largest element, and the largest of the negated elements; minus infinity if there are no
+      elements;
+    - ``own``: the sum of the squared norms of this rank's own gradients, before the reduction;
+    - ``dot``, ``accumulated`` and ``final``: three inner products: of this rank's own accumulated gradient with the
+      final gradient, of the accumulated gradient with itself, and of the final gradient with itself.
+
+    For complex gradients these are facts of the magnitudes; the inner products are of the real and imaginary parts.
     """
     missing = facts - local.known.keys()
     final = missing & set(_ORDER)
@@ -60,7 +77,7 @@ def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
 
 
 def own(seen: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
-    """For each parameter the sum over micro-batches of the squared norms, in float64."""
+    """For each parameter the sum over this rank's micro-batches of the squared norm of its own gradient, in float64."""
     flat = [onto(norm, device) for entry in seen for norm in entry.norms]
     total = torch.zeros(len(seen), dtype=torch.float64, device=device)
     if flat:
@@ -70,7 +87,10 @@ def own(seen: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
 
 
 def products(local: Local) -> torch.Tensor:
-    """Three inner products for each parameter, in float64; zeros where nothing was kept."""
+    """The facts ``dot``, ``accumulated`` and ``final`` of each parameter: a float64 tensor of shape (3, parameters).
+
+    The numbers are 0 for a parameter whose own gradient was not accumulated, or that has no final gradient.
+    """
     zero = torch.zeros(3, dtype=torch.float64, device=local.device)
     found = [
         zero
@@ -82,6 +102,7 @@ def products(local: Local) -> torch.Tensor:
 
 
 def _dots(kept: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
+    """The three inner products of one parameter, in float64. One block is converted to float64 at a time."""
     kept, final = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (kept, final))
     most = _block(final.device)
     pairs = zip(torch.split(kept.reshape(-1), most), torch.split(final.reshape(-1), most), strict=True)
@@ -93,17 +114,22 @@ def _dots(kept: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
 
 
 def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.device) -> dict[Fact, torch.Tensor]:
-    """``facts`` of every gradient, in float64; of one that is not there or has no elements those of nothing.
+    """The ``facts`` of every gradient: for each fact a float64 vector on ``device``.
+
+    A gradient that is None or has no elements gets the facts of no elements: 0, and minus infinity for "high" and
+    "low". See [Note: one reading of the gradients].
 
     >>> found = scan([torch.tensor([3.0, -4.0]), None], frozenset({"sum", "abs", "high"}), torch.device("cpu"))
     >>> {fact: values.tolist() for fact, values in found.items()}
     {'sum': [-1.0, 0.0], 'abs': [7.0, 0.0], 'high': [3.0, -inf]}
     """
+    # "m2" of a gradient needs the sums of its rows, also if nobody asked for "sum".
     names = [fact for fact in _ORDER if fact in facts or (fact == "sum" and "m2" in facts)]
     reader, tables, order = _Reader(names), [], []
     for places in _alike(grads):
         tables.append(onto(reader.table([grads[i] for i in places]), device))  # type: ignore[misc]
         order += places
+    # The last column has the facts of no elements; gradients that were not read take it.
     nothing = torch.tensor([[_NOTHING.get(fact, 0.0)] for fact in names], dtype=torch.float64)
     place = {i: at for at, i in enumerate(order)}
     table = torch.cat([*tables, moved(nothing, device)], dim=1)
@@ -112,7 +138,10 @@ def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.devic
 
 
 def _alike(grads: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
-    """The gradients that have elements, in groups of one device, dtype and size that fit into a block together."""
+    """The places of gradients that have elements, in groups of the same device, dtype and size.
+
+    The gradients of a group fit into one block together, or the group is a single gradient.
+    """
     groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     for i, grad in enumerate(grads):
         if grad is not None and (size := grad.numel()):
@@ -123,10 +152,14 @@ def _alike(grads: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
 
 
 class _Reader:
-    """Reads gradients of one size, block by block; what is not a sum over elements is made of the rows' numbers."""
+    """Reads gradients of one size, block by block. See [Note: one reading of the gradients].
+
+    Kernels read the blocks and give some numbers for each row. The facts of a gradient are made of those of its rows.
+    """
 
     def __init__(self, names: list[Fact]) -> None:
         self.names, wanted = names, set(names)
+        # For each kernel the facts that need it, the name of its result, and the function.
         kernels: list[tuple[set[Fact], Fact, Callable[[torch.Tensor], torch.Tensor]]] = [
             ({"sum", "m2", "nonfinite"}, "sum", _row_sums),
             ({"squares", "m2"}, "squares", row_norms),
@@ -138,15 +171,17 @@ class _Reader:
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def table(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """A row for each fact, a column for each gradient."""
+        """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient."""
         blocks = self._blocks(grads)
         size, many = grads[0].numel(), -(-grads[0].numel() // _ROW)
         widths = torch.full((many,), _ROW, dtype=torch.float64, device=grads[0].device)
         widths[-1:].fill_(size - _ROW * (many - 1))
+        # Rows have 1024 elements, and the last one has the rest.
         parts = [self._read(block.to(wide(block.dtype))) for block in blocks]
         found = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
         if "m2" in self.names:
             found["sum"], m2 = _moments(blocks, found["sum"], found["squares"].square(), widths)
+        # The facts that are not a kernel's result as it is. Only those that were asked for are computed.
         rest: dict[str, Callable[[], torch.Tensor]] = {
             "count": lambda: widths.expand(len(grads), many),
             "m2": lambda: m2,
@@ -159,7 +194,7 @@ class _Reader:
         return self._merged(rows, widths)
 
     def _blocks(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of gradients x rows x elements, the last one of what does not fill a row."""
+        """Views of shape (gradients, rows, 1024); the last view has the elements that do not fill a row."""
         flat = [real(grad).reshape(-1) for grad in grads]
         together = flat[0][None] if len(flat) == 1 else self._stacked(flat)
         size, most = together.shape[1], _block(together.device)
@@ -174,7 +209,7 @@ class _Reader:
         return torch.stack(flat, out=self._room("stack", (len(flat), len(flat[0])), flat[0].dtype))
 
     def _read(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What kernels give for each row; "squares" is still a norm, "zeros" those that are none."""
+        """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
         found: dict[str, torch.Tensor] = {name: kernel(rows) for name, kernel in self._kernels}
         if self._sizes:
             cpu = rows.device.type == "cpu"
@@ -186,14 +221,20 @@ class _Reader:
         return found
 
     def _room(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that is used again and again: to get it from the system each time took longer than to fill it."""
+        """A tensor of ``shape`` in memory that this reader uses again for each block.
+
+        Fresh memory for each block took longer to get from the system than to fill.
+        """
         size, had = math.prod(shape), self._scratch.get((what, dtype))
         if had is None or had.numel() < size:
             had = self._scratch[what, dtype] = torch.empty(max(size, _block(torch.device("cpu"))), dtype=dtype)
         return had[:size].view(shape)
 
     def _merged(self, rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-        """The facts of whole gradients from those of their rows."""
+        """The facts of whole gradients, from those of their rows: sums are added, and of extremes the largest counts.
+
+        "m2" of a gradient is the sum of the rows' "m2", and a term for the distances of the rows' means (decision 53).
+        """
         added = sum(name not in _LARGEST for name in self.names)
         parts = [rows[:added].sum(-1), rows[added:].amax(-1)]
         if "m2" in self.names and len(widths) > 1:
@@ -208,7 +249,10 @@ def _block(device: torch.device) -> int:
 
 
 def _row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """Sums along the last dimension; on the CPU, where the host may look, no sum of finite elements overflows."""
+    """The sums along the last dimension. On the CPU a sum of finite elements never overflows.
+
+    On the CPU the host may look: a row whose sum is not finite is summed again in float64.
+    """
     found = rows.sum(-1)
     if not found.is_cpu or bool(torch.isfinite(found.sum())):
         return found
@@ -218,9 +262,10 @@ def _row_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _not_zero(sizes: torch.Tensor) -> torch.Tensor:
-    """How many elements of each row are not zero; ``sizes`` have no signs, and are lost.
+    """How many elements of each row are not zero. ``sizes`` are magnitudes, and this overwrites them.
 
-    Their bits are those of an integer that is zero when they are, and integers are counted five times as fast.
+    The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are counted five times
+    as fast.
     """
     bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
     found: torch.Tensor = bits.clamp_(max=1).sum(-1, dtype=bits.dtype)
@@ -230,12 +275,15 @@ def _not_zero(sizes: torch.Tensor) -> torch.Tensor:
 def _moments(
     blocks: list[torch.Tensor], sums: torch.Tensor, squares: torch.Tensor, widths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the sum, and the sum of squared distances to the mean.
+    """For each row the sum of its elements, and the sum of their squared distances to their mean ("m2").
 
-    As the sum of squares minus the squared sum, unless that would cancel: then of what is left when a number near the
-    mean is taken off, which float32 does without rounding. Only on the CPU the host may look which one it is.
+    "m2" is the sum of squares minus the squared sum divided by the width, if that difference cancels few digits. If it
+    cancels more, every row is read again: a number near the row's mean is subtracted from the elements, which float32
+    does almost without rounding, and "m2" is computed from the differences. On an accelerator the rows are always read
+    again, because the host would have to wait for the test.
     """
     between = sums.square() / widths
+    # See [Note: one reading of the gradients].
     if sums.device.type == "cpu" and not bool((between > squares / 2).any()):
         return sums, (squares - between).clamp(min=0)
     found, at = [], 0
@@ -251,61 +299,77 @@ def _moments(
 
 
 def _nonfinite(blocks: list[torch.Tensor], sums: torch.Tensor) -> torch.Tensor:
-    """How many elements of each row are not finite; on the CPU counted only where a sum is not."""
+    """How many elements of each row are not finite. On the CPU nothing is counted if all sums are finite.
+
+    See [Note: one reading of the gradients].
+    """
     if sums.device.type == "cpu" and bool(sums.isfinite().all()):
         return torch.zeros_like(sums)
     return torch.cat([(~torch.isfinite(block)).sum(-1) for block in blocks], dim=1).double()
 
 
-#: Ranks that have a bit of their own in a float64, whose mantissa has 52 of them and one that is not stored.
+# [Note: ranks as bits]
+# Every step tells which ranks had an own gradient that was not finite (decision 92). Each rank adds a bit of its own to
+# one float64 for each parameter, and the SUM over the ranks loses none of these bits, because they are all different.
+# The mantissa of a float64 holds 52 bits and one that is not stored. With more than 52 ranks the number has instead,
+# above a shift, how many ranks there are, and below it the sum of their places. So it tells the rank if there is one,
+# and that it was all ranks, but not which ones if there are several. The bytes do not grow with the world size.
+
+#: The largest world in which each rank has a bit of its own. See [Note: ranks as bits].
 _BITS = 52
 
 
 @dataclass(frozen=True)
 class NonFiniteCount(Measure):
-    """How many elements are infinite or not a number."""
+    """How many elements of each parameter's final gradient are infinite or NaN."""
 
     merge: ClassVar[Merge] = "sum"
     facts: ClassVar[frozenset[Fact]] = frozenset({"nonfinite"})
 
     def local(self, local: Local) -> torch.Tensor:
-        """The count for each parameter."""
         found = known(local, self.facts)["nonfinite"]
         if all(other is None for other in local.apart):
             return found
+        # Gradients that no engine reduces are counted on each rank that has them.
         return found + stack(local.apart, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
 
 
 @dataclass(frozen=True)
 class FirstToFail(Measure):
-    """Which rank comes first whose own gradient was non-finite: world minus its place, and 0 for none."""
+    """The first rank whose own gradient of a parameter was not finite: world size minus its place; 0 if there is none.
+
+    The first place gives the largest number, so a MAX over the ranks finds it.
+    """
 
     merge: ClassVar[Merge] = "max"
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
 
     def local(self, local: Local) -> torch.Tensor:
-        """World minus this rank's place wherever its own gradient was non-finite."""
         return own_nonfinite(local).long() * (local.world - local.position)
 
 
 @dataclass(frozen=True)
 class OwnNonFinite(Measure):
-    """Which ranks had a non-finite gradient of their own, in one number for each parameter: :func:`ranks_in`.
+    """Which ranks had an own gradient that was not finite, in one number for each parameter.
 
-    Up to 52 ranks have a bit each, and a sum of different bits loses none. Of more ranks the number has how many there
-    are and the sum of their places, since the bytes must not grow with the world: one rank can be told, and all.
+    :func:`ranks_in` reads the ranks from the merged number. See [Note: ranks as bits].
     """
 
     merge: ClassVar[Merge] = "sum"
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"finite"})
 
     def local(self, local: Local) -> torch.Tensor:
-        """This rank's number wherever its own gradient was non-finite."""
         return own_nonfinite(local).double() * _mark(local.position, local.world)
 
 
 def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The global ranks that a number of :class:`OwnNonFinite` stands for; None where they cannot be told.
+    """The global ranks that a merged number of :class:`OwnNonFinite` stands for; None if it does not tell them.
+
+    Args:
+        mark: the number of one parameter, summed over the ranks.
+        ranks: the global ranks that take part, in the order of their places.
+
+    See [Note: ranks as bits].
 
     >>> ranks_in(float(2**0 + 2**3), range(10, 20))
     (10, 13)
@@ -323,7 +387,7 @@ def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def own_nonfinite(local: Local) -> torch.Tensor:
-    """For each parameter whether any gradient of this rank's own, before the reduction, was not finite."""
+    """For each parameter whether one of this rank's own gradients was not finite: a bool vector on ``local.device``."""
     found = [(place, value) for place, seen in enumerate(local.seen) for value in seen.norms or seen.finite_probes]
     if not found:
         return torch.zeros(len(local.seen), dtype=torch.bool, device=local.device)
@@ -331,30 +395,32 @@ def own_nonfinite(local: Local) -> torch.Tensor:
     if len({value.dtype for value in values}) > 1:
         values = [value.double() for value in values]
     bad, places = ~torch.isfinite(torch.stack(values)), [place for place, _ in found]
-    if places == list(range(len(local.seen))):
+    if places == list(range(len(local.seen))):  # one micro-batch, and each parameter has a gradient: the usual case
         return bad
     counts = torch.zeros(len(local.seen), dtype=torch.int64, device=local.device)
     return counts.index_add_(0, moved(torch.tensor(places), local.device), bad.long()) > 0
 
 
 def _mark(place: int, world: int) -> float:
+    """The number that the rank at ``place`` adds. See [Note: ranks as bits]."""
     return float(1 << place if world <= _BITS else (1 << _shift(world)) + place)
 
 
 def _shift(world: int) -> int:
-    """Above it is the number of ranks: the sum of all places is below ``2 ** _shift(world)``."""
+    """The number of bits for the sum of places, which is below ``2 ** _shift(world)`` even if all ranks are added."""
     return 2 * world.bit_length()
 
 
 def finite_probe(grad: torch.Tensor) -> torch.Tensor:
-    """A number without dimensions that is finite where all elements of ``grad`` are, by one reading.
+    """A scalar tensor that is finite only if all elements of ``grad`` are finite; made by one reading.
 
-    On the CPU it is the sum of the elements, which reads a hundred times as fast as the largest one. The sum of finite
-    float32 elements can overflow, and there the host may look whether it did.
+    On an accelerator it is the largest magnitude. On the CPU it is the sum of the elements, which is found a hundred
+    times as fast. The sum of finite elements can overflow, so on the CPU the elements are looked at if the sum is not
+    finite.
     """
     if not grad.is_cpu:
         return torch.linalg.vector_norm(grad, torch.inf, dtype=wide(grad.dtype)) if grad.numel() else grad.new_zeros(())
     total = grad.sum(dtype=None if grad.is_complex() else wide(grad.dtype))
     if bool(torch.isfinite(total)) or not bool(torch.isfinite(grad).all()):
         return total.abs() if total.is_complex() else total
-    return torch.zeros(())
+    return torch.zeros(())  # the sum overflowed, but all elements are finite

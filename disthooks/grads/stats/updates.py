@@ -1,4 +1,7 @@
-"""``Weights`` and ``Updates``: the norm of the parameters before a step, and how far the step moved them."""
+"""``Weights`` and ``Updates``: the norm of the parameters before a step, and how far the step moved them.
+
+Each rank reads only the elements that it owns, so every element counts once (decision 54).
+"""
 
 from __future__ import annotations
 
@@ -12,38 +15,38 @@ from disthooks._registry import register
 from disthooks.grads.stats.base import Local, Measure, Merge, Stat, stack, wide
 from disthooks.grads.stats.norms import norms, squares
 
-_BLOCK = 2**17  # elements of a difference that are in memory at a time, on the CPU
-_SMALL = 2**14  # elements of what is taken together
+# On the CPU at most this many elements of a difference are in memory at a time. Their memory is used again for the next
+# block.
+_BLOCK = 2**17
+_SMALL = 2**14  # parameters with at most this many elements share one kernel launch
 
 
 @dataclass(frozen=True)
 class WeightPower(Measure):
-    """The sum of the squares of a parameter's elements, before the update."""
+    """The sum of the squares of each parameter's elements before the update."""
 
     merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:
-        """For each parameter, on the rank that owns the elements."""
         values = [shard.values() if shard.is_owner else None for shard in local.shards]
         return squares(values, local.device)
 
 
 @dataclass(frozen=True)
 class UpdatePower(Measure):
-    """The sum of the squares of what an update added to a parameter's elements."""
+    """The sum over each parameter's elements of the squared change that the update made."""
 
     merge: ClassVar[Merge] = "sum"
     after: ClassVar[bool] = True
 
     def local(self, local: Local) -> torch.Tensor:
-        """For each parameter, on the rank that owns the elements."""
         now = [shard.values() for shard in local.shards]
         pairs = [(a, b) for a, b in zip(now, local.before, strict=True) if b is not None and b.numel()]
         return stack(local.before, lambda before: _moves(pairs), local.device).square()
 
 
 def _moves(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """The norm of each difference; small ones together, of a large one on the CPU a block in memory at a time."""
+    """The norm of ``now - before`` for each pair, in the order of the pairs."""
     found: dict[int, torch.Tensor] = {}
     small = [i for i, (now, _) in enumerate(pairs) if now.numel() <= _SMALL]
     if small:
@@ -53,6 +56,7 @@ def _moves(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Ten
 
 
 def _move(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The norm of one large difference. On the CPU one block of the difference is in memory at a time."""
     size = _BLOCK if now.device.type == "cpu" else now.numel()
     room = torch.empty(min(size, now.numel()), dtype=_wide(now[:0]).dtype, device=now.device)
     parts = []
@@ -63,11 +67,12 @@ def _move(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32 at the least: the difference of two halves is often not one."""
+    """``tensor`` in float32 or wider, because half precision often cannot hold the difference of two halves."""
     return tensor.to(torch.promote_types(tensor.dtype, wide(tensor.dtype)))
 
 
 def _like(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    # The copy from before the step may be on another device than the parameter is now.
     return _wide(before.to(now.device))
 
 
@@ -77,18 +82,16 @@ class Weights(Stat):
     """The 2-norm of the parameters before the update: ``param_norm``.
 
     Args:
-        per_parameter: also of each parameter, as ``param_norm/param/<name>``.
+        per_parameter: log the norm of each parameter too, as ``param_norm/param/<name>``.
 
     >>> Weights().numbers([torch.tensor([[25.0]])])
     {'param_norm': tensor([5.])}
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sum of squares."""
         return (WeightPower(),)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The norm."""
         return {"param_norm": values[0][:, 0].sqrt()}
 
 
@@ -97,22 +100,22 @@ class Weights(Stat):
 class Updates(Stat):
     """How far the optimizer moved the parameters: ``update_norm``, and its ratio to their norm, ``update_ratio``.
 
-    The 2-norm of parameters after the step minus before; the ratio is to the norm before. Around 1e-3 is common for a
-    healthy layer. In a step that is logged the parameters of this rank are copied before the update, and measuring
-    afterwards is one more all-reduce: ``report()`` counts it.
+    ``update_norm`` is the 2-norm of the difference between the parameters after and before the step. ``update_ratio``
+    is that norm divided by the norm of the parameters before the step; around 1e-3 is common for a healthy layer.
+
+    In a step that is logged each rank copies its parameters before the update. The measurement after the update takes
+    one more all-reduce, which ``report()`` counts.
 
     Args:
-        per_parameter: also of each parameter, as ``update_ratio/param/<name>`` and so on.
+        per_parameter: log both of each parameter too, as ``update_ratio/param/<name>`` and so on.
 
     >>> Updates().numbers([torch.tensor([[4.0]]), torch.tensor([[25.0]])])
     {'update_norm': tensor([2.]), 'update_ratio': tensor([0.4000])}
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        """The sums of squares of the differences, and before."""
         return UpdatePower(), WeightPower()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The norm, and the ratio."""
         moved, before = (squares[:, 0].sqrt() for squares in values)
         return {"update_norm": moved, "update_ratio": moved / before}
