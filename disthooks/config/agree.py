@@ -1,7 +1,25 @@
-"""What ranks must do alike, found out before anything waits for another rank.
+"""Checks before anything is attached: that all ranks do the same, and that no two entries take one module."""
 
-Modules that two entries ask for.
-"""
+# [Note: processes that train alone]
+# A launcher may start several processes that never form a process group. Each process would then train a model of its
+# own, and every rule and statistic would be of one rank; no error and no number of the log would show that. So the
+# launcher's WORLD_SIZE is compared with the number of processes that torch.distributed knows, and with the number that
+# accelerate knows. `accelerate launch` with MULTI_GPU and `use_cpu: true` needs the second comparison: accelerate 1.15
+# makes a process group of all processes there, believes that there is one process, and wraps no model. A user who
+# wants several independent trainings sets WORLD_SIZE=1 (decision 64).
+#
+# [Note: one vote of all ranks]
+# If one rank raised an error while it attaches, and the others went on, the others would wait forever in their next
+# collective. So each rank catches its own error, and then all ranks take part in one collective, `Team.agree`. It says
+# whether a rank failed, and whether all ranks have the same description of their plan. Afterwards all ranks go on, or
+# all of them raise an error. The description is the text of the configuration, not its path: the path may differ
+# between nodes (decision 63).
+#
+# [Note: a module belongs to one entry]
+# A pattern covers the module that it matches and all modules inside it. If two entries covered one module, its saved
+# tensors would have two stores. Entries are read in their order, so there are two cases: the outer module was claimed
+# by an earlier entry (`inner` has its parts), or the inner module was (`owners` has it). Patterns of one entry may
+# overlap, because they mean the same store.
 
 from __future__ import annotations
 
@@ -22,16 +40,16 @@ from disthooks.saved.attach import chosen
 
 
 def check_not_alone() -> None:
-    """Refuse to go on in one of several processes that each believe to be alone.
+    """Raise an error if a launcher started several processes and this process knows of no other.
 
-    Each would train a model of its own, and every rule and statistic would be of one rank. ``accelerate launch`` starts
-    such processes with ``MULTI_GPU`` and ``use_cpu: true``: version 1.15 makes a group of all, and wraps nothing.
+    See [Note: processes that train alone].
 
     Raises:
-        AttachError: when ``WORLD_SIZE`` says there are several, and torch.distributed or accelerate knows of one.
+        AttachError: when ``WORLD_SIZE`` is above 1, and torch.distributed or accelerate knows one process only.
     """
     said, known = launched_world_size(), world_size()
     what = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
+    # torch has a group of several, and accelerate would still leave the model as it is.
     if known > 1 and _accelerates_count() == 1:
         known, what = 1, "accelerate knows of one"
     if said > 1 and known == 1:
@@ -44,7 +62,8 @@ def check_not_alone() -> None:
 
 
 def _accelerates_count() -> int | None:
-    """How many processes accelerate believes there are; None where nobody uses it."""
+    """The number of processes that accelerate knows; None if accelerate is not in use."""
+    # The module is looked up, not imported: a script without accelerate shall not pay for the import.
     state = sys.modules.get("accelerate.state")
     found = state.PartialState._shared_state.get("num_processes") if state is not None else None
     return found if isinstance(found, int) else None
@@ -55,9 +74,9 @@ class Team:
     """The ranks that train a model together.
 
     Attributes:
-        ranks: their numbers.
-        group: their process group; None for one alone.
-        device: where it can reduce.
+        ranks: their global ranks.
+        group: their process group; None if this rank trains alone.
+        device: the device of tensors that the group can reduce.
     """
 
     ranks: tuple[int, ...]
@@ -66,21 +85,31 @@ class Team:
 
     @classmethod
     def of(cls, model: nn.Module) -> Team:
-        """The ranks of the engine that took ``model``; this one alone before any has, or where none can be told."""
+        """The ranks of the engine that has ``model``; only this rank if no engine has it, or the engine is unknown."""
         try:
             engine = detect_engine(model)
-        except AttachError:  # to save tensors no engine need be known; with gradients it is raised again
+        except AttachError:
+            # Saving tensors works with an unknown engine. Attaching to gradients detects the engine again and raises.
             return cls((0,), None, torch.device("cpu"))
         group = collectives.group_of(engine.ranks)
         return cls(tuple(engine.ranks), group, collectives.device_for(group, engine.shards[0].parameter.device))
 
     def agree(self, failure: Exception | None, described: str, name: str) -> None:
-        """One collective, in which every rank takes part, whatever happened on it.
+        """Compare with the other ranks, in one collective; see [Note: one vote of all ranks].
+
+        Every rank must call it, also a rank that failed.
+
+        Args:
+            failure: the error of this rank; None if there was none.
+            described: the description of this rank's plan.
+            name: the name of the configuration, for errors.
 
         Raises:
             AttachError: when another rank failed, or has another plan.
             Exception: ``failure``, if there is one.
         """
+        # A rank that failed may have no plan. Its empty description differs from the others', which does not matter:
+        # the other ranks look at `failed` first.
         described = "" if failure else described
         failed, alike = collectives.agree(self.group, self.device, failure is not None, described)
         if failure is not None:
@@ -99,7 +128,7 @@ def _shown(ranks: tuple[int, ...]) -> str:
 
 
 class _Claim(NamedTuple):
-    """A pattern of an entry, and a module that it matches."""
+    """A pattern of an entry, where it stands (``at``), and the name of a module that it matches."""
 
     entry: int
     pattern: Any
@@ -110,15 +139,20 @@ class _Claim(NamedTuple):
 def check_conflicts(
     model: nn.Module, patterns: Sequence[Sequence[Any]], source: Source, partly: bool = False
 ) -> dict[int, MatchError]:
-    """Find what two entries would both save, before anything is attached.
+    """Check that no two entries of ``save`` take the same module; see [Note: a module belongs to one entry].
 
-    In one entry patterns may overlap: the outer module covers the inner one, and both mean the same store.
+    Args:
+        model: the model in which the patterns are looked for.
+        patterns: the patterns of each entry.
+        source: the configuration, for the lines in errors.
+        partly: whether an entry whose pattern matches nothing is returned instead of raised.
 
     Returns:
-        The entries with a pattern that matches nothing, and its error with its line; none unless ``partly``.
+        For each entry with a pattern that matches nothing: its number, and the error with its line. It is empty
+        unless ``partly`` is true.
 
     Raises:
-        ConfigError: when a module is matched by two entries, or is inside one that another entry matches.
+        ConfigError: when two entries match the same module, or a module inside one that another entry matches.
         MatchError: when a pattern matches nothing, unless ``partly``.
     """
     owners: dict[nn.Module, _Claim] = {}
@@ -147,10 +181,10 @@ def _claims(model: nn.Module, entry: int, patterns: Sequence[Any], source: Sourc
 
 
 def _check_parts(claim: _Claim, module: nn.Module, owners: dict[Any, _Claim], inner: dict[Any, _Claim]) -> None:
-    if module in inner:
+    if module in inner:  # an earlier claim covers this module
         _check(claim, inner[module], "is inside")
     for part in module.modules():
-        if part in owners:
+        if part in owners:  # an earlier claim is of a module inside this one
             _check(owners[part], claim, "is inside")
         inner.setdefault(part, claim)
 
@@ -160,11 +194,14 @@ def _matched(model: nn.Module, pattern: Any, at: str) -> list[tuple[str, nn.Modu
         return chosen(model, [pattern])
     except MatchError as error:
         raise MatchError(f"{at}: {error}" if at != "the plan" else str(error)) from None
-    except AttachError:  # a container that is never called: fine beside others, and said when there are none
+    except AttachError:
+        # The pattern matches containers that are never called, such as a ModuleList. That is no error beside modules
+        # that are called; `save_activations` raises it again if an entry has nothing else.
         return []
 
 
 def _path(source: Source, entry: int, number: int) -> Path:
+    # `modules` may be one pattern, which has no number, or a list of them.
     path: Path = ("save", entry, "modules")
     return (*path, number) if (*path, number) in source.lines else path
 

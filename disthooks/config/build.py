@@ -1,4 +1,11 @@
-"""An entry with a ``kind``, checked, and what makes its object."""
+"""Checks an entry with a ``kind``, and makes its object."""
+
+# [Note: checked when read, made when attached]
+# The kinds, names and values of all entries are checked when a configuration is read, so that a wrong argument is an
+# error with its line, before anything is attached. Some arguments are checked by the constructor only. So the object is
+# made once as a check, and thrown away; rules, statistics and sinks are made again for each attachment. Two sorts of
+# sinks are not made as a check: those that need the engine, which is not there yet, and those that are written as
+# `package.module:Class`, because the constructor of a user's class may open a file or a connection.
 
 from __future__ import annotations
 
@@ -22,10 +29,11 @@ _ELSEWHERE = {
 
 
 def kind_of(name: str, noun: str) -> Kind:
-    """The kind of that name.
+    """The kind of ``noun`` with this name: one of the registry, or a class written as ``package.module:Class``.
 
     Raises:
-        UnknownKindError: when there is none, with the nearest right name, or why a class cannot be imported.
+        UnknownKindError: when there is none; the message has the nearest right name, or the reason why the class
+            cannot be imported.
 
     >>> kind_of("OnCpu", "store").target.__name__, kind_of("disthooks:OnCpu", "store").name
     ('OnCpu', 'disthooks:OnCpu')
@@ -37,7 +45,7 @@ def kind_of(name: str, noun: str) -> Kind:
     if name in _ELSEWHERE:
         raise UnknownKindError(f"{name!r} cannot be a {noun} here; {_ELSEWHERE[name]}")
     other = next((each for each in NOUNS if each != "engine" and name in kind_names(each)), None)
-    # The name of something else was not meant for the one that is spelt nearly like it.
+    # A name that is right for another noun gets no "did you mean": the user did not misspell it.
     raise UnknownKindError(
         f"{name!r} is {f'a {other}, ' if other else ''}no {noun}{near('' if other else name, kind_names(noun))}"
     )
@@ -49,7 +57,7 @@ def _imported(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # a module of one's own may raise anything
+    except Exception as error:  # a user's module may raise anything when it is imported
         raise UnknownKindError(f"kind {name!r} cannot be imported: {_said(error)}") from error
     if not callable(found):
         raise UnknownKindError(f"kind {name!r} is no class: it is {type(found).__name__}")
@@ -58,19 +66,20 @@ def _imported(name: str) -> Callable[..., Any]:
 
 
 def _said(error: BaseException) -> str:
+    # The texts of these two classes are clear without the name of the class.
     text = " ".join(str(error).split())
     return text if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {text}"
 
 
 @dataclass(frozen=True, eq=False)
 class BuildSpec:
-    """What makes the object of one entry; called once for each time it is attached.
+    """A function that makes the object of one entry. It is called once for each attachment.
 
     Attributes:
-        kind: what is called.
-        arguments: with what, but for what is given when it is attached.
-        source: where it was read.
-        path: its place there.
+        kind: the kind, whose ``target`` is called.
+        arguments: the arguments from the file, without the one that is given when the object is attached.
+        source: the configuration that has the entry.
+        path: the path of the entry in it.
     """
 
     kind: Kind
@@ -79,7 +88,14 @@ class BuildSpec:
     path: Path
 
     def __call__(self, model: object = None) -> Any:
-        """The object; ``model`` is what some sinks need."""
+        """Make the object.
+
+        Args:
+            model: the engine, for the sinks that need it.
+
+        Raises:
+            ConfigError: when the class is not of the right base, or raises an error; the message has the line.
+        """
         if inspect.isclass(self.kind.target):
             self._check(self.kind.target, issubclass)
         given = {} if self.kind.given is None else {self.kind.given: model}
@@ -87,7 +103,7 @@ class BuildSpec:
             made = self.kind.target(**self.arguments, **given)
         except DisthooksError as error:
             raise ConfigError(self.source.say(self.path, f": {error}")) from None
-        except Exception as error:  # a class of one's own may raise anything
+        except Exception as error:  # a user's class may raise anything
             said = " ".join(str(error).split())
             words = self.source.say(self.path, f": {self.kind.name} raised {type(error).__name__}: {said}")
             raise ConfigError(words) from error
@@ -95,6 +111,7 @@ class BuildSpec:
         return made
 
     def _check(self, made: Any, is_of: Any) -> None:
+        # A rule may be a plain function, and a sink is any function of a dict, so these need no base class.
         base: Any = base_of(self.kind.noun) or Callable
         if not is_of(made, base) and not (base is Rule and is_of(made, Callable)):
             wanted = "a function of a dict" if base is Callable else f"a subclass of {base.__module__}.{base.__name__}"
@@ -106,20 +123,26 @@ class Builder:
 
     Args:
         source: the configuration.
-        expand: what stands for what in paths.
+        expand: replaces variables and placeholders in paths.
     """
 
     def __init__(self, source: Source, expand: Expansion) -> None:
         self._source, self._expand = source, expand
 
     def spec(self, entry: Mapping[str, Any], noun: str, path: Path) -> BuildSpec:
-        """The spec of ``entry``; unknown kinds and arguments, and values of the wrong type, are found now."""
+        """Check ``entry`` and return its spec; see [Note: checked when read, made when attached].
+
+        Raises:
+            ConfigError: when the kind or an argument is unknown, or a value has the wrong type.
+        """
+        # pydantic is needed by those who read a file, so it is imported here and not with the package.
         from disthooks.config.schema import WrongArgumentError, check_arguments
 
         kind = self._kind(entry, noun, path)
         known = kind.hints()
         given = {key: value for key, value in entry.items() if key != "kind"}
         try:
+            # The names come first: the values below are made by the annotations of known arguments.
             check_arguments(kind, given, names_alone=True)
             arguments = {key: self._value(key, it, known.get(key), noun, (*path, key)) for key, it in given.items()}
             check_arguments(kind, arguments)
@@ -127,7 +150,7 @@ class Builder:
             self._source.fail((*path, *error.path), str(error))
         made = BuildSpec(kind, arguments, self._source, path)
         if noun != "sink" or (kind.given is None and ":" not in kind.name):
-            made()  # a sink of one's own may open something
+            made()
         return made
 
     def _kind(self, entry: Mapping[str, Any], noun: str, path: Path) -> Kind:
@@ -142,6 +165,7 @@ class Builder:
             raise ConfigError(self._source.say((*path, "kind"), f": {error}")) from error.__cause__
 
     def _value(self, key: str, value: Any, hint: Any, noun: str, path: Path) -> Any:
+        """The value of an argument: entries in it as objects, names of dtypes as dtypes, paths with their parts."""
         if isinstance(value, list):
             return [self._value(key, each, hint, noun, (*path, i)) for i, each in enumerate(value)]
         if isinstance(value, Mapping) and "kind" in value:
@@ -161,7 +185,7 @@ class Builder:
 
 
 def _noun_in(hint: Any, key: str, noun: str) -> str:
-    """What an entry inside another one is: by the annotation, else by the name of the argument, else as outside."""
+    """The noun of an entry inside another one: from the annotation, else from the argument's name, else ``noun``."""
     text = str(hint)
     for other, its in NOUNS.items():
         if its.base is not None and its.base.replace(":", ".") in text:

@@ -1,4 +1,15 @@
-"""Objects as plain values, and those as YAML: what reading undoes."""
+"""Writes a plan: objects as plain values, and plain values as YAML. Reading them gives equal objects."""
+
+# [Note: an object is written by its arguments]
+# An entry of a file is a class and the arguments of its constructor. An object tells its class, and its arguments are
+# read from the attributes of the same names, as a dataclass keeps them. So an object can be written if its class can
+# be imported by name and it keeps every argument. A function, a class in a script's `__main__`, and an object that
+# keeps an argument by another name cannot be written, and that is an error: a file that means something else than the
+# plan would be worse than no file. Arguments with their default value are left out.
+#
+# [Note: placeholders in written paths]
+# Reading replaces `$VAR`, `{run}` and the like in paths. A path of an object has its final text, so `$` and braces are
+# doubled when it is written. `{local_rank}` is the exception: `OnDisk` itself replaces it, so it is left as it is.
 
 from __future__ import annotations
 
@@ -20,19 +31,23 @@ _EMPTY = inspect.Parameter.empty
 
 
 def copied(document: Mapping[str, Any]) -> dict[str, Any]:
-    """``document``, of which nothing is shared."""
+    """A deep copy of ``document``: a change of the copy changes nothing of the plan."""
     return copy.deepcopy(dict(document))
 
 
 def yaml_of(document: Mapping[str, Any]) -> str:
-    """``document`` as the text of a YAML file."""
+    """``document`` as the text of a YAML file, with its keys in their order.
+
+    Raises:
+        ConfigError: when PyYAML is not installed.
+    """
     try:
         import yaml
     except ImportError as error:
         raise ConfigError("writing a configuration needs PyYAML: pip install 'disthooks[config]'") from error
 
     class Plain(yaml.SafeDumper):
-        """Without anchors: what stands twice is written twice."""
+        """A dumper that writes no anchors: an object that occurs twice is written twice."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -41,10 +56,12 @@ def yaml_of(document: Mapping[str, Any]) -> str:
 
 
 def entry(value: Any) -> dict[str, Any]:
-    """One store, codec, rule, statistic or sink, with its ``kind`` and the arguments that are not the default.
+    """One store, codec, rule, statistic or sink, as its ``kind`` and the arguments that differ from the default.
+
+    See [Note: an object is written by its arguments].
 
     Raises:
-        ConfigError: when it is a function, or its arguments cannot be read back from it.
+        ConfigError: when ``value`` is a function, or its arguments cannot be read from its attributes.
 
     >>> from disthooks import Cast, ClipNorm, only
     >>> entry(Cast(torch.bfloat16)), entry(only("*.bias", ClipNorm(1.0)))["rule"]
@@ -64,11 +81,13 @@ def entry(value: Any) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> tuple[str, Any, tuple[str, ...]]:
+    """The text of ``kind``, the callable whose parameters are the keys, and the parameters that no file can hold."""
     kind = kind_of_object(value)
     if kind is not None:
         return kind.name, kind.target, (*kind.hidden, *([kind.given] if kind.given else []))
     made = type(value)
     name = f"{made.__module__}:{made.__qualname__}"
+    # disthooks.grads.rules.base wraps rules that are plain functions, and no file can hold the function.
     if not inspect.isfunction(value) and _importable(made) and name.partition(":")[0] != "disthooks.grads.rules.base":
         return name, made, ()
     raise ConfigError(
@@ -78,6 +97,7 @@ def _kind(value: Any) -> tuple[str, Any, tuple[str, ...]]:
 
 
 def _importable(made: type) -> bool:
+    # `__main__` is another module in the process that reads the file.
     if made.__module__ in ("builtins", "__main__"):
         return False
     try:
@@ -98,12 +118,14 @@ def _argument(value: Any, key: str, name: str) -> Any:
 
 
 def _check_hidden(value: Any, key: str, default: bool) -> None:
+    # The engine and the accelerator are given again when the plan that was read is attached.
     if key in ("engine", "accelerator") or default:
         return
     raise ConfigError(f"{value!r} cannot be written to a file: no file can hold its {key!r}; leave it out there")
 
 
 def _same(value: Any, default: Any) -> bool:
+    # True == 1 and 1 == 1.0, but a file writes them differently.
     return type(value) is type(default) and bool(value == default)
 
 
@@ -126,12 +148,12 @@ def _plain(value: Any, where: str, path: bool) -> Any:
 
 
 def _kept_placeholder(path: str) -> str:
-    """``path``, escaped but for what ``OnDisk`` knows by itself."""
+    """``path`` with its letters escaped, except ``{local_rank}``; see [Note: placeholders in written paths]."""
     return escaped(path).replace("{{local_rank}}", "{local_rank}")
 
 
 def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
-    """One entry of ``save``: what the modules that match ``patterns`` save goes through ``line``."""
+    """One entry of ``save``: tensors that the modules matching ``patterns`` save go through the pipeline ``line``."""
     found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
     if line.at_least != line.store.min_bytes:
         found["at_least"] = line.at_least
@@ -143,13 +165,18 @@ def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
 
 
 def _patterns(patterns: Any, where: str) -> Any:
+    # A class or a function is one pattern too. It becomes an error in `_plain`, which says what a file can have.
     several = [patterns] if isinstance(patterns, (str, type)) or callable(patterns) else list(patterns)
     plain = [_plain(pattern, where, False) for pattern in several]
     return plain[0] if len(plain) == 1 else plain
 
 
 def watched(watches: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands below ``watch``: the arguments of :func:`disthooks.gradients`."""
+    """The value of ``watch`` in a file, from the arguments of :func:`disthooks.gradients`.
+
+    Raises:
+        ConfigError: when an argument cannot be in a file.
+    """
     found: dict[str, Any] = {}
     for key, value in watches.items():
         if key in ("rules", "stats", "sinks"):

@@ -1,7 +1,11 @@
-"""Which configuration is taken, when there are several.
+"""Finds the configuration among several places, reads it (``from_config``) and attaches it (``prepare``)."""
 
-The two functions with which a configuration is used.
-"""
+# [Note: the order of precedence]
+# A configuration can be in four places: the argument, the variable DISTHOOKS_CONFIG, the `disthooks` of DeepSpeed's
+# JSON, and a file in the working directory. The first place that names one decides. If its file is missing or wrong,
+# that is an error, and the next place is not tried: the user named a configuration, and a training that silently runs
+# with another one would be found out too late (decision 62). The other places are listed in `Found.passed_over`, so
+# that a command can tell which configurations were not read.
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from disthooks.config.source import source_of
 from disthooks.errors import ConfigError
 
 VARIABLE = "DISTHOOKS_CONFIG"
-#: Files of the working directory that are looked for, in this order.
+#: The files of the working directory that are a configuration; the first that exists is taken.
 DEFAULTS = ("disthooks.yaml", "hooks.yaml")
 _KEY = "the 'disthooks' of DeepSpeed's configuration"
 
@@ -31,10 +35,10 @@ class Found:
     """Where the configuration is.
 
     Attributes:
-        source: the path of a file, or a dict; what :func:`disthooks.from_config` takes.
-        origin: what said so: "the argument", "DISTHOOKS_CONFIG", "the 'disthooks' of DeepSpeed's configuration" or
-            "./disthooks.yaml" or "./hooks.yaml".
-        passed_over: what was there too and is not read, in words, in the order of precedence.
+        source: the path of a file, or a dict, as :func:`disthooks.from_config` takes it.
+        origin: the place that names it: "the argument", "DISTHOOKS_CONFIG", "the 'disthooks' of DeepSpeed's
+            configuration", "./disthooks.yaml" or "./hooks.yaml".
+        passed_over: the other places that have a configuration, which is not read, in the order of precedence.
     """
 
     source: str | os.PathLike[str] | Mapping[str, Any]
@@ -43,19 +47,17 @@ class Found:
 
 
 def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> Found:
-    """The argument, else ``DISTHOOKS_CONFIG``, else the ``disthooks`` of DeepSpeed's JSON, else a file that is here.
+    """Find the configuration; see [Note: the order of precedence].
 
-    The file that is here is ``./disthooks.yaml``, else ``./hooks.yaml``.
-
-    What comes first is taken and read, whether it can be or not: one that is named and missing is an error, never
-    a reason to take the next one.
+    The places are, in this order: ``given``, the variable ``DISTHOOKS_CONFIG``, the ``disthooks`` of DeepSpeed's JSON,
+    ``./disthooks.yaml`` and ``./hooks.yaml``. The configuration is not read here.
 
     Args:
-        given: a path or a dict; None to look for one.
+        given: a path or a dict; None to look in the other places.
         engine_config: DeepSpeed's whole configuration, ``engine.config``; its ``disthooks`` is a dict, or a path.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when no place has one.
 
     >>> find("mine.yaml", {"disthooks": {"save": []}})
     Found(source='mine.yaml', origin='the argument', passed_over=("the 'disthooks' of DeepSpeed's configuration",))
@@ -72,14 +74,16 @@ def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> F
 
 def engine_config(model: object) -> Mapping[str, Any] | None:
     """The configuration of a DeepSpeed engine; None for any other model."""
+    # The class is known by its name, so that DeepSpeed is not imported; see [Note: classes are known by their names].
     if not any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
         return None
-    config = getattr(model, "config", None)  # a dict, also where DeepSpeed was given a path
+    config = getattr(model, "config", None)  # a dict, also if DeepSpeed was given the path of a file
     return config if isinstance(config, Mapping) else None
 
 
 def _places(given: Any, engine_config: Mapping[str, Any] | None) -> list[tuple[Any, str, str]]:
-    variable = os.environ.get(VARIABLE) or None
+    """Each place in the order of precedence: its configuration or None, its ``origin``, and its text for a list."""
+    variable = os.environ.get(VARIABLE) or None  # an empty variable names nothing
     here = [name for name in DEFAULTS if pathlib.Path(name).exists()]
     return [
         (given, "the argument", "the argument"),
@@ -90,16 +94,16 @@ def _places(given: Any, engine_config: Mapping[str, Any] | None) -> list[tuple[A
 
 
 def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Plan:
-    """Read a configuration; every key and value is checked before anything is attached.
+    """Read a configuration, and check every key and value. Nothing is attached.
 
     Args:
-        source: the path of a YAML file; or a dict, such as the ``disthooks`` of DeepSpeed's JSON; or None for what
-            ``DISTHOOKS_CONFIG`` names, else ``./disthooks.yaml`` or ``./hooks.yaml``.
+        source: the path of a YAML file, or a dict, such as the ``disthooks`` of DeepSpeed's JSON. With None it is the
+            file that ``DISTHOOKS_CONFIG`` names, else ``./disthooks.yaml``, else ``./hooks.yaml``.
 
     Raises:
-        ConfigError: when there is none, it cannot be read, is not YAML, has an unknown key, kind or argument, or a
-            value of the wrong type (the message has file, line and the nearest right name), or when pydantic or
-            PyYAML is not installed.
+        ConfigError: when there is no configuration; when the file cannot be read or is not YAML; when a key, a kind
+            or an argument is unknown, or a value has the wrong type (the message has the file, the line and the
+            nearest right name); or when pydantic or PyYAML is not installed.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -116,23 +120,25 @@ def prepare(
     optimizer: torch.optim.Optimizer | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Attach what a configuration says to ``model`` and ``optimizer``, after the engine took them.
+    """Attach the hooks of a configuration to ``model`` and ``optimizer``, after the engine has wrapped them.
 
-    Call it on every rank. What fails on one of the ranks that train the model together is an error on all of them.
+    Call it on every rank. If it fails on one of the ranks that train the model together, it fails on all of them.
 
     Args:
-        model: what DDP, FSDP, ``deepspeed.initialize`` or accelerate returned; the model itself for ``fully_shard``.
-        optimizer: the one that steps; none for a DeepSpeed engine, which has its own.
-        config: a file or a dict; by default what ``DISTHOOKS_CONFIG`` names, else the ``disthooks`` of the engine's own
-            configuration, if DeepSpeed took the model, else ``./disthooks.yaml`` or ``./hooks.yaml``.
+        model: the object that DDP, FSDP, ``deepspeed.initialize`` or accelerate returned; with ``fully_shard`` the
+            model itself.
+        optimizer: the optimizer whose ``step`` is called; None for a DeepSpeed engine, which has its own.
+        config: a file or a dict. By default it is the file that ``DISTHOOKS_CONFIG`` names; else the ``disthooks`` of
+            the engine's own configuration, if the engine is DeepSpeed; else ``./disthooks.yaml`` or ``./hooks.yaml``.
 
     Returns:
         A handle with ``saving``, ``gradients``, ``report()`` and ``remove()``; also a context manager.
 
     Raises:
-        ConfigError: when there is no configuration, or it says something unknown.
-        MatchError, AttachError: see :func:`disthooks.save_activations` and :func:`disthooks.gradients`. Also when the
-            ranks have different configurations, or a launcher started several processes and this one knows of none.
+        ConfigError: when there is no configuration, or it has an unknown key or a wrong value.
+        MatchError, AttachError: see :func:`disthooks.save_activations` and :func:`disthooks.gradients`. AttachError
+            also when the ranks have different configurations, or when a launcher started several processes and this
+            process knows of no other.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,11 +151,12 @@ def prepare(
     (True, True)
     """
     check_not_alone()
+    # The configuration is read inside `attach`, so that an error of reading it on one rank is an error on all.
     return attach(lambda: read_found(find(config, engine_config(model))), model, optimizer)
 
 
 def read_found(found: Found) -> Plan:
-    """The plan of what :func:`find` found; errors say who named it."""
+    """The plan of the configuration at ``found``. If it cannot be read, the error says which place names it."""
     try:
         return plan_of(source_of(found.source, "the configuration" if found.origin == "the argument" else found.origin))
     except ConfigError as error:

@@ -1,7 +1,17 @@
-"""What a plan attached.
+"""A plan: a checked configuration as objects. It is attached to a model here, and removed again."""
 
-What a configuration says, as objects, and how it is attached.
-"""
+# [Note: all of a plan or nothing]
+# `attach` leaves a model either with the whole plan or as it was, on every rank. Whatever can fail on one rank alone
+# (reading the file, matching patterns, opening a store, making a rule) comes first, and its error is caught. Then all
+# ranks vote once, see [Note: one vote of all ranks], and only if no rank failed they go on to gradients, whose own
+# attaching is collective. If an error comes after the vote, hooks that are on the model already are removed.
+#
+# [Note: one budget]
+# `budget` limits the bytes of the weights and of the saved tensors that stay on the device. The weights are counted
+# first, and one `OnDevice` with the rest as its limit becomes the first tier of every entry's store. All entries
+# share this tier. Entries with equal stores share the tiers below it too, because a store can only push out tensors
+# that it holds itself: with one store, the tensors that backward reads last move, whichever entry saved them. With
+# different stores a later entry cannot push out what an earlier one holds (decision 65).
 
 from __future__ import annotations
 
@@ -35,12 +45,12 @@ from disthooks.watch.watchers import Watchers, attach_watchers, say
 
 
 class SavingPlan(Attachment):
-    """What :meth:`Plan.save` attached: one handle for all entries of ``save``.
+    """The handle that :meth:`Plan.save` returns: one for all entries of ``save``.
 
     Attributes:
-        names: the modules, in the order of the entries.
-        missed: the numbers of the entries that did not match, and why; empty unless ``partly`` was asked for.
-        counts: how many modules each entry that matches has.
+        names: the names of the modules, in the order of the entries.
+        missed: for each entry that matched nothing, its number and the error; empty unless ``partly`` was true.
+        counts: the number of modules of each entry that matched.
     """
 
     def __init__(self, parts: Sequence[Saving], missed: Mapping[int, MatchError] | None = None) -> None:
@@ -52,17 +62,17 @@ class SavingPlan(Attachment):
             self.on_remove(part.remove)
 
     def report(self) -> SavedReport:
-        """The sum over all entries, on this rank."""
+        """The sum of the reports of all entries, on this rank."""
         return sum((part.report() for part in self._parts), SavedReport())
 
 
 @dataclass(frozen=True)
 class PreparedReport:
-    """What :meth:`Prepared.report` gives.
+    """The report of :meth:`Prepared.report`. ``str()`` of it is text for people.
 
     Attributes:
-        saved: what happened to saved tensors on this rank; None without ``save``.
-        gradients: what a step does with gradients; None without ``watch``.
+        saved: counts and bytes of saved tensors on this rank; None without ``save``.
+        gradients: the engine, the ranks, and the rules and statistics of a step; None without ``watch``.
     """
 
     saved: SavedReport | None
@@ -70,7 +80,7 @@ class PreparedReport:
 
     @property
     def moved(self) -> int:
-        """Bytes of saved tensors that were taken out of the memory they were in."""
+        """Bytes of saved tensors that were moved out of the memory in which they were saved; 0 without ``save``."""
         return self.saved.moved if self.saved else 0
 
     def __str__(self) -> str:
@@ -78,12 +88,13 @@ class PreparedReport:
 
 
 class Prepared(Attachment):
-    """What :func:`disthooks.prepare` attached.
+    """The handle that :func:`disthooks.prepare` returns. It is also a context manager.
 
     Attributes:
-        saving: what ``save`` attached; None when the configuration has no ``save``.
-        gradients: what ``watch`` attached; None when it has no ``watch``.
-        watchers: what ``blame`` and ``check_replicas`` attached; None without ``watch`` and them.
+        saving: the handle of ``save``; None when the configuration has no ``save``.
+        gradients: the handle of ``watch``; None when the configuration has no ``watch``.
+        watchers: the handle of ``blame`` and ``check_replicas``; None when the configuration has neither of them and
+            no ``watch``.
     """
 
     def __init__(
@@ -91,24 +102,26 @@ class Prepared(Attachment):
     ) -> None:
         super().__init__()
         self.saving, self.gradients, self.watchers = saving, gradients, watchers
-        for part in (saving, watchers, gradients):  # gradients last, so removed first: its last record asks the others
+        # The last one added is removed first. That must be `gradients`: when it is removed it writes its last record,
+        # which has the numbers of the other two.
+        for part in (saving, watchers, gradients):
             if part is not None:
                 self.on_remove(part.remove)
 
     def report(self) -> PreparedReport:
-        """What happened so far, on this rank."""
+        """A report of everything so far, on this rank."""
         saved = self.saving.report() if self.saving else None
         return PreparedReport(saved, self.gradients.report() if self.gradients else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the gradients, to be saved beside the optimizer's; empty without ``watch``."""
+        """The state of ``gradients``, to be saved beside the optimizer's; an empty dict without ``watch``."""
         return self.gradients.state_dict() if self.gradients else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; call it on every rank.
+        """Continue from a state that :meth:`state_dict` returned. Call it on every rank.
 
         Raises:
-            UsageError: when it is of another configuration; nothing is changed then.
+            UsageError: when the state is of another configuration; nothing is changed then.
         """
         if self.gradients is not None:
             self.gradients.load_state_dict(state)
@@ -121,7 +134,7 @@ _NOWHERE = Source("the plan", {})
 
 @dataclass(frozen=True, eq=False)
 class PlanSource:
-    """Where a plan was read, and its run directory; None when nothing is in one."""
+    """The configuration from which a plan was read, and its run directory; None if nothing is written there."""
 
     source: Source
     run: str | None = None
@@ -129,17 +142,19 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to save and what to watch, checked; made by :func:`from_config`, or of objects, and then to be written.
+    """A checked configuration. :func:`from_config` makes one from a file; one made from objects can be written.
 
     Args:
-        saves: pairs of patterns of modules, and a store or a pipeline for what they save.
-        watches: arguments of :func:`disthooks.gradients`. Of a plan that was read, rules, stats and sinks are functions
-            that make them: a sink opens its file when it is attached, not when the file is read.
-        budget: see :doc:`config`; bytes, or text such as "20 GiB".
+        saves: pairs: patterns of modules, and the store or pipeline for the tensors that these modules save.
+        watches: arguments of :func:`disthooks.gradients`. In a plan that was read from a file, rules, stats and sinks
+            are functions that make them, so that a sink opens its file when it is attached, not when it is read.
+        budget: the limit of weights and saved tensors on the device, in bytes or as text such as "20 GiB"; see
+            :doc:`config`.
         exact: whether a lossy codec is an error.
         strict: whether it is an error, under :mod:`disthooks.run`, when nothing can be attached to a model.
         blame: whether to name the first module whose output is not finite; see :func:`disthooks.blame`.
-        check_replicas: after how many steps to compare copies; see :func:`disthooks.check_replicas`.
+        check_replicas: the number of steps between two comparisons of the ranks' copies; see
+            :func:`disthooks.check_replicas`.
 
     Raises:
         ConfigError: when a codec is lossy and ``exact`` is true.
@@ -174,7 +189,7 @@ class Plan:
 
     @classmethod
     def read(cls, saves: Any, watches: Any, checked: Mapping[str, Any], written: PlanSource) -> Plan:
-        """The plan of a configuration that was read; it knows the lines of what it has."""
+        """The plan of a configuration that was read; its errors have the lines of the file."""
         plan = cls(
             saves,
             watches,
@@ -184,24 +199,25 @@ class Plan:
             checked["blame"],
             checked["check_replicas"],
         )
+        # The dataclass is frozen. `_written` is no argument, since only a plan that was read has it.
         object.__setattr__(plan, "_written", written)
         return plan
 
     @property
     def source(self) -> Source:
-        """Where it was read."""
+        """The configuration from which the plan was read; an empty one named "the plan" if it was made of objects."""
         return self._written.source if self._written else _NOWHERE
 
     @property
     def run(self) -> str | None:
-        """The run directory, where anything is in one."""
+        """The run directory; None if no path of the plan is in one."""
         return self._written.run if self._written else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain values, which :func:`from_config` takes: as it was written, if it was read.
+        """The plan as plain values, which :func:`from_config` takes. A plan that was read has the values of its file.
 
         Raises:
-            ConfigError: when an object cannot be written: a function, or a class whose arguments cannot be read back.
+            ConfigError: when an object cannot be written: a function, or an object that does not keep its arguments.
         """
         if self._written:
             return dump.copied(self._written.source.document)
@@ -217,22 +233,22 @@ class Plan:
         return {key: value for key, value in values.items() if value is not None}
 
     def to_yaml(self) -> str:
-        """:meth:`to_dict` as the text of a file."""
+        """The plan as the text of a YAML file; see :meth:`to_dict` for errors."""
         return dump.yaml_of(self.to_dict())
 
     def save(self, model: nn.Module, *, partly: bool = False) -> SavingPlan:
-        """Attach ``save`` to ``model``; when an entry cannot be, none is.
+        """Attach ``save`` to ``model``. If one entry fails, no entry is attached.
 
         Args:
-            model: the model, before or after an engine took it.
-            partly: whether this is one of several models, and entries that do not match here are for another one: they
-                are left out, and are in ``missed`` of what is returned. ``budget`` is for each model.
+            model: the model, before or after an engine has wrapped it.
+            partly: True if this is one of several models. An entry that matches nothing here is then left out, because
+                it is meant for another model; it is in ``missed`` of the handle. ``budget`` holds for each model.
 
         Raises:
-            ConfigError: when two entries take the same module, or the weights alone are more than ``budget``.
+            ConfigError: when two entries match the same module, or the weights alone are larger than ``budget``.
             MatchError, AttachError: see :func:`disthooks.save_activations`.
         """
-        make_run(self._written)
+        make_run(self._written)  # a store may open its file there
         missed = check_conflicts(model, [patterns for patterns, _ in self.saves], self.source, partly)
         attached: list[Any] = []
         if len(missed) == len(self.saves):
@@ -258,17 +274,17 @@ class Plan:
         sinks: Iterable[Any] = (),
         _made: Mapping[str, Any] | None = None,
     ) -> Gradients:
-        """Attach ``watch``; see :func:`disthooks.gradients` for ``also`` (what ``save`` returned), and the errors.
+        """Attach ``watch``. See :func:`disthooks.gradients` for the arguments and the other errors.
 
         Args:
-            model: what the engine returned; see :func:`disthooks.gradients`.
-            optimizer: the one that steps.
-            also: what is logged too: what :meth:`save` returned.
-            sinks: more of them, for those that hold objects: ``AccelerateTracker(accelerator)``.
+            model: the object that the engine returned.
+            optimizer: the optimizer whose ``step`` is called.
+            also: handles whose numbers are logged too, such as the one that :meth:`save` returned.
+            sinks: further sinks, which no file can hold: ``AccelerateTracker(accelerator)``.
 
         Raises:
-            ConfigError: when there is no ``watch``.
-            AttachError: also when this process believes to be alone, and its launcher started several.
+            ConfigError: when the plan has no ``watch``.
+            AttachError: also when a launcher started several processes and this process knows of no other.
         """
         check_not_alone()
         made = self._made(model, sinks) if _made is None else _made
@@ -283,13 +299,13 @@ class Plan:
         sinks: Iterable[Any] = (),
         partly: bool = False,
     ) -> Prepared:
-        """Attach ``save`` and ``watch``, whichever there are; if one fails, on any rank, neither is, on all of them.
+        """Attach ``save`` and ``watch``, as far as the plan has them. If one fails on any rank, all ranks have none.
 
         Args:
-            model: what the engine returned.
-            optimizer: the one that steps.
-            sinks: more of them, as for :meth:`watch`.
-            partly: whether this is one of several models, as for :meth:`save`.
+            model: the object that the engine returned.
+            optimizer: the optimizer whose ``step`` is called.
+            sinks: further sinks, as for :meth:`watch`.
+            partly: True if this is one of several models, as for :meth:`save`.
 
         Raises:
             AttachError: also when the ranks have different plans.
@@ -298,11 +314,11 @@ class Plan:
         return attach(lambda: self, model, optimizer, sinks, partly)
 
     def look(self, model: nn.Module, optimizer: Any = None) -> Watchers | None:
-        """Attach ``blame`` and ``check_replicas``; None when there is neither of them nor ``watch``.
+        """Attach ``blame`` and ``check_replicas``; None when the plan has neither of them and no ``watch``.
 
         Args:
-            model: what the engine returned.
-            optimizer: the one whose steps count, for ``check_replicas``.
+            model: the object that the engine returned.
+            optimizer: the optimizer whose steps ``check_replicas`` counts.
         """
         if not (self.blame or self.check_replicas or self.watches):
             return None
@@ -310,28 +326,31 @@ class Plan:
             return attach_watchers(model, optimizer, self.blame, self.check_replicas)
 
     def described(self) -> str:
-        """What all ranks must have alike."""
+        """The text that must be the same on all ranks; see [Note: one vote of all ranks]."""
         try:
             return str(self.to_dict())
-        except ConfigError:  # objects that cannot be written
+        except ConfigError:  # an object cannot be written; see [Note: what ranks compare]
             return describe(self)
 
     def _made(self, model: nn.Module, sinks: Iterable[Any]) -> dict[str, Any]:
-        """The arguments of ``gradients()``."""
+        """The arguments of :func:`disthooks.gradients`, with the objects made."""
         if not self.watches:
             raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
         make_run(self._written)
         made = {key: _all_made(value, model) for key, value in self.watches.items()}
         own = list(made.get("sinks", []))
-        named = [
-            sink.accelerator for sink in own if isinstance(sink, AccelerateTracker)
-        ]  # an integration's is one more
+        # An integration adds a tracker for its accelerator. If the file has one already, each record would be logged
+        # twice, so the integration's is left out.
+        named = [sink.accelerator for sink in own if isinstance(sink, AccelerateTracker)]
         more = [sink for sink in sinks if not any(getattr(sink, "accelerator", None) is one for one in named)]
         return made | {"sinks": [*own, *more]}
 
 
 def weights_of(model: nn.Module) -> int:
-    """Bytes of parameters and buffers on this rank as the model is now: local shards; on "meta" as if allocated.
+    """Bytes of the parameters and buffers of ``model`` on this rank.
+
+    Of a sharded tensor the local shard counts; a tensor on "meta" counts as if it were allocated; a tensor that several
+    modules share counts once.
 
     >>> weights_of(nn.Linear(10, 10, device="meta"))
     440
@@ -348,12 +367,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def stores_within(
     budget: int | str | None, model: nn.Module, saves: Iterable[tuple[Any, Pipeline]], source: Source
 ) -> Sequence[tuple[Any, Pipeline]]:
-    """``saves`` with a first tier on the device in front of every store: what ``budget`` leaves beside the weights.
-
-    All share its limit. Entries with the same store share the tiers too, so that the tensors that are wanted last move.
+    """``saves`` with a first tier on the device in front of every store; see [Note: one budget].
 
     Raises:
-        ConfigError: when the weights alone are more, or a store cannot be a tier.
+        ConfigError: when the weights alone are larger than ``budget``, or a store cannot be a tier.
     """
     saves = list(saves)
     if budget is None:
@@ -391,7 +408,19 @@ def _tiered(device: OnDevice, store: Store, number: int, source: Source) -> Tier
 
 
 def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (), partly: bool = False) -> Prepared:
-    """Attach the plan that ``read()`` returns; what fails on one rank fails on all that train ``model`` together."""
+    """Attach the plan that ``read()`` returns; see [Note: all of a plan or nothing].
+
+    Args:
+        read: returns the plan; an error that it raises on one rank is an error on all of them.
+        model: the object that the engine returned.
+        optimizer: the optimizer whose ``step`` is called.
+        sinks: further sinks.
+        partly: True if this is one of several models.
+
+    Raises:
+        Exception: the error of this rank, whichever it is.
+        AttachError: when another rank failed, or the ranks have different plans.
+    """
     team = Team.of(model)
     plan: Plan | None = None
     saving: SavingPlan | None = None
@@ -402,7 +431,7 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
         plan = read()
         saving = plan.save(model, partly=partly) if plan.saves else None
         made = plan._made(model, sinks) if plan.watches else {}
-    except Exception as error:
+    except Exception as error:  # kept until all ranks have voted
         failure = error
     try:
         team.agree(failure, plan.described() if plan else "", plan.source.name if plan else "")
@@ -423,7 +452,7 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
 
 
 def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watching: Gradients | None) -> None:
-    """Say on the first rank's stderr what is attached now, and which file says so."""
+    """Print on stderr of the first rank which hooks are attached, and the name of the configuration."""
     if launched_rank() != 0:
         return
     parts = []
@@ -442,11 +471,15 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
 
 @contextlib.contextmanager
 def at_line(source: Source, path: Path) -> Iterator[None]:
-    """Errors of what is attached get a line: of the pattern that they name, else of ``path``."""
+    """Inside, each UsageError gets a line of the configuration: that of the pattern it names, else that of ``path``.
+
+    The class of the error stays: MatchError, AttachError, ConfigError or UsageError.
+    """
     try:
         yield
     except UsageError as error:
         where = source.of_text(str(error), path) or _sink_of(str(error), source, path) or path
+        # A plan of objects has no lines, and an error that begins with the name of the file has its line already.
         if source is _NOWHERE or str(error).startswith(source.name):
             raise
         kind = next(each for each in (MatchError, AttachError, ConfigError, UsageError) if isinstance(error, each))
@@ -454,7 +487,7 @@ def at_line(source: Source, path: Path) -> Iterator[None]:
 
 
 def _sink_of(message: str, source: Source, path: Path) -> Path | None:
-    """The sink that ``message`` begins with the name of."""
+    """The path of the sink whose name ``message`` begins with, or of all sinks; None if it is about something else."""
     if path != ("watch",):
         return None
     if "could not open its sinks" in message:
@@ -464,10 +497,10 @@ def _sink_of(message: str, source: Source, path: Path) -> Path | None:
 
 
 def make_run(written: PlanSource | None) -> None:
-    """Make the run directory, if anything is in one.
+    """Make the run directory, if a path of the plan is in one.
 
     Raises:
-        ConfigError: when it cannot be made.
+        ConfigError: when it cannot be made, or this process may not write in it.
     """
     if written is None or written.run is None:
         return
@@ -480,7 +513,7 @@ def make_run(written: PlanSource | None) -> None:
 
 
 def _all_made(value: Any, model: nn.Module) -> Any:
-    """Of a list of recipes what they make; anything else as it is."""
+    """A list of specs as the objects that they make; any other value as it is."""
     return (
         [each(model) if isinstance(each, BuildSpec) else each for each in value] if isinstance(value, list) else value
     )

@@ -1,4 +1,11 @@
-"""From what is written to a plan, with everything checked that can be without the model."""
+"""Makes a plan of a configuration, and checks all that can be checked without the model."""
+
+# [Note: from pydantic's errors to ours]
+# pydantic checks the keys and the types. Its messages are made for programmers: of a union it reports an error for each
+# part, its path has the names of the parts, and it knows nothing of lines. So each error is said anew. Of the errors
+# at one path only one stays, and a path gives way to an error deeper inside it, because the deeper one is nearer to
+# the mistake. The message has the file, the line, the path of keys, the words for what is needed, the value, and where
+# possible what the user may have meant. At most three errors are named: later ones are often a result of the first.
 
 from __future__ import annotations
 
@@ -17,7 +24,7 @@ from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 
 _BEGIN = "; it begins with a key and a colon in the first column: save:"
 _MOST = 3  # wrong values that are named in one error
-# What takes more than one type, of which pydantic names the first only.
+# Values that may have more than one type, and the words for them: pydantic's message names one of the types only.
 _UNIONS: Mapping[Any, str] = {
     "budget": "a number of bytes or a text such as 20 GiB",
     "at_least": "a number of bytes or a text such as 4 KiB",
@@ -25,8 +32,7 @@ _UNIONS: Mapping[Any, str] = {
     "check_replicas": "a whole number of steps",
 }
 
-
-# The advice where the file has a mapping and a list is needed, or the other way round.
+# The advice if the file has a mapping and a list is needed, or a list and a mapping is needed.
 _SHAPES: Mapping[Path, str] = {
     ("save",): "a list of entries is needed: write '- ' in front of the first key of each, '- modules: ...'",
     ("watch",): "a mapping is needed: write its keys without '- '",
@@ -38,10 +44,11 @@ def plan_of(source: Source) -> Plan:
     """The plan that ``source`` describes.
 
     Raises:
-        ConfigError: when a key, a value, a kind or an argument is wrong, with its line.
+        ConfigError: when a key, a value, a kind or an argument is wrong; the message has its line.
     """
     checked = _checked(source)
     expand = Expansion(source, checked["run"])
+    # `run` has a default, so its directory is made only if the file names it, or a path is in it.
     used = "run" in source.document or names_run(source.document)
     builder = Builder(source, expand)
     written = PlanSource(source, expand.run if used else None)
@@ -53,6 +60,7 @@ def plan_of(source: Source) -> Plan:
 
 
 def _checked(source: Source) -> dict[str, Any]:
+    """The values of the file with defaults for the keys that it leaves out."""
     if not isinstance(source.document, Mapping):
         got = type(source.document).__name__
         source.fail((), f"the file: input should be a valid dictionary (run, save, watch), got a {got}{_BEGIN}")
@@ -71,8 +79,10 @@ def _checked(source: Source) -> dict[str, Any]:
 
 
 def _explained(source: Source, errors: Sequence[Any]) -> str:
+    """The text of ConfigError for the errors of pydantic; see [Note: from pydantic's errors to ours]."""
     first: dict[Path, Any] = {}
-    for error in errors:  # each part of a union complains: the one that takes this type knows best
+    # Of a union, an error that is not about the type comes from the part that takes a value of this type: it stays.
+    for error in errors:
         path = _written(source, error["loc"])
         if path not in first or first[path]["type"].endswith("_type"):
             first[path] = error
@@ -87,7 +97,7 @@ def _inside(path: Path, other: Path) -> bool:
 
 
 def _written(source: Source, loc: Sequence[Any]) -> Path:
-    """The part of pydantic's path that is the path of a value, without the names of a union's parts."""
+    """The path of the value in the file: pydantic's path ``loc`` without the names of the parts of unions."""
     here, path = source.document, []
     for key in loc:
         if (isinstance(here, Mapping) and key in here) or (isinstance(here, list) and key in range(len(here))):
@@ -97,6 +107,7 @@ def _written(source: Source, loc: Sequence[Any]) -> Path:
 
 
 def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
+    """The message for one error of pydantic, from the most particular advice to pydantic's own words."""
     if error["type"] == "extra_forbidden":
         return source.say(path, f" is not known{_belongs(path) or near(str(path[-1]), _keys(path[:-1]))}")
     if error["type"] == "missing":
@@ -117,7 +128,7 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
 
 
 def _belongs(path: Path) -> str:
-    """Where a key of the file belongs that stands beside ``save`` and ``watch``."""
+    """Advice for a key that stands beside ``save`` and ``watch`` and belongs inside one of them; else ""."""
     from disthooks.config.schema import Save, Watch
 
     key = str(path[-1])
@@ -128,20 +139,21 @@ def _belongs(path: Path) -> str:
 
 
 def _noun(path: Path) -> str | None:
-    """What has a ``kind`` at ``path``, or in the list there."""
+    """The noun of the entries at ``path``, or in the list there; None if no ``kind`` belongs there."""
+    # The key of a list is the plural of the noun: "codecs" has entries of "codec".
     key = path[-2] if path and isinstance(path[-1], int) else path[-1] if path else ""
     return str(key).removesuffix("s") if str(key).removesuffix("s") in NOUNS else None
 
 
 def _kinds(path: Path, noun: str) -> str:
-    """How what is at ``path`` is written."""
+    """The words for a right value at ``path``, where an entry of ``noun`` or a list of them is needed."""
     one = "{kind: Recompute} or null" if noun == "recompute" else "{kind: Name, ...}"
     word = "'standard' or " if noun == "stat" else ""
     return f"{word}a list of {one}" if str(path[-1]).endswith("s") else f"{word}{one}"
 
 
 def _meant(path: Path, value: Any, noun: str) -> str:
-    """What was meant by ``value``, a word or an object where a kind is needed."""
+    """Advice for ``value``, a word, a mapping, a list or an object at a place where an entry is needed; or ""."""
     written = _entry_of(value, noun)
     if written:
         return f"; write [{written}]" if str(path[-1]).endswith("s") else f"; write {written}"
@@ -151,14 +163,18 @@ def _meant(path: Path, value: Any, noun: str) -> str:
         listed = str(path[-1]).endswith("s") and close != "standard"
         if close:
             return f"; did you mean {f'[{meant}]' if listed else meant}?"
-    elif noun_of(value):  # in a dict
+    elif noun_of(value):  # the configuration is a dict of the script, with an object such as OnCpu() in it
         return "; objects make a plan without a file: disthooks.Plan(saves=[(patterns, pipeline(...))])"
     told = isinstance(value, (Mapping, list)) or len(kind_names(noun)) == 1
     return "" if told else f"; there are {', '.join(kind_names(noun))}"
 
 
 def _entry_of(value: Any, noun: str) -> str | None:
-    """How the entry that ``value`` nearly is is written: a mapping for a list, a list for a mapping, a kind as key."""
+    """The text of the entry that ``value`` was probably meant to be; None if there is no good guess.
+
+    Three mistakes are known: a list with one entry for an entry, an entry for a list, and ``{OnDisk: {...}}``, where
+    the name of the kind is a key.
+    """
     if isinstance(value, list) and len(value) == 1:
         return _entry_of(value[0], noun)
     if not isinstance(value, Mapping) or not value:
@@ -209,7 +225,7 @@ def _entry(
         if exact:
             _check_exact(stages[-1], codec, source, (*path, "codecs", i))
     if names_run(entry["store"]):
-        make_run(written)  # a store opens its file when it is made
+        make_run(written)  # a store may open its file when it is made
     stages.append(builder.spec(entry["store"], "store", (*path, "store"))())
     try:
         return _patterns(entry["modules"], source, (*path, "modules")), pipeline(*stages)
@@ -218,7 +234,7 @@ def _entry(
 
 
 def _ready(made: Any, source: Source, path: Path) -> BuildSpec:
-    """The recipe of what is there already."""
+    """A spec that returns the object ``made``, which exists already."""
     return BuildSpec(Kind(type(made).__name__, "stat", lambda: made), {}, source, path)
 
 

@@ -1,7 +1,19 @@
-"""A configuration as it is written: its values, and the line of each.
+"""Reads a configuration: its plain values, the line of each value, and the variables and placeholders in its paths."""
 
-Variables and placeholders in the paths of a configuration.
-"""
+# [Note: values with their lines]
+# An error of a configuration says `file:line`. PyYAML gives values or nodes with lines, not both, so the nodes are read
+# here and their values are made one by one. Reading nodes also allows to refuse what YAML takes without a word and a
+# configuration cannot mean: a key that stands twice, a key that is no text, a tag of Python, a value that contains
+# itself, and so many aliases of aliases that memory would run out.
+#
+# [Note: YAML 1.1]
+# PyYAML reads YAML 1.1, which surprises: `1e-3` is a text, `010` is 8, and `1:30` is 90. The first is read as the
+# number that was meant. The others are an error, since nobody can tell which number was meant. A date stays a text.
+#
+# [Note: errors of YAML]
+# PyYAML says what its parser expected, which tells little about the mistake. Five mistakes make nearly all of these
+# errors: a tab, a bracket that is not closed, a pattern such as `*.mlp` or a placeholder without quotes, a missing
+# blank behind a colon, and a wrong indentation. They are looked for in the line of the error, and the advice is added.
 
 from __future__ import annotations
 
@@ -28,26 +40,28 @@ from disthooks.errors import ConfigError
 
 Path = tuple[str | int, ...]
 
-# YAML 1.1 takes 1e-3 for text: it wants 1.0e-3.
+# A number that YAML 1.1 takes for a text, as it wants 1.0e-3. See [Note: YAML 1.1].
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-# YAML 1.1 takes 010 for 8, and 1:30 for 90.
+# A number that YAML 1.1 takes for an octal one or a time. See [Note: YAML 1.1].
 _OLD_INTEGER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+)")
-# A pattern and a placeholder without quotes, at the beginning of a value.
+# A pattern, and a placeholder, without quotes at the beginning of a value. See [Note: errors of YAML].
 _STAR = re.compile(r"(?:^|[\s:\[{,])(\*[^\s,\]}#]*)")
 _BRACE = re.compile(r"[:\-,\[]\s+(\{\w+\}[^\s,}\]]*)")
+# A key with a value right behind its colon, as in `save:[]`; not a URL.
 _JOINED = re.compile(r"\s*(- +)?[A-Za-z_]+:[^\s/].*$")
+# The dash of a list's entry.
 _DASH = re.compile(r" *-( +)")
-_MOST = 100_000  # values; aliases of aliases could be more than memory holds
+_MOST = 100_000  # values of a file; aliases of aliases could be more than memory holds
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What was read, and where each value stands.
+    """A configuration that was read, with the line of each value; see [Note: values with their lines].
 
     Attributes:
-        name: what errors call it: the path of the file, or what holds a dict.
-        document: plain values.
-        lines: the line of each value, by its path: ``("save", 0, "store")``.
+        name: its name in errors: the path of the file, or the name of the place that has the dict.
+        document: its plain values: dicts, lists, texts, numbers, booleans and None.
+        lines: the line of each value, by its path, such as ``("save", 0, "store")``; empty for a dict.
     """
 
     name: str
@@ -55,7 +69,7 @@ class Source:
     lines: Mapping[Path, int] = field(default_factory=dict)
 
     def at(self, path: Path = ()) -> str:
-        """``name:line`` of the value at ``path``, or of what it is in, when it is not written itself.
+        """``name:line`` of the value at ``path``; if the file does not have it, of the nearest value around it.
 
         >>> Source("hooks.yaml", {}, {("save",): 2}).at(("save", 0, "store"))
         'hooks.yaml:2'
@@ -64,21 +78,21 @@ class Source:
         return f"{self.name}:{self.lines[known]}" if known in self.lines else self.name
 
     def say(self, path: Path, says: str) -> str:
-        """A message: where ``path`` stands, its name, and what is wrong."""
+        """A message: the file and line of ``path``, the path with dots, and ``says``."""
         name = ".".join(map(str, path))
         return f"{self.at(path)}: {name}{says}" if name else f"{self.at()}: {says.lstrip(': ')}"
 
     def fail(self, path: Path, says: str) -> NoReturn:
-        """Raise ConfigError with :meth:`say`."""
+        """Raise ConfigError with the message of :meth:`say`."""
         raise ConfigError(self.say(path, says)) from None
 
     def of_text(self, message: str, under: Path) -> Path | None:
-        """The value that ``message`` begins with, in quotes as errors about patterns do."""
+        """The path of the text that ``message`` begins with, in quotes, as errors about patterns do; else None."""
         found = (path for path in self.lines if path[: len(under)] == under and _quoted(self, path, message))
         return next(found, None)
 
     def value(self, path: Path) -> Any:
-        """The value at ``path``."""
+        """The value at ``path``, which must exist."""
         here = self.document
         for key in path:
             here = here[key]
@@ -91,14 +105,14 @@ def _quoted(source: Source, path: Path, message: str) -> bool:
 
 
 def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "the configuration") -> Source:
-    """Read a file, or take a dict, which has no lines.
+    """Read a YAML file, or take a dict, which has no lines.
 
     Args:
         given: the path of a file, or a dict.
-        name: what errors call a dict.
+        name: the name of a dict in errors.
 
     Raises:
-        ConfigError: when the file cannot be read, or is no YAML with plain values.
+        ConfigError: when the file cannot be read, is not YAML, or has values that are not plain.
     """
     if isinstance(given, Mapping):
         return Source(name, _plain(given))
@@ -109,7 +123,7 @@ def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "th
 
 
 def _plain(value: Any) -> Any:
-    """``value`` of nothing but dicts and lists, shared with nobody."""
+    """A copy of ``value`` with dicts for mappings and lists for tuples, so that later changes do not reach it."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -145,6 +159,7 @@ def _parsed(name: str, text: str) -> Source:
 
 
 def _short(name: str, text: str, error: Any) -> str:
+    """PyYAML's error in one line, with advice; see [Note: errors of YAML]."""
     mark = getattr(error, "problem_mark", None)
     line = text[: getattr(error, "position", 0)].count("\n") if mark is None else mark.line
     where, lines = f"{name}:{line + 1}", text.splitlines()
@@ -162,7 +177,7 @@ def _short(name: str, text: str, error: Any) -> str:
 
 
 def _unquoted(lines: list[str], at: int, problem: str) -> str:
-    """What to write where YAML takes the first letter of a text for something of its own."""
+    """Advice if a text needs quotes because of its first letter, or if a blank is missing; else ""."""
     here = lines[at] if at < len(lines) else ""
     wanted = _STAR if "alias" in problem else _BRACE if "expected" in problem else None
     found = wanted.search(here) if wanted else None
@@ -173,10 +188,11 @@ def _unquoted(lines: list[str], at: int, problem: str) -> str:
 
 
 def _misplaced(lines: list[str], at: int, problem: str) -> str:
-    """Where a line begins, and where it could."""
+    """Advice if the line ``at`` begins in a column in which none of the blocks around it begins; else ""."""
     if at >= len(lines) or not ("not allowed here" in problem or "<block end>" in problem):
         return ""
     here = _columns(lines[at])
+    # The columns of the blocks that are still open: going up, each line that begins further left opens one.
     above: list[int] = []
     for text in reversed(lines[:at]):
         if text.strip() and not text.lstrip().startswith("#"):
@@ -188,20 +204,20 @@ def _misplaced(lines: list[str], at: int, problem: str) -> str:
 
 
 def _columns(text: str) -> list[int]:
-    """The columns in which a line begins: of its dash, if it has one, and of what stands behind it."""
+    """The columns, from 1, in which a line begins: that of its dash, if it has one, and that of its first key."""
     first = len(text) - len(text.lstrip(" "))
     dash = _DASH.match(text)
     return [first + 1, dash.end() + 1] if dash else [first + 1]
 
 
 class _Reader:
-    """Values and lines of YAML's nodes."""
+    """Makes values of YAML's nodes and notes their lines; see [Note: values with their lines]."""
 
     def __init__(self, name: str, loader: Any) -> None:
         self._name, self._loader = name, loader
         self._lines: dict[Path, int] = {}
         self._checked: set[int] = set()
-        self._open: set[int] = set()  # the nodes that this one is in
+        self._open: set[int] = set()  # the nodes around the one that is being read
 
     def read(self, root: Any) -> Source:
         """The whole document."""
@@ -226,7 +242,8 @@ class _Reader:
 
     def _mapping(self, node: Any, path: Path) -> dict[str, Any]:
         self._once(node)
-        self._loader.flatten_mapping(node)  # "<<": what is merged comes first, what is written here wins
+        # "<<" merges other mappings. Their keys come first, so the keys that are written here win.
+        self._loader.flatten_mapping(node)
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             here: Path = (*path, key_node.value)
@@ -235,7 +252,9 @@ class _Reader:
         return found
 
     def _once(self, node: Any) -> None:
-        if id(node) in self._checked:  # an alias; by now it holds the keys that were merged into it
+        """Check that each key is a text and stands once."""
+        # An alias names a node that was read before. Merging has put keys into it, which may stand there twice.
+        if id(node) in self._checked:
             return
         self._checked.add(id(node))
         lines: dict[str, int] = {}
@@ -280,7 +299,7 @@ _HOLDERS = (typing.Union, types.UnionType, list, tuple, collections.abc.Sequence
 
 
 def is_path(name: str, hint: Any) -> bool:
-    """Whether a parameter takes a path: by its name, or since ``os.PathLike`` is among what it takes.
+    """Whether a parameter takes a path, which its name says, or ``os.PathLike`` among its types.
 
     >>> is_path("directory", None), is_path("where", str | os.PathLike[str]), is_path("limit", int | str)
     (True, True, False)
@@ -289,7 +308,7 @@ def is_path(name: str, hint: Any) -> bool:
 
 
 def parts(hint: Any) -> list[Any]:
-    """What a union is of, and what is in the lists of it; ``[hint]`` for anything else."""
+    """The types of a union, also of the lists in it; ``[hint]`` for any other annotation."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType) or typing.get_origin(hint) in (
         collections.abc.Sequence,
         collections.abc.Iterable,
@@ -301,15 +320,19 @@ def parts(hint: Any) -> list[Any]:
 
 
 RUN = "{run}"
+# One alternative for each thing that a path can have: $$, ${VAR}, $VAR, {{, }}, {place}, and a letter that stands
+# alone.
 _PART = re.compile(r"\$\$|\$\{(?P<braced>[^}]*)\}|\$(?P<bare>[A-Za-z_]\w*)|\{\{|\}\}|\{(?P<place>[^{}]*)\}|\$|\{")
 
 
 class Expansion:
-    """What stands for what in paths.
+    """Replaces variables and placeholders in paths.
+
+    A variable or a placeholder that has no value is an error: a path with a part missing would name another directory.
 
     Args:
-        source: for errors.
-        run: the run directory as it is written; None where there is none.
+        source: the configuration, for errors.
+        run: the run directory as it is written in the file; None if there is none.
     """
 
     def __init__(self, source: Source, run: str | None = None) -> None:
@@ -323,8 +346,14 @@ class Expansion:
     def __call__(self, text: str, path: Path) -> str:
         """``text`` with every ``$VAR``, ``${VAR}``, ``{rank}``, ``{local_rank}``, ``{run}`` and ``~/`` replaced.
 
+        ``$$``, ``{{`` and ``}}`` stand for one letter.
+
+        Args:
+            text: the path as it is written.
+            path: where it stands in the configuration, for errors.
+
         Raises:
-            ConfigError: for a variable that is not set, and an unknown placeholder.
+            ConfigError: when a variable is not set or is empty, or a placeholder is unknown.
         """
         return _PART.sub(lambda part: self._part(part, path), os.path.expanduser(text))
 
@@ -361,6 +390,7 @@ class Expansion:
 
     def _local_rank(self, path: Path) -> str:
         found = first_set(LOCAL_RANK_VARIABLES)
+        # Rank 0 would be wrong here: all ranks of a node would write to the same files.
         if found is None and has_several_ranks():
             self._source.fail(
                 path, ": {local_rank} is not known: LOCAL_RANK is not set, and this is one of several ranks"
@@ -369,7 +399,7 @@ class Expansion:
 
 
 def escaped(text: str) -> str:
-    """``text`` such that reading it gives ``text``.
+    """``text`` with ``$``, ``{`` and ``}`` doubled, so that :class:`Expansion` gives ``text`` again.
 
     >>> escaped("/data/$x/{run}")
     '/data/$$x/{{run}}'
@@ -378,9 +408,9 @@ def escaped(text: str) -> str:
 
 
 def names_run(value: Any) -> bool:
-    """Whether a value, or one in it, is in the run directory."""
+    """Whether a value, or a value inside it, is a path with ``{run}``."""
     if isinstance(value, Mapping):
         return any(map(names_run, value.values()))
     if isinstance(value, list):
         return any(map(names_run, value))
-    return isinstance(value, str) and RUN in value.replace("{{", "")
+    return isinstance(value, str) and RUN in value.replace("{{", "")  # "{{run}}" is a text in braces
