@@ -15,6 +15,12 @@ and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``dist
 # 3. The entry points of installed packages, in groups such as ``disthooks.codecs``. They are read only when a name is
 #    in neither of the first two, or when all names are listed, because reading them takes tens of milliseconds. A
 #    package is imported only when one of its kinds is used, so a broken package is an error for nobody else.
+#
+# [Note: kinds that a file can name]
+#
+# An object can be written to a file only if the process that reads the file finds its kind. That is so for the kinds of
+# this library and of installed packages. A kind that a script has registered is unknown to every other process, so an
+# object of it is written by module and class, or not at all.
 
 from __future__ import annotations
 
@@ -37,17 +43,18 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Noun:
-    """What kinds there are of.
+    """One sort of kinds, such as stores or codecs.
 
     Attributes:
-        group: the group of entry points by which another package adds a kind; None where no package can.
-        base: ``module:Class`` of which every object is an instance; None where any function will do.
+        group: the group of entry points with which other packages add kinds; None if they cannot add any.
+        base: ``module:Class``, the class of which every object is an instance; None if it may be any function.
     """
 
     group: str | None
     base: str | None
 
 
+#: The sorts of kinds. The bases are texts, so that this table imports none of them.
 NOUNS: dict[str, Noun] = {
     "store": Noun("disthooks.stores", "disthooks.saved.stores.base:Store"),
     "recompute": Noun(None, "disthooks.saved.recompute.verify:Recompute"),
@@ -60,21 +67,21 @@ NOUNS: dict[str, Noun] = {
 
 
 class UnknownKindError(UsageError):
-    """No kind has this name, or its package cannot be imported; the message says which."""
+    """No kind has this name, or the package that has it cannot be imported; the message says which of the two."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What ``kind:`` stands for.
+    """The class or function that a ``kind:`` stands for.
 
     Attributes:
-        name: as it is written.
+        name: the text of ``kind:``.
         noun: a key of :data:`NOUNS`.
-        target: what is called with the other keys.
-        made: the class of what ``target`` returns.
-        given: an argument that no file can hold, and that is given when it is attached: the engine.
-        hidden: arguments that no file can hold, and that have a default.
-        package: the distribution whose entry point it is; None for this library and for classes of a script.
+        target: the class or function; it is called with the other keys of the entry as arguments.
+        made: the class of the objects that ``target`` returns; None if it is not known.
+        given: the parameter that no file can hold, and whose argument is given when the object is attached: the engine.
+        hidden: the parameters that no file can hold, and that have a default.
+        package: the distribution that has the entry point; None for this library and for classes of a script.
     """
 
     name: str
@@ -86,12 +93,12 @@ class Kind:
     package: str | None = None
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The arguments that a file can hold, by name."""
+        """The parameters that a file can hold, by name."""
         every = inspect.signature(self.target).parameters
         return {name: it for name, it in every.items() if name not in self.hidden and name != self.given}
 
     def hints(self) -> dict[str, Any]:
-        """The annotations of the arguments; none where they cannot be found out.
+        """The annotations of the parameters, by name; an empty dict if they cannot be evaluated.
 
         >>> import fractions
         >>> Kind("own", "store", fractions.Fraction.limit_denominator).hints()
@@ -100,12 +107,12 @@ class Kind:
         function = self.target.__init__ if inspect.isclass(self.target) else self.target
         try:
             return typing.get_type_hints(function)
-        except Exception:  # annotations may name anything
+        except Exception:  # an annotation may name anything, such as an import for type checkers only
             return {}
 
     @property
     def takes_any_name(self) -> bool:
-        """Whether it takes arguments of any name."""
+        """Whether it takes arguments of any name, as ``**options`` does."""
         return any(it.kind is it.VAR_KEYWORD for it in self.parameters().values())
 
 
@@ -121,19 +128,19 @@ def register(
     given: str | None = None,
     hidden: Iterable[str] = (),
 ) -> Callable[[T], T]:
-    """Make a class a kind: ``kind: Name`` in a configuration is an object of it.
+    """Decorate a class so that ``kind: Name`` in a configuration makes an object of it.
 
     Args:
         noun: "store", "codec", "rule", "stat", "sink", "engine" or "recompute".
-        name: what ``kind:`` says; by default the name of the class.
-        build: the function that makes the object of what a file says, where the class itself cannot: its parameters
-            are the keys.
-        made: the class of the objects, where a function is decorated.
-        given: the parameter that is given when the object is attached, not in the file: the model.
+        name: the text of ``kind:``; by default the name of the class.
+        build: a function whose parameters are the keys of an entry, and that returns the object. It is needed if the
+            constructor has parameters that a file cannot hold.
+        made: the class of the objects, if a function is decorated instead of a class.
+        given: the parameter whose argument is given when the object is attached, not in the file: the model.
         hidden: the parameters that no file can hold.
 
     Raises:
-        UsageError: when there is no such noun, or another class has the name.
+        UsageError: when there is no such noun, or another class of this noun has the name.
 
     >>> @register("sink")
     ... class Forget:
@@ -149,7 +156,7 @@ def register(
         kind = Kind(name or target.__name__, noun, build or target, cls, given, tuple(hidden))
         first = _registered[noun].get(kind.name)
         own = KINDS[noun].get(kind.name, f"{target.__module__}:{target.__qualname__}")
-        # A module that is imported anew, as notebooks do, registers the same class again.
+        # A notebook may import a module anew, which registers the same class again: that is no error.
         if own != f"{target.__module__}:{target.__qualname__}" or (first and not _is_same(first, kind)):
             raise UsageError(f"register: there is a {noun} {kind.name!r} already: {own if first is None else first}")
         _registered[noun][kind.name] = kind
@@ -167,7 +174,9 @@ def _is_same(one: Kind, other: Kind) -> bool:
 
 
 def find_kind(noun: str, name: str) -> Kind | None:
-    """The kind of that name, its module imported; None when there is none.
+    """The kind of this name, whose module is imported; None when there is none.
+
+    See [Note: where kinds are looked for].
 
     Raises:
         UnknownKindError: when the package that has it cannot be imported, or several packages have it.
@@ -175,7 +184,7 @@ def find_kind(noun: str, name: str) -> Kind | None:
     >>> find_kind("codec", "Cast").target.__name__, find_kind("codec", "OnCpu")
     ('Cast', None)
     """
-    if name in KINDS[noun]:
+    if name in KINDS[noun]:  # the import runs the decorator, which registers the kind
         importlib.import_module(KINDS[noun][name].partition(":")[0])
     if name in _registered[noun]:
         return _registered[noun][name]
@@ -187,7 +196,7 @@ def find_kind(noun: str, name: str) -> Kind | None:
 
 
 def kind_names(noun: str) -> list[str]:
-    """The names of all kinds, those of installed packages too; no package is imported.
+    """The sorted names of all kinds, those of installed packages too; no package is imported.
 
     >>> kind_names("codec")
     ['Cast', 'Compact', 'Compress', 'Quantize']
@@ -218,9 +227,9 @@ def _found(noun: str, names: Iterable[str]) -> list[Kind]:
 
 
 def kind_of_object(value: object) -> Kind | None:
-    """The kind whose objects are of exactly the class of ``value``, if a file can name it in every process.
+    """The kind whose objects are of exactly the class of ``value``; None if there is none that every process finds.
 
-    A class that only this process has registered is not found, as another process would not know it.
+    See [Note: kinds that a file can name].
     """
     for noun, kinds in _registered.items():
         for name, kind in kinds.items():
@@ -243,7 +252,7 @@ def _of_entry_points(value: object) -> Kind | None:
 
 
 def base_of(noun: str) -> type | None:
-    """The class of which every object of ``noun`` is an instance; None for sinks, which are functions.
+    """The class of which every object of ``noun`` is an instance; None for sinks, which may be any function.
 
     >>> base_of("codec").__name__
     'Codec'
@@ -257,25 +266,25 @@ def base_of(noun: str) -> type | None:
 
 
 def noun_of(value: object) -> str | None:
-    """What ``value`` is: a store, a codec, a rule, ...; None for anything else."""
+    """The noun of ``value``: "store", "codec", "rule" and so on; None if it is an object of none of them."""
     return next((noun for noun in NOUNS if (base := base_of(noun)) is not None and isinstance(value, base)), None)
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The nearest right name, or all there are."""
+    """The end of an error text: the known name that is nearest to ``name``, or else all known names."""
     known = list(known)
     close = nearest(name, known)
     return f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The nearest right name, if one is near.
+    """The known name that is nearest to ``name``; None if none is near.
 
     >>> nearest("onDisk", ["OnCpu", "OnDisk"]), nearest("many", ["OnCpu"])
     ('OnDisk', None)
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    if not close:  # onDisk, ON_DISK
+    if not close:  # the same letters in another case, or with underscores: ON_DISK for OnDisk
         folded = {each.lower().replace("_", ""): each for each in known}
         close = difflib.get_close_matches(name.lower().replace("_", ""), list(folded), n=1, cutoff=0.6)
         close = [folded[each] for each in close]
@@ -283,10 +292,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _load(noun: str, point: importlib.metadata.EntryPoint) -> Kind:
-    """The kind of an entry point; a class that is decorated keeps what its decorator says."""
+    """The kind of an entry point. If its class is decorated too, the arguments of the decorator hold.
+
+    Raises:
+        UnknownKindError: when it cannot be imported, or is neither a class nor a function.
+    """
     try:
         target = point.load()
-    except Exception as error:  # a package of somebody else's may raise anything
+    except Exception as error:  # another package may raise anything when it is imported
         said = " ".join(str(error).split())
         raise UnknownKindError(
             f"{point.name!r} is a {noun} of the installed package {_package(point)!r}, and {point.value!r} cannot be "
@@ -313,5 +326,6 @@ def _entry_points(noun: str) -> tuple[importlib.metadata.EntryPoint, ...]:
 
 @functools.cache
 def _entry_points_on(group: str, path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
-    """The entry points of the packages on ``path``, which is ``sys.path``: a key of the cache, since it can change."""
+    """The entry points of the packages on ``sys.path``."""
+    # `path` is only a key of the cache: a script may add a folder to sys.path, and packages there are found then.
     return tuple(importlib.metadata.entry_points(group=group))

@@ -1,7 +1,11 @@
-"""Pure facts about tensors: sizes in bytes, storage, layout, the local part of a distributed one.
+"""Facts about tensors: sizes in bytes, storages and their regions, layouts, the local part of a distributed one."""
 
-What of a storage to keep for a tensor that lies over a part of it.
-"""
+# [Note: whole or compact]
+# A saved tensor may cover a part of its storage only. If it covers half of the storage or more, all of the storage is
+# kept: other views of it are likely to need the rest, and the strides need no care. If it covers less than half, only
+# the elements that it covers are kept, as a `StorageRegion` (decision 3). The elements are kept in the order of the
+# storage, not of the view, so that a transposed or reshaped view of the same elements has the same region and finds it
+# again.
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from torch import nn
 from disthooks._torch import StorageRef
 from disthooks.errors import StoreError, UsageError
 
+# Bytes of each unit, with its name in capitals.
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[_letter + "IB"] = 1024**_power
@@ -24,14 +29,15 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str, what: str = "size") -> int:
-    """Number of bytes in ``size``: an int, or text such as ``"4 KiB"``, ``"1.5GB"``, ``"20 GiB"``.
+    """The number of bytes of ``size``: an int, or text such as ``"4 KiB"``, ``"1.5GB"``, ``"20 GiB"``.
 
     Args:
-        size: a non-negative int, or a number with a unit: B, KB, KiB, MB, MiB, GB, GiB, TB or TiB.
-        what: the name of the argument, for the error message.
+        size: an int that is not negative, or a number with a unit: B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, in any
+            case of letters.
+        what: the name of the argument, for the error text.
 
     Raises:
-        UsageError: when the text is not a size, or negative.
+        UsageError: when ``size`` is negative, or is no size.
 
     >>> parse_bytes("4 KiB"), parse_bytes("1.5 kB"), parse_bytes(17)
     (4096, 1500, 17)
@@ -49,7 +55,7 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes in the largest binary unit that leaves at least one.
+    """``count`` bytes as text, in the largest binary unit of which there is at least one.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(3 * 2**30)
     ('0 B', '1.5 KiB', '3.0 GiB')
@@ -63,7 +69,11 @@ def format_bytes(count: float) -> str:
 
 
 class Layout(NamedTuple):
-    """How a strided tensor lies over its storage; sizes, strides and offset count elements."""
+    """How a strided tensor lies over its storage.
+
+    ``size``, ``stride`` and ``offset`` count elements of ``dtype``. ``conj`` and ``neg`` are the bits with which torch
+    marks a lazy conjugate and a lazy negative.
+    """
 
     dtype: torch.dtype
     size: torch.Size
@@ -83,10 +93,11 @@ class Layout(NamedTuple):
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        return tuple.__new__(Layout, fields)  # half the time: every saved tensor pays it
+        # This takes half the time of `Layout(...)`, and every saved tensor has a layout.
+        return tuple.__new__(Layout, fields)
 
     def end(self) -> int:
-        """Elements of the storage up to the last one that this layout reaches.
+        """The number of elements from the start of the storage to the last one that this layout covers.
 
         >>> Layout.of(torch.zeros(4, 5)[1:3, 2]).end()
         13
@@ -99,15 +110,20 @@ class Layout(NamedTuple):
         return last + 1
 
     def over(self, storage: torch.UntypedStorage, shift: int = 0) -> torch.Tensor:
-        """The tensor with this layout over ``storage``, whose first element stands at offset ``shift``.
+        """The tensor with this layout over ``storage``.
+
+        Args:
+            storage: the memory; it may be a copy of the end of the storage of which this is the layout.
+            shift: the offset, in elements of that storage, at which ``storage`` begins.
 
         Raises:
-            StoreError: when ``storage`` is too short; ``set_`` would lengthen it with bytes that nobody wrote.
+            StoreError: when ``storage`` is too short.
 
         >>> x = torch.arange(6.0).view(2, 3).t()[1:]
         >>> torch.equal(Layout.of(x).over(x.untyped_storage()), x)
         True
         """
+        # `set_` would lengthen a storage that is too short, with bytes that nobody wrote.
         if (self.end() - shift) * self.dtype.itemsize > storage.nbytes():
             raise StoreError(
                 f"the memory of a saved tensor of shape {tuple(self.size)} was taken away: its storage has "
@@ -120,7 +136,7 @@ class Layout(NamedTuple):
         return torch._neg_view(tensor) if self.neg else tensor
 
     def of_whole(self, whole: torch.Tensor, shift: int = 0) -> torch.Tensor:
-        """The tensor with this layout over the storage of ``whole``; changes of either are counted in both.
+        """The tensor with this layout over the storage of ``whole``. Both share one version counter.
 
         >>> whole = torch.zeros(6)
         >>> part = Layout.of(torch.zeros(2, 3).t()).of_whole(whole)
@@ -129,16 +145,17 @@ class Layout(NamedTuple):
         (torch.Size([3, 2]), tensor(6.), 1)
         """
         if self.dtype is whole.dtype and not (self.conj or self.neg):
-            if self.offset == shift:
-                return whole.as_strided(self.size, self.stride)  # a quarter of its time goes to the third argument
+            if self.offset == shift:  # the third argument of `as_strided` would take a quarter of its time
+                return whole.as_strided(self.size, self.stride)
             return whole.as_strided(self.size, self.stride, self.offset - shift)
+        # `detach` shares the version counter, and setting `data` keeps it.
         tensor = whole.detach()
         tensor.data = self.over(whole.untyped_storage(), shift)
         return tensor
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes of memory that ``tensor`` keeps alive: all of its storage, however little of it the tensor covers.
+    """Bytes of memory that ``tensor`` keeps alive: all of its storage, even if it covers a small part of it.
 
     >>> resident(torch.zeros(10, 4)[:, 1])
     160
@@ -147,7 +164,9 @@ def resident(tensor: torch.Tensor) -> int:
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it where its storage has more bytes than it has: what keeps a tensor counts its bytes.
+    """``tensor``, or a copy of it if its storage is larger than the tensor.
+
+    A store counts the bytes of the tensors that it holds. The rest of a larger storage would be held and not counted.
 
     >>> x = torch.zeros(10, 4)
     >>> alone(x) is x, resident(alone(x[:, 1]))
@@ -157,7 +176,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def exotic(tensor: torch.Tensor) -> str | None:
-    """Why the bytes of ``tensor`` cannot be taken from a plain storage, or None when they can.
+    """The reason, in one word, why ``tensor`` is not plain bytes of a storage; None if it is.
 
     >>> exotic(torch.ones(2)), exotic(torch.ones(2).to_sparse()), exotic(torch.ones(2, device="meta"))
     (None, 'sparse', 'meta')
@@ -180,20 +199,24 @@ def exotic(tensor: torch.Tensor) -> str | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that lives on this rank: a DTensor's local tensor, any other tensor itself.
+    """The part of ``tensor`` that is on this rank: the local tensor of a DTensor; any other tensor itself.
 
-    It shares memory with ``tensor``, so an in-place change reaches it.
+    It shares memory with ``tensor``, so an in-place change of one is a change of both.
     """
+    # A DTensor is known by this attribute, so torch.distributed.tensor need not be imported.
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
 
 
 def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
-    """Addresses of the storages of a module's parameters and buffers, and of a DataParallel replica's copies.
+    """The storages of a module's parameters and buffers, and of the copies that a DataParallel replica has.
 
-    The values are "parameter" or "buffer", and a weak reference: engines exchange the storages of weights in mid
-    forward, and as long as the references are there no other tensor gets the address of one that is gone. Those that a
-    lazy module has not made yet are left out; see :func:`is_waiting`.
+    Parameters that a lazy module has not made yet are left out; see :func:`is_waiting`.
+
+    Returns:
+        For the address of each storage: "parameter" or "buffer", and a weak reference. The references must be kept as
+        long as addresses are compared. Engines exchange the storages of weights during forward, and without a
+        reference another tensor could get the address of a storage that is gone (decision 26).
 
     >>> [kind for kind, _ in storages_of(nn.Linear(2, 2)).values()]
     ['parameter', 'parameter']
@@ -204,7 +227,7 @@ def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
         for tensor in tensors:
             if nn.parameter.is_lazy(tensor):
                 continue
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse ones have none
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # sparse tensors have no storage
                 ref = StorageRef(local_part(tensor).untyped_storage())
                 found[ref.address] = kind, ref
     return found
@@ -220,7 +243,10 @@ def is_waiting(module: nn.Module) -> bool:
 
 
 class StorageRegion(NamedTuple):
-    """The elements of a large storage that a small tensor covers, whichever of its views shows them."""
+    """The elements of a large storage that a small tensor covers, the same for all views of these elements.
+
+    ``offset``, ``size`` and ``stride`` count elements of ``dtype``. See [Note: whole or compact].
+    """
 
     dtype: torch.dtype
     offset: int
@@ -229,33 +255,35 @@ class StorageRegion(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last, both included."""
+        """The number of elements of the storage from the first to the last of the region, both included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of the elements of the region."""
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def raw(self) -> StorageRegion:
-        """The same in a dtype that torch can copy, which it cannot every other (``torch.int4``): bits are bits."""
+        """The same region in a dtype of the same size that torch can copy. torch cannot copy each (``torch.int4``)."""
         return self._replace(dtype=_RAW[self.dtype.itemsize])
 
 
+# A dtype that torch can copy, by the bytes of an element.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def is_most_of(layout: Layout, covered: int, nbytes: int) -> bool:
-    """Whether a tensor of ``layout``, of ``covered`` bytes, is half of its storage of ``nbytes`` or more."""
+    """Whether a tensor with ``layout`` and ``covered`` bytes is at least half of its storage of ``nbytes``.
+
+    A stride of 0 counts one element several times, so the answer is False then.
+    """
     return covered * 2 >= nbytes and 0 not in layout.stride
 
 
 def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
-    """What of a storage of ``nbytes`` to keep for a tensor of ``layout``: None for all of it.
+    """The region of a storage of ``nbytes`` to keep for a tensor with ``layout``; None to keep all of the storage.
 
-    Half of the storage or more is kept whole: other views of it will ask for the rest, and its strides come
-    back without a thought. Less than half is compacted to the elements the tensor covers, in the order of the
-    storage, so that a transposed or reshaped view of the same elements finds them.
+    See [Note: whole or compact].
 
     >>> x = torch.zeros(4, 12)
     >>> region_of(Layout.of(x.t()), 192)
@@ -265,18 +293,20 @@ def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     itemsize = layout.dtype.itemsize
     if is_most_of(layout, layout.size.numel() * itemsize, nbytes):
         return None
+    # A dimension of one element, or with stride 0, adds no element. The others are sorted from the largest stride.
     dims = sorted(
         ((step, n) for n, step in zip(layout.size, layout.stride, strict=True) if n > 1 and step),
         reverse=True,
     )
     merged: list[tuple[int, int]] = []
-    covered = 1  # elements from the first to the last of the dimensions looked at so far
+    covered = 1  # elements of the storage from the first to the last of the dimensions so far
     for step, n in reversed(dims):
-        if step < covered:  # overlapping windows: keep the run of elements they lie in
+        if step < covered:  # the windows overlap, as those of `unfold` do: keep the run of elements around them
             length = 1 + sum((n - 1) * step for step, n in dims)
             return (
                 None if length * itemsize * 2 >= nbytes else StorageRegion(layout.dtype, layout.offset, (length,), (1,))
             )
+        # Two dimensions that lie without a gap are one, so that reshaped views have the same region.
         if merged and step == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * n)
         else:

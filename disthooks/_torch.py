@@ -1,18 +1,24 @@
 """The private functions of torch that disthooks needs, named and typed in one place.
 
-All other files use public torch. What is said here of torch holds for 2.9 to 2.13; tests run over each name.
+All other files use public torch. The comments about torch hold for 2.9 to 2.13, and a test uses each name.
 """
 
 # [Note: replacing what a wrapper calls]
 # Some of torch's functions are wrappers made by a decorator: `Optimizer.step`, `clip_grad_norm_`. To see every call, a
 # name in torch's module could be replaced, but scripts have imported it before, schedules and accelerate have put bound
 # methods aside, and classes inherit it. All of these are the wrapper. So the wrapper stays, and the function in its
-# closure is replaced (`Inner`).
+# closure is replaced (`Inner`; decision 104).
 #
 # [Note: looking up the stack]
 # torch does not say which GradScaler is making a step, which checkpoint a `load_state_dict` is loading, or that
-# `functional_call` is what sets an attribute. The frames of Python's stack do: each is found by the code object of
-# torch's function, not by its name, and its local variables are only read.
+# `functional_call` is setting an attribute. The frames of Python's stack say so. A frame is found by the code object of
+# torch's function, not by its name, which a user's function may have too. Its local variables are read, never written.
+#
+# [Note: torch's own counts]
+# disthooks must know whether anybody else uses the memory of a tensor. Python's references cannot tell: a saved tensor
+# is held by C++, and a Python weak reference may still find a storage that is being destroyed. So the counts of torch
+# are asked. `holders` is the number of tensors over a storage, `StorageRef` a weak reference that torch counts, and
+# `fresh_count` tells a tensor that only the operator knows from one that a user's code holds.
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 _autograd: Any = torch._C._autograd
 
-#: Number that the next graph node made in this thread will get: it has grown once an operator is under way.
+#: The number that the next graph node of this thread will get. It has grown if an operator is making its node now.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 
 #: False inside torch.func's transforms, which forbid saved-tensor hooks.
@@ -47,25 +53,25 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def is_python_node(node: Any) -> bool:
-    """Whether ``node`` runs a user's code, which may read a saved tensor several times; torch's nodes read it once.
+    """Whether ``node`` runs a user's code. Such code may read a saved tensor several times; torch's nodes read it once.
 
-    It is True for None, too: outside of a backward only users read saved tensors.
+    It is True for None, too: outside of a backward only a user's code reads saved tensors.
     """
     return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the backward that runs in this thread is over."""
+    """Call ``call`` at the end of the backward that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def node_name(node: Any) -> str:
-    """What torch calls the kind of ``node``; "" for a user's own node, whose ``name`` may be anything."""
+    """The name that torch gives to the kind of ``node``; "" for a user's own node, whose ``name`` may be anything."""
     return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
 
 
 class _Counts:
-    """What ``sys.getrefcount`` says in a pack hook of a tensor that only the operator knows."""
+    """Measures the ``sys.getrefcount``, in a pack hook, of a tensor that only the operator knows."""
 
     def __init__(self) -> None:
         self.least = 0
@@ -77,9 +83,10 @@ class _Counts:
 
 @functools.cache
 def fresh_count() -> int:
-    """What ``sys.getrefcount`` says, in a method that is a pack hook, of a tensor that no Python code has seen yet.
+    """The ``sys.getrefcount``, in a method that is a pack hook, of a tensor that no Python code has seen yet.
 
-    The number depends on how Python counts arguments, so it is measured once, on the output of an operator.
+    The number depends on how Python counts arguments, so it is measured once, with the output of an operator. See
+    [Note: torch's own counts].
     """
     counts, leaf = _Counts(), torch.ones(1, device="cpu", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(counts.pack, lambda tensor: tensor), torch.enable_grad():
@@ -88,23 +95,26 @@ def fresh_count() -> int:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors lie over ``storage``, plus one for ``storage`` itself, the object of Python."""
+    """The number of tensors over ``storage``, plus one for the Python object ``storage`` itself.
+
+    See [Note: torch's own counts].
+    """
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward: a gradient hook, or a checkpoint that computes again."""
+    """Whether this thread is inside a backward, such as in a gradient hook, or in a checkpoint that recomputes."""
     running: int = torch._C._current_graph_task_id()
-    return running != -1
+    return running != -1  # torch's number for no backward
 
 
-#: Number of the backward that this thread is inside of; one that another one runs has a number of its own.
+#: The number of the backward that this thread is inside of. A backward inside a backward has its own number.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_transform() -> bool:
-    """Whether this thread is inside a transform of ``torch.func``, to which every new tensor belongs."""
+    """Whether this thread is inside a transform of ``torch.func``. Every new tensor belongs to the transform then."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
@@ -119,7 +129,8 @@ def being_traced() -> bool:
 
 
 def exporting() -> bool:
-    """Whether ``torch.export`` is tracing; ``is_exporting`` is true of all that the compiler of 2.11 traces."""
+    """Whether ``torch.export`` is tracing."""
+    # The public `is_exporting` of torch 2.11 is also true while `torch.compile` traces.
     return torch.compiler._is_exporting_flag
 
 
@@ -131,12 +142,13 @@ _SKIP, _GO_ON = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
 def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[_Function], _Function]:
     """Mark a function that ``torch.compile`` must not compile.
 
-    This is what ``torch.compiler.disable`` does, without importing the compiler, and without another call.
+    ``torch.compiler.disable`` does the same, but it imports the compiler and adds a Python call.
 
     Args:
-        reason: what the compiler says if it meets the function while it traces a caller, whose graph breaks there. With
-            None it may trace the function as a part of the caller, and leaves alone only calls from outside.
-        callees: whether what the function calls is left alone too.
+        reason: the text that the compiler shows if it meets the function while it traces a caller, whose graph breaks
+            there. With None the compiler may trace the function as a part of the caller, and only calls from code that
+            is not compiled are left alone.
+        callees: whether the functions that this function calls are left alone too.
     """
 
     def mark(function: _Function) -> _Function:
@@ -150,10 +162,10 @@ def uncompiled(reason: str | None = None, *, callees: bool = True) -> Callable[[
 
 
 def forget_compiled() -> None:
-    """Make ``torch.compile`` trace again what it compiled so far, when that is next called.
+    """Make ``torch.compile`` trace each compiled function again at its next call.
 
-    The compiler does not guard the functions of a class: code that was compiled before one is replaced would go on
-    calling the old one.
+    The compiler does not guard the functions of a class. If one of them is replaced, code that was compiled before
+    would still call the old one.
     """
     compiler: Any = sys.modules.get("torch._dynamo")
     if compiler is not None:
@@ -161,9 +173,9 @@ def forget_compiled() -> None:
 
 
 class StorageRef:
-    """A weak reference to a storage, by torch's own counts: Python's may find a storage that is being destroyed.
+    """A weak reference to a storage, by torch's own counts; see [Note: torch's own counts].
 
-    It also keeps the address of the storage object from being given to another one.
+    As long as it exists, no other storage object gets the address of this one.
 
     >>> tensor = torch.ones(3)
     >>> ref = StorageRef(tensor.untyped_storage())
@@ -180,10 +192,11 @@ class StorageRef:
         self._ref: Any = storage._weak_ref()
 
     def get(self) -> torch.UntypedStorage | None:
-        """The storage, if anything still uses it."""
+        """The storage; None if nothing uses it any more."""
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref)
         return found
 
+    # The function is a default argument, because globals may be gone when the interpreter ends.
     @uncompiled()
     def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._ref)
@@ -192,13 +205,14 @@ class StorageRef:
 def in_graph_memory(tensor: torch.Tensor) -> bool:
     """Whether the memory of a device's ``tensor`` belongs to CUDA graphs of the compiler (``mode="reduce-overhead"``).
 
-    The next run of the graphs writes into that memory without counting up a version, and their backward expects its
-    inputs there. The manager of the graphs of a thread and device knows which tensors the current chain of graphs has
-    given out. True if torch has graphs and its manager cannot be asked as expected.
+    The next run of the graphs writes into that memory without a new version, and their backward expects its inputs
+    there (decision 75). Each thread and device has a manager of its graphs, which knows the tensors that the current
+    chain of graphs has returned. The answer is True if torch has graphs and the manager has other methods than
+    expected.
     """
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
-        return False  # the compiler imports it for its first graph
+        return False  # the compiler imports this module for its first graph, so there is no graph
     try:
         manager = trees.get_manager(tensor.device.index or 0, create_if_none_exists=False)
         node = None if manager is None else manager.current_node
@@ -212,8 +226,9 @@ def in_graph_memory(tensor: torch.Tensor) -> bool:
 def metadata_being_loaded() -> dict[str, Any]:
     """The ``_metadata`` (module name to version) of the checkpoint that a ``load_state_dict`` further up is loading.
 
-    A module's hook is given its own entry alone, and a wrapper must pass on the entries of what is inside it. They are
-    in a variable of ``load_state_dict`` (see [Note: looking up the stack]); an empty dict if they are not.
+    torch gives a module's hook the entry of this module alone, and a wrapper must pass on the entries of the modules
+    inside it (decision 14). All entries are in a variable of ``load_state_dict``; see [Note: looking up the stack].
+    The dict is empty if there is no such call.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -228,7 +243,8 @@ _SWAP = swap_tensor.__code__
 
 
 def being_swapped() -> bool:
-    """Whether ``torch.func.functional_call`` sets the attribute; to be called in ``__setattr__``."""
+    """Whether ``torch.func.functional_call`` sets the attribute. Call it in ``__setattr__`` only."""
+    # Frame 0 is this function, frame 1 is `__setattr__`, frame 2 is its caller. See [Note: looking up the stack].
     return sys._getframe(2).f_code is _SWAP
 
 
@@ -242,10 +258,11 @@ _REPARAMETRIZES = {
 
 
 def reparametrizing() -> tuple[str, Any] | None:
-    """The function of ``torch.nn.utils`` that looks into a module now, and the tensor's name; None if another one does.
+    """The function of ``torch.nn.utils`` that reads a module's attribute now, and its argument; None for any other
+    code.
 
-    It is to be called in the function that the caller runs, such as ``__getattr__``. The next caller up the stack that
-    is in another file is looked at.
+    The argument is the name of the tensor, or the module. Call it in the function that reads the attribute, such as
+    ``__getattr__``. It looks at the next caller up the stack that is in another file; see [Note: looking up the stack].
     """
     frame: FrameType | None = sys._getframe(1)
     file = sys._getframe(1).f_code.co_filename
@@ -256,6 +273,7 @@ def reparametrizing() -> tuple[str, Any] | None:
     return frame.f_code.co_name, frame.f_locals[_REPARAMETRIZES[frame.f_code]]
 
 
+# The code of the wrapper that torch puts around each `step`; it is the same object in all of the wrappers.
 _STEP = next(
     code
     for code in torch.optim.Optimizer.profile_hook_step.__code__.co_consts
@@ -264,7 +282,7 @@ _STEP = next(
 
 
 class Inner:
-    """The function that one of torch's own wrappers calls, which can be replaced; the wrapper stays.
+    """The function that one of torch's own wrappers calls. It can be replaced, and the wrapper stays.
 
     See [Note: replacing what a wrapper calls].
 
@@ -276,6 +294,7 @@ class Inner:
     __slots__ = ("_cell",)
 
     def __init__(self, wrapper: Any) -> None:
+        # torch's decorators call their argument `func`.
         self._cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
 
     @property
@@ -290,10 +309,10 @@ class Inner:
 
 
 def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
-    """The wrapper that torch puts around the ``step`` of each class of optimizers, and calls hooks from.
+    """The wrapper that torch puts around the ``step`` of a class of optimizers. The wrapper calls the step's hooks.
 
-    A class has none until one of its objects has called ``Optimizer.__init__``. It gets one here, as torch gives it:
-    without it no hook on the optimizer would ever be called.
+    A class has no wrapper until one of its objects has called ``Optimizer.__init__``. If it has none, this function
+    adds one in the way of torch: without a wrapper no hook on the optimizer would ever be called.
     """
     found: Any = kind.step
     while found is not None:
@@ -301,17 +320,17 @@ def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
             return found
         found = getattr(found, "__wrapped__", None)
     made: Any = torch.optim.Optimizer.profile_hook_step(kind.step)
-    made.hooked = True
+    made.hooked = True  # torch adds no second wrapper to a class with this mark
     kind.step = made  # type: ignore[method-assign]
     return made
 
 
-# Functions that run while a GradScaler makes a step, and the name of their variable that holds it.
+# For each function that runs while a GradScaler makes a step: the name of its variable that holds the scaler.
 _SCALED: dict[CodeType, str] = {torch.amp.GradScaler.step.__code__: "self"}
 
 
 def gives_scaler(name: str) -> Callable[[_Function], _Function]:
-    """Mark a function whose argument ``name`` is the ``GradScaler`` that is under way while it runs, or None."""
+    """Mark a function. While it runs, its argument ``name`` is the ``GradScaler`` that makes the step, or None."""
 
     def mark(function: _Function) -> _Function:
         _SCALED[cast(Any, function).__code__] = name
@@ -321,7 +340,7 @@ def gives_scaler(name: str) -> Callable[[_Function], _Function]:
 
 
 def scaler_under_way() -> Any:
-    """The ``GradScaler`` whose ``step`` makes the optimizer's step from which this is called, or None.
+    """The ``GradScaler`` whose ``step`` has called the optimizer's step that runs now; None if there is none.
 
     See [Note: looking up the stack].
     """
@@ -335,7 +354,10 @@ def scaler_under_way() -> Any:
 
 @contextlib.contextmanager
 def name_of_next_group(name: str) -> Iterator[None]:
-    """Inside, ``torch.distributed.new_group(use_local_synchronization=True)`` gives the group the name ``name``."""
+    """Inside, ``torch.distributed.new_group(use_local_synchronization=True)`` names its group ``name``.
+
+    torch makes the name of a group from the number of groups so far, which may differ between ranks (decision 90).
+    """
     module: Any = torch.distributed.distributed_c10d
     before = module._process_group_name
     module._process_group_name = lambda ranks, use_hashed_name: name

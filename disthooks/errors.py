@@ -1,4 +1,4 @@
-"""The error tree: what went wrong, where, and what to do.
+"""The error classes of disthooks. Each message says what is wrong, where, and what to do.
 
 ::
 
@@ -12,8 +12,8 @@
     ├── NonFiniteError (also FloatingPointError)  an output, or gradients for too many steps, infinite or NaN
     └── NotSeenError (also KeyError)     the output of a module that has not run, or is not watched
 
-Catching :class:`DisthooksError` catches them all; each also is the built-in error that code written
-without disthooks would expect in its place.
+Catching :class:`DisthooksError` catches them all. Each is also the built-in error that code without disthooks expects
+in its place, so a script's own ``except ValueError`` still works.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = [
 
 
 class DisthooksError(Exception):
-    """Every error that disthooks raises on purpose."""
+    """The base of all errors that disthooks raises on purpose."""
 
 
 def as_line(error: BaseException | str) -> str:
-    """An error as every command of disthooks writes it on stderr: one line, with the same beginning.
+    """The text of an error as each command of disthooks writes it on stderr: one line that begins with "disthooks".
 
     >>> as_line("there is no script 'a.py'")
     "disthooks: error: there is no script 'a.py'"
@@ -45,28 +45,28 @@ def as_line(error: BaseException | str) -> str:
 
 
 class UsageError(DisthooksError, ValueError):
-    """An argument that can never work, found before anything was changed."""
+    """An argument that can never work. It is raised before anything is changed."""
 
 
 class MatchError(UsageError):
-    """A pattern matched no module or parameter; the message lists near names."""
+    """A pattern matches no module or parameter; the message has the nearest names."""
 
 
 class AttachError(UsageError):
-    """Hooks could not fire on this module or engine; the message says what to do instead."""
+    """Hooks would never be called on this module or engine; the message says what to do instead."""
 
 
 class ConfigError(UsageError):
-    """A configuration file holds an unknown key or a value of the wrong kind."""
+    """A configuration has an unknown key or a wrong value, or cannot be read; the message has file and line."""
 
 
 class StoreError(DisthooksError, RuntimeError):
-    """A store could not keep a saved tensor, or could not give it back.
+    """A store could not keep a saved tensor, or could not return it.
 
     Attributes:
-        path: the directory or device that refused, if there is one.
-        wanted: bytes asked for.
-        free: bytes free there, if known.
+        path: the directory or device that failed; None if there is none.
+        wanted: the bytes that were needed; None if not known.
+        free: the bytes that are free there; None if not known.
 
     >>> StoreError("disk full", path="/scratch", wanted=4096, free=0).wanted
     4096
@@ -80,23 +80,23 @@ class StoreError(DisthooksError, RuntimeError):
 
 
 class MutationError(DisthooksError, RuntimeError):
-    """A tensor needed by backward was changed in place after it was saved.
+    """A tensor that backward needs was changed in place after it was saved.
 
-    torch raises a ``RuntimeError`` for this when no saved-tensor hooks are active and checks nothing when
-    they are; disthooks checks, and adds the name of the module that saved the tensor.
+    torch raises a ``RuntimeError`` for this if no saved-tensor hooks are active, and does not check it if they are. So
+    disthooks checks it, and the message has the name of the module that saved the tensor.
     """
 
 
 class NonFiniteError(DisthooksError, FloatingPointError):
-    """Something is infinite or NaN, and that was asked to be an error.
+    """A value is infinite or NaN, and the user asked for an error in this case.
 
-    It is the output of a module, with ``blame(raise_error=True)``, or gradients, in more steps in a row than
+    The value is the output of a module, with ``blame(raise_error=True)``, or a gradient, in more steps in a row than
     :class:`~disthooks.SkipNonFinite` allows.
     """
 
 
 class NotSeenError(DisthooksError, KeyError):
-    """The output of a module that has not run, or that is not watched."""
+    """A script asked for the output of a module that has not run, or that is not watched."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError shows its message quoted, as if it were the key
+        return str(self.args[0])  # KeyError puts its message in quotes, as if the message were the key

@@ -1,4 +1,4 @@
-"""Conformance tests: what a store, a codec, a rule, a statistic or a sink of your own must keep to.
+"""Conformance tests for your own store, codec, rule, statistic or sink.
 
 Subclass one of the classes in a test file of yours, and give it the fixture that makes your object::
 
@@ -7,9 +7,9 @@ Subclass one of the classes in a test file of yours, and give it the fixture tha
         def codec(self):
             return Halves()
 
-pytest then runs every test of the class on it. Each test names the law of disthooks that it stands for. The tests of
-rules and statistics start two processes with gloo once, and use them until pytest ends. disthooks runs the same tests
-on its own kinds. This module alone imports pytest.
+pytest then runs every test of the class on your object. The name of a test has the number of the law of disthooks that
+it checks. The tests of rules and statistics start two processes with gloo once, and use them until pytest ends.
+disthooks runs the same tests on its own kinds. No other module of disthooks imports pytest.
 """
 
 # [Note: two ranks for the tests]
@@ -18,6 +18,12 @@ on its own kinds. This module alone imports pytest.
 # the process of pytest may have started threads of autograd, and torch refuses a backward in a fork of such a process.
 # Spawned processes import your modules, so your classes must be importable by name, which the tests of pickling ask
 # for anyway. The ranks stay up for the whole run, because importing torch takes seconds and a test takes milliseconds.
+#
+# [Note: a test that proves nothing]
+#
+# A comparison of two trainings also passes when the hooks did nothing. So a test of a store or a codec first checks
+# that tensors were stored, unless the store leaves tensors in the memory in which they are. And a codec that writes
+# into its argument would pass a comparison with this argument. So the tests compare with copies made before.
 
 from __future__ import annotations
 
@@ -65,7 +71,7 @@ DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
 
 def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of many dtypes and layouts, with infinities, NaNs, zeros and denormal numbers, and what each is.
+    """Pairs of a name and a tensor: many dtypes and layouts, with infinities, NaNs, zeros and denormal numbers.
 
     >>> sum(1 for _ in tensors()) > 40
     True
@@ -85,7 +91,7 @@ TENSORS = list(tensors())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and bits; a NaN is the same as itself.
+    """Whether two tensors have the same shape, dtype, device and bits. Two NaNs with the same bits are the same.
 
     >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0])), same_bits(torch.tensor(math.nan), torch.tensor(math.nan))
     (False, True)
@@ -97,7 +103,12 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _training(stages: Pipeline | None, twice: bool = False) -> tuple[list[torch.Tensor], Any]:
-    """Gradients of a small model, of second order too, with what its forward saves in ``stages``; and the report."""
+    """Gradients of first and second order of a small model, and the report of its saved tensors.
+
+    Args:
+        stages: the pipeline for the tensors that forward saves; None for a training without hooks.
+        twice: whether to run the first backward a second time, and to return its gradients too.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.3), nn.Linear(64, 4), nn.Tanh())
     x = torch.randn(48, 16, requires_grad=True)
@@ -110,6 +121,7 @@ def _training(stages: Pipeline | None, twice: bool = False) -> tuple[list[torch.
     found += torch.autograd.grad(penalty, wanted, retain_graph=True, materialize_grads=True)
     if twice:
         found += torch.autograd.grad(loss, wanted, retain_graph=True)
+    # The graph dies here, and with it all that was stored, so that the report is complete.
     del loss, penalty
     found = [grad.detach() for grad in found]
     gc.collect()
@@ -119,8 +131,10 @@ def _training(stages: Pipeline | None, twice: bool = False) -> tuple[list[torch.
 def _check_training(stages: Pipeline) -> None:
     truth, _ = _training(None)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*stores nothing of this block")  # what is in CPU memory already
+        # A store in CPU memory says that it moves nothing of a model that is there already.
+        warnings.filterwarnings("ignore", message=".*stores nothing of this block")
         found, report = _training(stages, twice=True)
+    # See [Note: a test that proves nothing].
     moves = bool(stages.codecs) or stages.store.leaves_memory(torch.ones(64, 64))
     assert report.stored > 0 or not moves, "nothing was stored: the test would prove nothing"
     for wanted, got in zip(truth, found, strict=False):
@@ -135,13 +149,13 @@ def _check_frozen(value: Any, use: Callable[[], object]) -> None:
     before = repr(value), hash(value)
     use()
     assert (repr(value), hash(value)) == before, "law 17, frozen: use changed the object"
-    for field in dataclasses.fields(value)[:1]:
+    for field in dataclasses.fields(value)[:1]:  # one field is enough: a dataclass is frozen as a whole
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(value, field.name, None)
 
 
 def _check_file(key: str, value: Any) -> None:
-    """A plan with ``value``, as text of a configuration file and back."""
+    """Write a plan with ``value`` as JSON, read it again, and check that it has an object of the same class."""
     if key in ("store", "codec"):
         stages = [value] if key == "store" else [AtLeast(0), value, OnDevice()]
         plan = Plan(saves=[("*", pipeline(*stages))])
@@ -159,29 +173,30 @@ def _check_file(key: str, value: Any) -> None:
 
 
 def _in_threads(work: Callable[[int], None], count: int = 4) -> None:
-    """``work`` in several threads at once; the first error of any is raised here."""
+    """Run ``work`` in several threads at once. An error in one of them is raised here."""
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         for done in [pool.submit(work, number) for number in range(count)]:
             done.result(MOST)
 
 
 class CodecTests:
-    """Tests of a :class:`disthooks.saved.codecs.Codec`; give the fixture ``codec``.
+    """Tests of a :class:`disthooks.saved.codecs.Codec`. The subclass gives the fixture ``codec``.
 
     Attributes:
-        most_error: of a lossy codec, the largest relative error in the L2 norm that it may make of random numbers.
+        most_error: the largest relative error, in the L2 norm, that a lossy codec may make with random numbers.
     """
 
     most_error: ClassVar[float] = 0.2
 
     @pytest.fixture
     def codec(self) -> Codec:
-        """The codec to be tested."""
+        """The codec to test."""
         raise NotImplementedError("give the fixture 'codec': def codec(self): return YourCodec()")
 
     @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
     def test_law_1_what_comes_back(self, codec: Codec, name: str, tensor: torch.Tensor) -> None:
-        """What is decoded has the shape, dtype and device of what was encoded, and of a lossless codec its bits."""
+        """A decoded tensor has the shape, dtype and device of the original; with a lossless codec also its bits."""
+        # See [Note: a test that proves nothing].
         before = tensor.clone(memory_format=torch.preserve_format)
         encoded, spec = codec.encode(tensor)
         assert isinstance(encoded, tuple), "encode returns a tuple of tensors, and what decode needs besides"
@@ -193,14 +208,17 @@ class CodecTests:
             assert same_bits(decoded, tensor), "the bits are others, and the codec does not say that it is lossy"
         elif name.startswith(("square", "transposed", "zeros")):
             assert float(relative_error(decoded, tensor)) <= self.most_error
-        # The store is free to give decode other memory with the same contents, and any number of times.
+        # A store may call decode several times, with other memory of the same contents.
         assert all(same_bits(one, other) for one, other in zip(encoded, kept, strict=True)), (
             "decode changed what it got"
         )
         assert same_bits(codec.decode(tuple(kept), spec), decoded), "law 4: decoded again, it is something else"
 
     def test_law_1_gradients(self, codec: Codec) -> None:
-        """Gradients of first and second order, and of two backwards of one graph, are those without hooks."""
+        """Gradients have the bits of a training without hooks: first and second order, and two backwards of a graph.
+
+        With a lossy codec they are finite.
+        """
         stages = pipeline(AtLeast(0), codec, OnDevice())
         if not codec.lossy:
             _check_training(stages)
@@ -221,41 +239,41 @@ class CodecTests:
         _in_threads(work)
 
     def test_law_17_frozen(self, codec: Codec) -> None:
-        """It is frozen and pickles, and use changes nothing of it."""
+        """The codec is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(codec, lambda: codec.encode(torch.randn(64)))
         assert pickle.loads(pickle.dumps(codec)) == codec == copy.deepcopy(codec)
 
     def test_configuration(self, codec: Codec) -> None:
-        """A configuration file can have it."""
+        """The codec can be written to a configuration file and read from it."""
         _check_file("codec", codec)
 
 
 class StoreTests:
-    """Tests of a :class:`disthooks.saved.stores.base.Store`; give the fixture ``store``."""
+    """Tests of a :class:`disthooks.saved.stores.base.Store`. The subclass gives the fixture ``store``."""
 
     @pytest.fixture
     def store(self) -> Store:
-        """The store to be tested; a new one for each test."""
+        """The store to test; a new one for each test."""
         raise NotImplementedError("give the fixture 'store': def store(self): return YourStore()")
 
     @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
     def test_law_1_what_comes_back(self, store: Store, name: str, tensor: torch.Tensor) -> None:
-        """What comes back has the shape, dtype, device and bits of what was put, any number of times."""
-        own = store.own(tensor)  # as disthooks puts it: memory that nobody else has
+        """``get`` returns the shape, dtype, device and bits of the tensor that was put, each time it is called."""
+        own = store.own(tensor)  # disthooks puts only tensors whose memory nobody else has
         ticket = store.put(own)
         first = store.get(ticket)
         assert same_bits(first, tensor)
         if first.data_ptr() != own.data_ptr() and first.numel():
-            first.zero_()  # memory that nobody else has
+            first.zero_()  # the caller of `get` owns the memory and may write into it
         assert same_bits(store.get(ticket), tensor), "law 4: what comes back shares memory with what came back before"
         store.drop(ticket)
 
     def test_law_1_gradients(self, store: Store) -> None:
-        """Gradients of first and second order, and of two backwards of one graph, are those without hooks."""
+        """Gradients have the bits of a training without hooks: first and second order, and two backwards of a graph."""
         _check_training(pipeline(AtLeast(0), store))
 
     def test_law_4_any_order(self, store: Store) -> None:
-        """Tensors come back in any order, also after others were dropped."""
+        """Tensors can be read in any order, also after other tensors were dropped."""
         wanted = [torch.randn(50 + number) for number in range(20)]
         tickets = [store.put(tensor) for tensor in wanted]
         for number in range(0, 20, 3):
@@ -265,7 +283,7 @@ class StoreTests:
             store.drop(tickets[number])
 
     def test_law_6_nothing_left(self, store: Store) -> None:
-        """What is dropped is gone: the report says what it said before."""
+        """After ``drop`` nothing of the tensor is held: the report has the bytes that it had before."""
         held = [report.held for report in store.report()]
         for tensor in (torch.randn(4096), torch.randn(0), torch.ones(33, 7)):
             store.drop(store.put(tensor))
@@ -276,7 +294,7 @@ class StoreTests:
         assert [report.held for report in store.report()] == held
 
     def test_law_6_a_graph_that_dies(self, store: Store) -> None:
-        """Nothing is held when the graph is gone, whether there was a backward or not."""
+        """Nothing is held after the graph is gone, whether there was a backward or not."""
         held = [report.held for report in store.report()]
         with warnings.catch_warnings(), saving(pipeline(AtLeast(0), store)):
             warnings.filterwarnings("ignore", message=".*stores nothing of this block")
@@ -290,7 +308,7 @@ class StoreTests:
         assert [report.held for report in store.report()] == held
 
     def test_law_7_threads(self, store: Store) -> None:
-        """Several threads put, get and drop at once; one thread drops what another has put."""
+        """Several threads put, get and drop at once; one thread drops tensors that another thread has put."""
         shared = [(tensor, store.put(tensor)) for tensor in (torch.full((256,), float(number)) for number in range(8))]
 
         def work(number: int) -> None:
@@ -307,12 +325,14 @@ class StoreTests:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
     def test_law_9_forks(self, store: Store) -> None:
-        """A child that was forked works with the store, and what the parent has put stays as it is."""
+        """A forked child can use the store, and the tensors that the parent has put stay as they are."""
         tensor = torch.arange(4096.0)
         ticket = store.put(tensor)
         store.wait()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # there may be threads, and the child takes no lock
+            # Python warns of a fork in a process with threads, whose locks the child may find taken for ever. The
+            # shared locks of disthooks are made for this; see [Note: forks].
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
             code = 1
@@ -322,23 +342,23 @@ class StoreTests:
                 code = 0 if same_bits(store.get(mine), own) else 2
                 store.drop(mine)
             finally:
-                os._exit(code)
+                os._exit(code)  # the child must not run pytest's own end
         assert _code_of(child) == 0, "1: the child raised; 2: what it got is not what it put; -9: it hung"
         assert same_bits(store.get(ticket), tensor), "the child changed what its parent has put"
         store.drop(ticket)
 
     def test_law_17_frozen(self, store: Store) -> None:
-        """It is frozen and pickles, and use changes nothing of it."""
+        """The store is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(store, lambda: store.drop(store.put(torch.randn(64))))
         assert pickle.loads(pickle.dumps(store)) == store
 
     def test_configuration(self, store: Store) -> None:
-        """A configuration file can have it."""
+        """The store can be written to a configuration file and read from it."""
         _check_file("store", store)
 
 
 def _code_of(child: int) -> int:
-    """The exit code of a forked child; one that hangs is killed."""
+    """The exit code of a forked child. A child that hangs is killed, and its code is -9."""
     alarm = threading.Timer(MOST, os.kill, (child, 9))
     alarm.start()
     try:
@@ -348,11 +368,11 @@ def _code_of(child: int) -> int:
 
 
 class RuleTests:
-    """Tests of a :class:`disthooks.grads.rules.Rule`; give the fixture ``rule``."""
+    """Tests of a :class:`disthooks.grads.rules.Rule`. The subclass gives the fixture ``rule``."""
 
     @pytest.fixture
     def rule(self) -> Rule:
-        """The rule to be tested."""
+        """The rule to test."""
         raise NotImplementedError("give the fixture 'rule': def rule(self): return YourRule()")
 
     def test_law_11_truth_on_two_ranks(self, rule: Rule) -> None:
@@ -366,35 +386,36 @@ class RuleTests:
         _check_logs(both[0]["records"], alone["records"])
 
     def test_law_16_state(self, rule: Rule) -> None:
-        """A training that was saved half way and goes on ends as one that was not interrupted."""
+        """A training that continues from a checkpoint ends with the same bits as one without an interruption."""
         _check_state({"rules": [rule]})
 
     def test_law_17_frozen(self, rule: Rule) -> None:
-        """It is frozen and pickles, and use changes nothing of it."""
+        """The rule is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(rule, lambda: _trained(0, 1, {"rules": [rule]}))
         assert pickle.loads(pickle.dumps(rule)) == rule
 
     def test_configuration(self, rule: Rule) -> None:
-        """A configuration file can have it."""
+        """The rule can be written to a configuration file and read from it."""
         _check_file("rules", rule)
 
 
 class StatTests:
-    """Tests of a :class:`disthooks.stats.Stat`; give the fixture ``stat``.
+    """Tests of a :class:`disthooks.stats.Stat`. The subclass gives the fixture ``stat``.
 
     Attributes:
-        of_ranks: True for a statistic that compares ranks, whose numbers depend on how many there are.
+        of_ranks: True for a statistic that compares ranks: its numbers depend on the number of ranks, so the test on
+            two ranks does not compare them with those of one process.
     """
 
     of_ranks: ClassVar[bool] = False
 
     @pytest.fixture
     def stat(self) -> Stat:
-        """The statistic to be tested."""
+        """The statistic to test."""
         raise NotImplementedError("give the fixture 'stat': def stat(self): return YourStat()")
 
     def test_law_11_truth_on_two_ranks(self, stat: Stat) -> None:
-        """Two ranks under DistributedDataParallel log what one process logs on the same global batch."""
+        """Two ranks under DistributedDataParallel log the numbers of one process with the same global batch."""
         alone = _trained(0, 1, {"stats": [stat]})
         both = _on_ranks(_trained, {"stats": [stat]})
         assert len(both[0]["records"]) == STEPS
@@ -416,40 +437,41 @@ class StatTests:
         assert set(records[0]) - {"step", "time", "run", "restart"}, "nothing is logged"
 
     def test_law_12_measures(self, stat: Stat) -> None:
-        """Its measures are frozen and equal each time, so that others which need the same one share it."""
+        """The measures are frozen, and equal at each call, so that statistics which need the same one share it."""
         assert set(stat.measures()) == set(stat.measures()) >= set(stat.always())
 
     def test_law_16_state(self, stat: Stat) -> None:
-        """A training that was saved half way and goes on ends as one that was not interrupted."""
+        """A training that continues from a checkpoint logs the same numbers as one without an interruption."""
         _check_state({"stats": [stat]})
 
     def test_law_17_frozen(self, stat: Stat) -> None:
-        """It is frozen and pickles, and use changes nothing of it."""
+        """The statistic is frozen, can be pickled, and using it changes nothing of it."""
         _check_frozen(stat, lambda: _trained(0, 1, {"stats": [stat]}))
         assert pickle.loads(pickle.dumps(stat)) == stat
 
     def test_configuration(self, stat: Stat) -> None:
-        """A configuration file can have it."""
+        """The statistic can be written to a configuration file and read from it."""
         _check_file("stats", stat)
 
 
 class SinkTests:
-    """Tests of a sink; give the fixture ``sink``.
+    """Tests of a sink. The subclass gives the fixture ``sink``.
 
     Attributes:
-        in_files: whether a configuration file can have it. False for a function, and for a sink that holds objects.
+        in_files: whether a configuration file can have the sink. It is False for a function, and for a sink that holds
+            objects.
     """
 
     in_files: ClassVar[bool] = True
 
     @pytest.fixture
     def sink(self) -> Any:
-        """The sink to be tested."""
+        """The sink to test."""
         raise NotImplementedError("give the fixture 'sink': def sink(self): return YourSink()")
 
     @contextlib.contextmanager
     def opened(self, sink: Any) -> Iterator[Any]:
-        """What takes the records while the sink is open; it is closed afterwards."""
+        """The function that takes the records while the sink is open. The sink is closed at the end."""
         writer = RecordWriter()
         with warnings.catch_warnings(), contextlib.closing(writer):
             warnings.simplefilter("error")
@@ -457,7 +479,7 @@ class SinkTests:
             yield writer.sinks[0]
 
     def test_it_takes_what_is_logged(self, sink: Any) -> None:
-        """It takes numbers that are not finite, words, lists and histograms, and leaves the record as it is."""
+        """The sink takes NaN, infinities, texts, lists and histograms, and does not change the record."""
         record: dict[str, Any] = {"step": 0, "grad_norm": 0.5, "grad_max_abs": math.nan, "clip_ratio": math.inf}
         record |= {"nonfinite_at": [{"param": "w", "rank": 1}], "phase": "warm-up", "clipped": True, "none": None}
         record |= {"grad_histogram": {"edges": [0.0, 1.0, math.inf], "counts": [3, 1]}}
@@ -475,13 +497,13 @@ class SinkTests:
                 taking({"step": step})
 
     def test_it_never_fails_in_training(self, sink: Any) -> None:
-        """A sink that fails is left out with a warning; this one gets every record."""
+        """A sink that raises an error in training is left out with a warning; this sink never is."""
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*left out.*|.*could not be closed.*")
             _trained(0, 1, {"stats": [Norm()], "sinks": [sink]})
 
     def test_configuration(self, sink: Any) -> None:
-        """A configuration file can have it."""
+        """The sink can be written to a configuration file and read from it, if ``in_files`` is true."""
         if self.in_files:
             _check_file("sinks", sink)
 
@@ -489,9 +511,16 @@ class SinkTests:
 def _trained(
     rank: int, world: int, watched: dict[str, Any] | None, steps: int = STEPS, state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Parameters, records and state after a short training in float64; of ``world`` ranks each has its part of a batch.
+    """Train a small model in float64; return its parameters, the records, and the state in the middle.
 
-    With ``state``, which an earlier call returned as ``at_half``, the training goes on from there.
+    Each of ``world`` ranks trains on its own part of a batch, so that the global batch is the same for every ``world``.
+
+    Args:
+        rank: the rank of this process.
+        world: the number of ranks.
+        watched: the arguments of ``gradients()``; None for a training without hooks.
+        steps: the number of steps.
+        state: the ``at_half`` that an earlier call returned; the training continues from it.
     """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
@@ -524,7 +553,8 @@ def _trained(
 
 def _check_state(watched: dict[str, Any]) -> None:
     whole = _trained(0, 1, watched)
-    file = io.BytesIO()  # as a checkpoint is written and read: nothing but tensors and plain values
+    # The state goes through a file, as in a checkpoint: `weights_only` allows tensors and plain values alone.
+    file = io.BytesIO()
     torch.save(whole["at_half"], file)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     resumed = _trained(0, 1, watched, state=state)
@@ -534,7 +564,7 @@ def _check_state(watched: dict[str, Any]) -> None:
 
 
 def _check_logs(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """Fail unless the records have the same names and, but for times and names of runs, nearly the same numbers."""
+    """Check that the records have the same names, and nearly the same numbers; times and runs may differ."""
     for one, other in zip(found, wanted, strict=True) if wanted else ():
         assert set(one) == set(other)
         for name in sorted(set(one) - {"time", "run", "restart"}):
@@ -543,7 +573,7 @@ def _check_logs(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
 
 
 class _Ranks:
-    """Two processes with gloo, which call what they are told; see [Note: two ranks for the tests]."""
+    """Two processes with gloo that call the functions sent to them; see [Note: two ranks for the tests]."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -592,7 +622,10 @@ def _serve(rank: int, store: str, end: Any) -> None:
 
 
 def _on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(rank, world, *arguments)`` returns on each of two ranks, which are started once."""
+    """Call ``function(rank, world, *arguments)`` on each of two ranks, and return the results in a list.
+
+    The ranks are started at the first call; see [Note: two ranks for the tests].
+    """
     pool: _Ranks | None = _on_ranks.__dict__.get("pool")
     if pool is None:
         pool = _on_ranks.__dict__["pool"] = _Ranks()

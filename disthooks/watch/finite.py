@@ -1,4 +1,4 @@
-"""Whether tensors are finite, found on their device; nothing waits for the answer."""
+"""Finds on the device whether tensors are finite. The host waits for the answer only when it reads it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ from disthooks.watch.features import version_of
 # and returns `-inf` has passed it on.
 #
 # [Note: flags that add up]
-# A tensor's flag is 0, `-inf` or NaN. The sum of flags is the flag of all their tensors, so those of a call need one
-# number on the device. A flag comes from the extremes of a tensor: that is one pass over its memory without a temporary
-# of its size, and neither extreme loses a NaN. Flags of 256 calls are put together at a time, and of these only the
-# first call in question stays, as numbers on the device: neither memory nor waiting grows with the calls.
+# A tensor's flag is 0, `-inf` or NaN, a tensor without dimensions on the device of the tensor. The sum of several flags
+# is the flag of all their tensors together: NaN and anything is NaN, and 0 and `-inf` is `-inf`. So the outputs of a
+# call need one number on the device. A flag is made of the extremes of a tensor (decision 50): that is one pass over
+# its memory, makes no temporary of its size, and neither extreme loses a NaN.
+#
+# [Note: calls are compared on the device]
+# Reading a flag would make the host wait for the device, in each call of each module. So the flags of 256 calls are put
+# together on the device, with the numbers that say which call it was, and of these calls only the first one in question
+# stays. Neither the memory nor the waiting grows with the number of calls, and nothing depends on the end of a forward
+# (decision 51).
 
-_FEW = 256  # calls whose flags are put together at a time
+_FEW = 256  # calls whose flags are put together at a time; see [Note: calls are compared on the device]
 
 
 def floats_of(value: object) -> list[torch.Tensor]:
     """The tensors with floating-point elements in a module's input or output, the local part of a DTensor.
 
-    They are found in tuples, lists, dicts, dataclasses and whatever torch's pytree knows.
+    They are found in tuples, lists, dicts, dataclasses and in every container that torch's pytree knows.
     """
     if isinstance(value, torch.Tensor):
         part = local_part(value)
@@ -53,7 +59,7 @@ def _inside(value: object) -> Iterable[object]:
     if value is None or isinstance(value, (int, float, str)):
         return ()
     leaves = pytree.tree_leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:
+    if len(leaves) != 1 or leaves[0] is not value:  # pytree knows this container
         return leaves
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return ()
@@ -64,40 +70,50 @@ def _inside(value: object) -> Iterable[object]:
 def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | None:
     """Zero if all elements are finite, NaN if any is NaN or ``+inf``, else ``-inf``; see [Note: flags that add up].
 
-    The flag has no dimensions and is on the device of ``tensor``; None if there is nothing to look at. An 8-bit float
-    has no extremes in torch, so such a tensor is copied. With ``only_nan`` infinities count as finite.
+    Args:
+        tensor: a floating-point or complex tensor, of any shape and layout.
+        only_nan: whether infinities count as finite.
+
+    Returns:
+        A tensor without dimensions on the device of ``tensor``; None if ``tensor`` has no elements in memory.
+
+    Raises:
+        NotImplementedError, TypeError: when a subclass of tensors has no extremes.
 
     >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
     [nan, -inf, 0.0]
     """
     dense = _dense(tensor.detach())
-    if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:  # FSDP frees what it gathered
+    # FSDP frees the storage of a gathered parameter, and leaves its shape.
+    if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:
         return None
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
-    if dense.dtype.itemsize == 1:
+    if dense.dtype.itemsize == 1:  # torch has no extremes of 8-bit floats: these tensors are copied
         dense = dense.to(torch.float32)
     low, high = torch.aminmax(dense)
     if only_nan:
-        return low.clamp(0, 0)
+        return low.clamp(0, 0)  # infinities become 0, and NaN stays
+    # The first term is `-inf` if `low` is, else 0, as the largest value that `clamp` leaves is the least finite number.
+    # The second is NaN if `high` is `+inf`, since inf - inf is NaN, else 0. Either is NaN if an element is.
     least, high = torch.finfo(dense.dtype).min, high.clamp(min=0)
     return (low.clamp(max=least) - least) + (high - high)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()
+        return tensor._values()  # `values()` refuses tensors that are not coalesced
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.values()
     return tensor
 
 
 class FiniteFlags:
-    """Flags of tensors, each found once: what one module returns, the next one takes.
+    """Flags of tensors. The flag of each tensor is found once, as the output of one module is the input of the next.
 
     Args:
         only_nan: whether infinities count as finite.
-        unknown: a set to which the kinds of tensor are added that cannot be looked at.
+        unknown: a set. The class and dtype of each tensor that has no extremes are added to it, as text.
     """
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
@@ -105,12 +121,12 @@ class FiniteFlags:
         self._flags: Any = WeakIdKeyDictionary()
 
     def __call__(self, tensors: Iterable[torch.Tensor], known: bool = True) -> torch.Tensor | None:
-        """:func:`zero_or_nan` of all tensors together, on the device of the first.
+        """:func:`zero_or_nan` of all tensors together, on the device of the first; None if no tensor has a flag.
 
         Args:
-            tensors: any number of them.
-            known: whether the flag of a tensor at the same version is known from before. It is not for weights,
-                whose memory engines fill anew without counting up the version.
+            tensors: any number of tensors.
+            known: whether a flag from before holds while the tensor has the same version. It must be False for
+                weights, because engines fill their memory anew without a new version.
         """
         total: torch.Tensor | None = None
         for tensor in tensors:
@@ -135,14 +151,18 @@ class FiniteFlags:
         if type(tensor).__name__ != "FakeTensor":
             try:
                 return zero_or_nan(tensor, self._only_nan)
-            except (NotImplementedError, TypeError):  # a subclass of somebody's
+            except (NotImplementedError, TypeError):  # a user's subclass of tensors
                 pass
         self._unknown.add(f"{type(tensor).__name__} of {tensor.dtype}")
         return None
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module that returned: three flags (:func:`zero_or_nan`), and numbers that say which call it was."""
+    """One call of a module that has returned: three flags (:func:`zero_or_nan`), and two numbers.
+
+    The numbers say which call it was. ``when`` has the number of the forward in its upper 32 bits, and the order in
+    which calls returned in its lower ones. ``where`` has the number of the module, and of its call, in the same way.
+    """
 
     outputs: torch.Tensor
     inputs: torch.Tensor | None
@@ -152,14 +172,18 @@ class ModuleCall(NamedTuple):
 
 
 def made_or_passed_on(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Whether ``outputs`` are not finite, by the flags of both; a ``-inf`` of the inputs is a mask, [Note: masks]."""
+    """Whether a call made something that is not finite, or passed on NaN or ``+inf``; both arguments are flags.
+
+    An output of ``-inf`` counts only if the inputs are finite: with ``-inf`` among them it is a mask that the module
+    passed on. See [Note: masks].
+    """
     return outputs.isnan() | (outputs.isneginf() & inputs.isfinite())
 
 
 class FirstNonFinite:
-    """On one device: the first call with a non-finite output, and the first of those that had finite inputs.
+    """On one device: the first call with a non-finite output, and the first such call whose inputs were finite.
 
-    Calls are added in the order in which they returned. See [Note: flags that add up].
+    Calls are added in the order in which they returned. See [Note: calls are compared on the device].
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -169,17 +193,17 @@ class FirstNonFinite:
         self._found: torch.Tensor | None = None
 
     def add(self, call: ModuleCall) -> None:
-        """Remember a call."""
+        """Remember a call. This does not wait for the device."""
         with self._lock:
             self._pending.append(call)
             if len(self._pending) >= _FEW:
                 self._flush()
 
     def read(self) -> list[list[int]]:
-        """For each of the two calls ``[when, where, inputs, weights]``; ``when`` is -1 if there was none.
+        """For each of the two calls ``[when, where, inputs, weights]``; ``when`` is -1 if there was no such call.
 
-        ``inputs`` is 1 if they were finite, 2 if finite except for ``-inf``, 0 if not; ``weights`` is 1 if finite.
-        This waits for the device.
+        ``inputs`` is 1 if the inputs were finite, 2 if they were finite except for ``-inf``, and 0 otherwise;
+        ``weights`` is 1 if the weights were finite, else 0. This waits for the device.
         """
         with self._lock:
             if self._pending:
@@ -188,7 +212,9 @@ class FirstNonFinite:
 
     @torch.no_grad()
     def _flush(self) -> None:
+        """Reduce the calls that wait to the first two in question, on the device."""
         calls, self._pending = self._pending, []
+        # Pinned memory is copied without waiting for the device.
         numbers = torch.tensor([[call.when, call.where] for call in calls], pin_memory=self._device.type == "cuda")
         outputs, inputs, weights = (self._there([call[i] for call in calls]) for i in range(3))
         given = (~inputs.isnan()).to(torch.int64) + inputs.isneginf()
@@ -197,10 +223,11 @@ class FirstNonFinite:
         wrong = made_or_passed_on(outputs, inputs)
         now = torch.stack([_first(rows, wrong), _first(rows, wrong & (given > 0))])
         before = self._found
+        # A call that was found earlier stays: only a row without a call (-1) is replaced.
         self._found = now if before is None else torch.where(before[:, :1] < 0, now, before)
 
     def _there(self, flags: list[Any]) -> torch.Tensor:
-        """Flags as a vector on the device; what could not be looked at counts as finite."""
+        """Flags as a vector on the device; a tensor that has no flag counts as finite."""
         zero = torch.zeros((), device=self._device)
         there = [zero if flag is None else flag.to(self._device, torch.float32, non_blocking=True) for flag in flags]
         return torch.stack(there)
@@ -208,5 +235,6 @@ class FirstNonFinite:
 
 def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """The first chosen row; its first number is -1 if none is chosen."""
-    row = rows.index_select(0, chosen.to(torch.uint8).argmax().view(1))[0]  # rows[tensor] would wait for the device
+    # `rows[chosen]` would wait for the device, because its result has a shape that depends on values.
+    row = rows.index_select(0, chosen.to(torch.uint8).argmax().view(1))[0]
     return torch.cat((torch.where(chosen.any(), row[:1], -1), row[1:]))
