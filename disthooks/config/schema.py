@@ -1,15 +1,22 @@
 """The keys of a configuration and the arguments of each kind as pydantic's models, and the JSON schema made of them.
 
-Editors complete and check a configuration by that schema. ``python -m disthooks.config.schema`` prints it, with the
-kinds of installed packages, and ``--write`` writes ``hooks.schema.json`` anew, without them.
+Editors use the schema to complete and check a configuration. ``python -m disthooks.config.schema`` prints it with the
+kinds of installed packages; ``--write`` writes the file ``hooks.schema.json``, without these kinds.
 """
 
 # [Note: one model for each kind]
 #
-# The signature of a kind says what may be written for it: the annotations which values are right, the defaults which
-# keys may be left out, and the docstring what each is for. ``arguments_of`` makes a pydantic model of the signature.
-# The model refuses wrong values and gives the kind's part of the JSON schema, so neither is written by hand anywhere.
-# It checks and does not convert: the class itself makes the object, of the values that were checked.
+# The signature of a kind says what may be written for it: its annotations say which values are right, its defaults say
+# which keys may be left out, and the docstring says what each key means. ``arguments_of`` makes a pydantic model of the
+# signature. The model refuses wrong values and gives the kind's part of the JSON schema, so neither is written by hand
+# anywhere. The model checks values and does not convert them: the class itself makes the object of the checked values.
+#
+# [Note: a schema for editors]
+#
+# pydantic's JSON schema is right, and editors make little of it. An entry is any dict to pydantic, so the schema of
+# each noun is put in its place. Choices that are equal are joined, and a word is an ``enum`` without a type, because
+# editors offer the values of an ``enum``. Patterns for sizes and dtypes are for editors alone: when a file is read, the
+# function that reads such a text refuses a wrong one with a better message.
 
 from __future__ import annotations
 
@@ -38,13 +45,13 @@ FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _SIZES = ("limit", "in_flight")
 _DTYPE = r"^(torch\.)?(bfloat16|half|float|double|float\d+(_\w+)?)$"
-_HELD = tuple(noun for noun in NOUNS if noun != "engine")  # what a file can name
-# In an annotation: an object is checked by its class alone, and never looked into.
+_HELD = tuple(noun for noun in NOUNS if noun != "engine")  # the nouns whose kinds a file can name
+# In an annotation it makes pydantic check the class of an object, and nothing inside the object.
 _ITS_CLASS = typing.cast(Any, InstanceOf)()
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 Text = Annotated[str, Field(min_length=1)]
-# For editors alone: parse_bytes says it better.
+# A pattern for editors alone. When a file is read, parse_bytes checks sizes, with a better message.
 SIZE = r"^\s*\d+(\.\d+)?\s*(([kKmMgGtT][iI]?)?[bB])?$"
 Size = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1, json_schema_extra={"pattern": SIZE})]
 Entry = dict[str, Any]
@@ -104,11 +111,11 @@ class Hooks(_Strict):
 
 
 class WrongArgumentError(Exception):
-    """An argument is not what the kind takes.
+    """An argument of an entry is unknown, missing, or has a value of the wrong type.
 
     Args:
-        path: the argument, below the entry.
-        says: what is wrong, for :meth:`Source.say`.
+        path: the path of the argument, below the entry.
+        says: the text that says what is wrong, for :meth:`Source.say`.
     """
 
     def __init__(self, path: Path, says: str) -> None:
@@ -141,7 +148,10 @@ def arguments_of(kind: Kind) -> type[BaseModel]:
 
 
 def _checked(hint: Any, name: str = "") -> Any:
-    """``hint`` as pydantic is to check it: objects by their class alone, and anything where it says nothing."""
+    """The annotation ``hint`` in the form that pydantic checks.
+
+    Objects are checked by their class alone, and an annotation that says nothing allows any value.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_checked(each, name) for each in args)]  # noqa: UP007
@@ -170,12 +180,15 @@ def _instance(hint: Any) -> Any:
 
 
 def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = False) -> None:
-    """Raise WrongArgumentError where ``given`` has an unknown argument, has not all, or a value of a wrong type.
+    """Check the arguments of an entry. The first mistake is raised: unknown names first, then missing ones, then types.
 
     Args:
-        kind: the kind.
-        given: the arguments.
-        names_alone: whether values are not looked at, and arguments may be missing.
+        kind: the kind of the entry.
+        given: its arguments.
+        names_alone: whether only the names are checked; arguments may be missing then.
+
+    Raises:
+        WrongArgumentError: when an argument is unknown or missing, or has a value of the wrong type.
     """
     try:
         arguments_of(kind).model_validate(dict(given))
@@ -204,7 +217,7 @@ def _needed(value: Any, hint: Any) -> str:
 
 
 def _bare(value: Any) -> str:
-    """The first word in ``value`` that is the name of a kind, as it should be written."""
+    """Advice if ``value`` is the name of a kind, or a list with one: the entry to write instead. Else ""."""
     given = value if isinstance(value, list) else [value]
     names = {name for noun in _HELD for name in kind_names(noun)}
     word = next((each for each in given if isinstance(each, str) and each in names), None)
@@ -212,7 +225,7 @@ def _bare(value: Any) -> str:
 
 
 def expected(hint: Any) -> str:
-    """What is expected, in the words of YAML.
+    """The values that an annotation allows, in words for people who write YAML.
 
     >>> expected(float | None), expected(Literal["a", "b"]), expected(int | str)
     ('a number or null', "'a' or 'b'", 'a whole number or a text')
@@ -221,7 +234,7 @@ def expected(hint: Any) -> str:
 
 
 def choices(hint: Any) -> list[str]:
-    """The words that a ``Literal`` takes."""
+    """The texts that an annotation allows by a ``Literal``."""
     return [word for part in _choices(hint) if isinstance(part, _Word) for word in [part.word] if isinstance(word, str)]
 
 
@@ -231,6 +244,7 @@ class _Word(typing.NamedTuple):
     word: Any
 
 
+# The words for each type of a value.
 _WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -263,7 +277,7 @@ def _union(hint: Any) -> bool:
 
 
 class _Quietly(GenerateJsonSchema):
-    """Leaves out what no file can hold, and titles, which would repeat the names."""
+    """Leaves out choices that no file can hold, without a warning, and titles, which would repeat the names."""
 
     ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
 
@@ -272,18 +286,22 @@ class _Quietly(GenerateJsonSchema):
 
 
 def schema(others: bool = False) -> dict[str, Any]:
-    """The schema as a dict; with the kinds of installed packages, if asked for."""
+    """The JSON schema as a dict; see [Note: a schema for editors].
+
+    Args:
+        others: whether it has the kinds of installed packages too.
+    """
     found: dict[str, Any] = Hooks.model_json_schema()
     _name_kinds(found)
     found["$schema"] = "http://json-schema.org/draft-07/schema#"
     found["$defs"] = found["$defs"] | {noun: _noun(noun, others) for noun in _HELD}
     moved: dict[str, Any] = json.loads(json.dumps(found).replace("#/$defs/", "#/definitions/"))
-    moved["definitions"] = moved.pop("$defs")  # the name that every editor knows
+    moved["definitions"] = moved.pop("$defs")  # draft 07 calls them "definitions", and every editor knows that name
     return moved
 
 
 def text(others: bool = False) -> str:
-    """The text of the file."""
+    """The JSON schema as the text of a file; see :func:`schema`."""
     return json.dumps(schema(others), indent=2) + "\n"
 
 
@@ -313,8 +331,9 @@ def _kind(kind: Kind) -> dict[str, Any]:
 
 
 def _plain_schema(found: dict[str, Any]) -> dict[str, Any]:
-    """``found`` as editors know it best: references to nouns, words without a type, no choice twice."""
-    if "noun" in found:  # pydantic would look for the definition in the model of this one kind
+    """The part ``found`` in the form that editors use best; see [Note: a schema for editors]."""
+    # pydantic would look for a reference in the model of this kind alone, so its model has the name of the noun.
+    if "noun" in found:
         found |= _ref(found.pop("noun"))
     if "enum" in found or "const" in found:
         found = {key: it for key, it in found.items() if key not in ("type", "const")} | {
@@ -330,17 +349,17 @@ def _plain_schema(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(kind: Kind) -> str:
-    """The docstring of the function that makes its objects, if it has one, else that of the class."""
+    """The docstring of the function that makes the objects of ``kind``; if it has none, that of their class."""
     return inspect.getdoc(kind.target) or inspect.getdoc(kind.made) or ""
 
 
 def summary(kind: Kind) -> str:
-    """The first sentence of what its docstring says."""
+    """The first paragraph of the docstring of ``kind``, as plain text."""
     return _summary(_document(kind))
 
 
 def _name_kinds(found: dict[str, Any]) -> None:
-    """Where pydantic knows any dict, say which."""
+    """Put references to the nouns where pydantic's schema allows any dict; see [Note: a schema for editors]."""
     save, watch = found["$defs"]["Save"]["properties"], found["$defs"]["Watch"]["properties"]
     described = save["recompute"]["description"]
     save["recompute"] = {"anyOf": [_ref("recompute"), {"type": "null"}], "default": None, "description": described}
@@ -364,7 +383,7 @@ def _summary(document: str) -> str:
 
 
 def _arguments(document: str) -> dict[str, str]:
-    """What a docstring says of each argument."""
+    """The text of each argument in the ``Args:`` of a docstring, by its name."""
     found = re.search(r"^Args:\n((?: .*\n|\n)*)", document + "\n", re.MULTILINE)
     lines = textwrap.dedent(found[1] if found else "")
     pieces = re.split(r"^(\w+): ", lines, flags=re.MULTILINE)[1:]
@@ -372,7 +391,7 @@ def _arguments(document: str) -> dict[str, str]:
 
 
 def _plain(said: str) -> str:
-    """Without the marks of reStructuredText."""
+    """``said`` in one line, without the marks of reStructuredText."""
     said = re.sub(r":\w+:`~?([^`]*)`", lambda it: it[1].rpartition(".")[2], said)
     return " ".join(said.replace("``", "").split())
 
