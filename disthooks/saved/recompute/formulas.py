@@ -2,7 +2,7 @@
 
 To add one, write a function of a :class:`NodeReader` under ``@formula(name of the node)`` that returns a :class:`Call`,
 and a line in ``tests/unit/saved/test_formulas.py``. It raises ``NotComputable`` if the graph does not tell everything
-that it needs. Only elementwise functions are here, and norms whose statistics are saved or belong to one row: a sum
+that it needs. Only functions of an element or of a row are here, and norms whose statistics are saved: a sum
 that threads or blocks share may have other bits the next time. Everything that selects a kernel, besides the tensors,
 goes into ``key``. If several variants may give the bits of the original, list them in ``runs``: the variant that is
 proven is used. See [Note: how recompute is proven] in ``verify.py``.
