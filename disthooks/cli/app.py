@@ -1,9 +1,9 @@
-"""The commands put together, and ``disthooks launch``, which hands its words on."""
+"""The command line: all commands in one app, and ``disthooks launch``, which passes its arguments on unread."""
 
 # [Note: the command line waits for no torch]
-# To import torch takes more than a second, and `disthooks --help` shall answer at once. So no file of a command imports
-# torch, or a module of disthooks that does, at its top: a command imports what it needs when it runs, and what runs a
-# model is in workload.py (docs/decisions.md, 73).
+# Importing torch takes more than a second, and `disthooks --help` should answer at once. So no file of a command
+# imports torch at its top, nor a module of disthooks that imports torch. A command imports what it needs when it runs.
+# The functions that run a model are in workload.py, which imports torch (decision 73).
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Untouched(TyperCommand):
-    """A command that hands all its words on: none is read here, not even ``--help`` or ``--``."""
+    """A command that reads none of its own arguments, not even ``--help`` or ``--``: they are the launcher's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words as they are."""
+        """Keep all arguments as they are."""
         ctx.args = list(args)
         return []
 
 
 def _with_short_errors(command: F) -> F:
-    """Make ``command`` print an error of disthooks in one line instead of a traceback."""
+    """Make ``command`` print an error of disthooks in one line on stderr, instead of a traceback, and exit with 1."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -51,8 +51,8 @@ def _with_short_errors(command: F) -> F:
 def launch(words: typer.Context) -> None:
     """Start a script under accelerate (or torchrun, deepspeed) with its hooks: launch [LAUNCHER] OPTIONS SCRIPT ARGS.
 
-    LAUNCHER is torchrun, deepspeed or accelerate, which it is when there is none. Every word after "launch" goes to
-    the launcher as it stands, and every word after the script to the script.
+    LAUNCHER is torchrun, deepspeed or accelerate; without one it is accelerate. Every argument after "launch" goes to
+    the launcher as it is, and every argument after the script goes to the script.
     """
     from disthooks.launcher import main
 
@@ -76,7 +76,7 @@ def _whole(
 ) -> None:
     """Where saved tensors live between forward and backward, and what happens to gradients before the step.
 
-    What a run does stands in a YAML file; these commands look at it, at the machine and at what a run left.
+    A YAML file says what a run does. These commands check that file and the machine, and show the log of a run.
     """
     if words.invoked_subcommand is None:
         print(words.get_help())
@@ -87,15 +87,20 @@ for _command in (env, check, explain, report):
     app.command(context_settings=_HELP)(_with_short_errors(_command))
 app.command(cls=_Untouched, add_help_option=False)(_with_short_errors(launch))
 
-# Typer has a click of its own since 0.16 and does not export it: the base class of its errors is found from one.
+# Typer has its own copy of click since 0.16 and does not export it, so the base class of its errors is taken from one
+# of them.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def run(words: list[str] | None = None) -> int:
-    """Run the command that ``words`` name, by default the words of this process.
+    """Run one command.
+
+    Args:
+        words: the name of the command and its arguments; by default the arguments of this process.
 
     Returns:
-        The exit code; 2, with one line that says why, if the words are wrong.
+        The exit code: 0 if it went well, 1 if the command failed, 2 if the arguments are wrong (one line on stderr says
+        why), 130 after Ctrl-C.
     """
     try:
         code = typer.main.get_command(app).main(words, prog_name="disthooks", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""``disthooks check``: what a configuration file means, by itself or on a model."""
+"""``disthooks check``: read a configuration file, and try it on a model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def check(
 ) -> None:
     """Read a configuration file as a run does, and tell what it would do; exit code 1 when a run would fail.
 
-    Each pipeline takes random tensors and gives them back. With --model also: which modules and parameters each
+    Random tensors go through each pipeline and back. With --model it also shows the modules and parameters that each
     pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs the model runs
-    forward and backward once, and the bytes moved are told for each module.
+    forward and backward once, and the bytes that were moved are shown for each module.
     """
     from disthooks.cli.workload import Findings
 
@@ -151,7 +151,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _verdict(facts: dict[str, Any]) -> tuple[str, str]:
-    """What a run would do with the file, and the colour of that."""
+    """The last line, which says whether a run with the file would work, and its colour."""
     errors, warnings = len(facts["errors"]), len(facts["warnings"])
     told = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     if errors:

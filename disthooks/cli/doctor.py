@@ -1,12 +1,13 @@
-"""What this machine is, what a run that is started here would find, and what would not work.
+"""The facts of this machine and of a run that is started here, and the problems that follow from them.
 
-The first part gathers facts, in plain values that JSON can hold; the second judges them, each rule by itself.
+The first part of the file gathers facts, in plain values that JSON can hold. The second part has the rules, each of
+which judges these facts by itself.
 """
 
 # [Note: rules over facts]
-# `disthooks env` shows the facts, and a rule never looks at the machine itself. So each rule is tested with facts that
-# somebody wrote down, and the `--json` of a user's machine is enough to find what is wrong there. A rule was written
-# when something went wrong, most often without a message: docs/upstream.md and docs/launch.md tell what.
+# A rule looks at the facts that `disthooks env` shows, and never at the machine itself. So a test can give each rule
+# facts that are written by hand, and the `--json` of a user's machine is enough to find the problem there. Each rule
+# was written after a real failure, most often one without a message: docs/upstream.md and docs/launch.md describe them.
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-#: The packages of sinks, by class name.
+#: For each sink, by class name: the package that it needs, and the command that installs it.
 SINKS = {
     "TensorBoard": ("tensorboard", "pip install 'disthooks[tensorboard]'"),
     "WandB": ("wandb", "pip install 'disthooks[wandb]'"),
@@ -34,7 +35,12 @@ SINKS = {
 
 
 def configuration() -> tuple[dict[str, Any], Any]:
-    """The configuration that a run would have here and those that it passes over; and the plan, None without one."""
+    """Find the configuration that a run would use here.
+
+    Returns:
+        The facts: where it was found, the ones that it takes precedence over, and its error. And the plan; None if
+        there is no configuration, or it is wrong.
+    """
     from disthooks.config import from_config
     from disthooks.config.locate import find
     from disthooks.errors import DisthooksError
@@ -55,7 +61,7 @@ def configuration() -> tuple[dict[str, Any], Any]:
 
 
 def _deepspeed_config() -> Any:
-    """The DeepSpeed JSON that ``accelerate launch`` names, if there is one."""
+    """The DeepSpeed JSON that ``accelerate launch`` names; None if there is none."""
     try:
         return json.loads(pathlib.Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     except (KeyError, OSError, ValueError):
@@ -63,7 +69,7 @@ def _deepspeed_config() -> Any:
 
 
 def directories(plan: Any) -> dict[str, list[str]]:
-    """The directories that the stores of ``plan`` write to, and where it says so."""
+    """The directories that the stores of ``plan`` write to, each with the entries that name it."""
     found: dict[str, list[str]] = {}
     for i, (_, line) in enumerate(plan.saves):
         for directory in _of_store(line.store):
@@ -82,7 +88,7 @@ def _of_store(store: Any) -> Iterator[str]:
 
 
 def missing_sinks(plan: Any) -> list[tuple[str, str]]:
-    """The sinks of ``plan`` whose package is not installed, and what installs it."""
+    """The sinks of ``plan`` whose package is not installed, each with the command that installs it."""
     found = []
     for make in plan.watches.get("sinks", ()):
         name = type(make()).__name__
@@ -93,7 +99,7 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
 
 
 def accelerate() -> dict[str, Any] | None:
-    """The values that matter in the file which ``accelerate launch`` reads if none is named; None without a file."""
+    """The values that rules need from the default file of ``accelerate launch``; None if there is no such file."""
     path = accelerate_config()
     if path is None:
         return None
@@ -117,7 +123,7 @@ PACKAGES = (
     *("peft", "pydantic", "pyyaml", "ray", "rich", "tensorboard", "torchtitan", "transformers"),
     *("triton", "trl", "typer", "wandb", "zstandard"),
 )
-#: The variables by which launchers and schedulers tell their processes what they are.
+#: The environment variables that launchers and schedulers set for their processes.
 _VARIABLES = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|DISTHOOKS_\w+"
     r"|PET_\w+|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NTASKS|NNODES|NODEID|JOB_ID|JOB_NODELIST|CPUS_PER_TASK)"
@@ -127,7 +133,7 @@ _VARIABLES = re.compile(
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of disthooks and of what it works with; None for what is not installed."""
+    """The versions of disthooks and of the packages that it works with; None for a package that is not installed."""
     from disthooks import __version__
 
     found: dict[str, str | None] = {"disthooks": __version__, "python": platform.python_version()}
@@ -155,7 +161,7 @@ def rank() -> int:
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch was built for, and the GPUs that it finds."""
+    """How torch was built, and the GPUs that it finds."""
     import torch
     import torch.distributed as dist
 
@@ -179,12 +185,12 @@ def _device(index: int) -> dict[str, Any]:
     kind = f"{about.major}.{about.minor}"
     facts = {"index": index, "name": about.name, "capability": kind, "memory_bytes": total, "free_bytes": free}
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    address = [getattr(about, name, None) for name in names]  # of later torches
+    address = [getattr(about, name, None) for name in names]  # older versions of torch have none of these
     return facts | {"numa_node": numa_node(*address)}
 
 
 def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | None:
-    """The NUMA node of a PCI device; None if the machine has one node, or the kernel does not tell.
+    """The NUMA node of a PCI device; None if the machine has one node, or the kernel does not say.
 
     >>> numa_node(None, None, None), numa_node(0xFFFF, 0xFF, 0x1F)
     (None, None)
@@ -218,7 +224,7 @@ def cores() -> dict[str, int]:
 
 
 def memory_facts() -> dict[str, int | None]:
-    """Bytes of memory, of memory that may be locked, and of ``/dev/shm``; None for no limit, or if it is unknown."""
+    """Bytes of memory, of memory that may be locked, and of ``/dev/shm``. None means no limit, or not known."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         shm = shutil.disk_usage("/dev/shm")
@@ -243,30 +249,30 @@ def _meminfo(name: str) -> int | None:
 
 
 def _group_limit() -> int | None:
-    """The memory limit of the container, in bytes."""
+    """The memory limit of the container in bytes; None if there is no limit."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = int(_text(path))
-        except (OSError, ValueError):  # "max" is no number
+        except (OSError, ValueError):  # the text "max" means no limit
             continue
         return limit if limit < 1 << 60 else None
     return None
 
 
 def tools() -> dict[str, str | None]:
-    """The programs that launchers and builds of operators call; None for those that are missing."""
+    """The paths of programs that launchers and builds of operators call; None for a missing program."""
     compiler = os.environ.get("CXX", "c++")
     found = {name: shutil.which(name) for name in ("mpirun", "ninja", "nvcc", "srun", "torchrun")}
     return {"c++": shutil.which(compiler) or shutil.which("g++"), **found}
 
 
 def build_locks() -> list[dict[str, Any]]:
-    """The locks of operators that are being built, or whose build was killed."""
+    """The lock files of operators that are being built, or whose build was killed; ages in seconds."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
     found = []
     for lock in pathlib.Path(folder).expanduser().glob("**/lock"):
-        with contextlib.suppress(OSError):  # the build has just ended
+        with contextlib.suppress(OSError):  # the build has ended meanwhile, and the file is gone
             found.append({"path": str(lock), "age_s": round(time.time() - lock.stat().st_mtime)})
     return found
 
@@ -285,12 +291,12 @@ def has_nvidia() -> bool:
 
 
 def system() -> str:
-    """The system in one line."""
+    """The operating system and the path of Python, in one line."""
     return f"{platform.platform()}, {sys.executable}"
 
 
 def file_system(directory: str) -> str | None:
-    """The kind of file system that ``directory`` is on; None if the kernel does not tell.
+    """The kind of file system that ``directory`` is on; None if the kernel does not say.
 
     >>> file_system("/proc")
     'proc'
@@ -311,7 +317,7 @@ def file_system(directory: str) -> str | None:
 
 
 def accelerate_config() -> pathlib.Path | None:
-    """The file that ``accelerate launch`` reads if none is named; None if it does not exist."""
+    """The default file of ``accelerate launch``; None if it does not exist."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     folder = pathlib.Path(home).expanduser() / "accelerate"
     for name in ("default_config.yaml", "default_config.yml", "default_config.json"):
@@ -325,11 +331,11 @@ _ALONE = "each process would believe to be alone: it trains on all the data, and
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 1 << 30
 _LITTLE_LOCKED = 1 << 30
-_LONG_BUILD = 600  # seconds; the longest that was seen took 330
+_LONG_BUILD = 600  # seconds; the longest build that was measured took 330
 
 
 class Problem(NamedTuple):
-    """One thing that would not work here, why, and what to do."""
+    """A thing that would not work here, the reason, and the remedy."""
 
     what: str
     why: str
@@ -337,7 +343,7 @@ class Problem(NamedTuple):
 
 
 def problems(facts: Facts) -> list[Problem]:
-    """What would not work, in the order in which a run would meet it; see [Note: rules over facts]."""
+    """The problems that a run would meet, in the order in which it would meet them. See [Note: rules over facts]."""
     return [Problem(*found) for rule in RULES for found in rule(facts)]
 
 
@@ -419,12 +425,12 @@ def _deepspeed(facts: Facts) -> Told:
 
 
 def _number(told: Mapping[str, str], *names: str) -> int:
-    """The value of the first of these variables that is a number; 1 if none is."""
+    """The value of the first of the variables ``names`` that is a number; 1 if none is."""
     return next((int(told[name]) for name in names if told.get(name, "").isdigit()), 1)
 
 
 def _whole(value: Any, otherwise: int) -> int:
-    """``value`` if it is a whole number: a user's file may have anything there."""
+    """``value`` if it is a whole number, else ``otherwise``: a user's file may have any value there."""
     return value if isinstance(value, int) else otherwise
 
 
@@ -490,7 +496,7 @@ def _accelerate(facts: Facts) -> Told:
 
 
 def _on_cpu(facts: Facts, where: str, kind: str, asked: bool) -> Told:
-    """Engines that accelerate does not use on a CPU: ``use_cpu: true`` sets ``ACCELERATE_USE_CPU``."""
+    """Problems of engines that accelerate does not use on a CPU. ``use_cpu: true`` sets ``ACCELERATE_USE_CPU``."""
     told = facts["environment"]
     if told.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         asked, where = True, "ACCELERATE_USE_CPU"

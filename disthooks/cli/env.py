@@ -1,4 +1,4 @@
-"""``disthooks env``: what this machine is, and what would not work on it."""
+"""``disthooks env``: show the facts of this machine, and the problems that a run would meet on it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def env(
 ) -> None:
     """Tell what this machine is, how fast it is, which configuration a run here has, and what would not work.
 
-    It measures disks (256 MiB or a second each way) and the link to the GPU, and leaves nothing behind. Of several
-    processes the first one answers.
+    It measures the disks (256 MiB or one second each way) and the link to the GPU, and leaves no files. If a launcher
+    starts several processes, only the first one prints.
     """
     if doctor.rank() != 0:
         return
@@ -36,7 +36,11 @@ def env(
 
 
 def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All facts, as ``--json`` has them; ``begin`` is called with what comes next."""
+    """All facts, in the layout of ``--json``.
+
+    Args:
+        begin: called before each step with a text that says what the step does.
+    """
     begin("looking for a configuration")
     config, plan = doctor.configuration()
     wanted: dict[str, list[str]] = {tempfile.gettempdir(): ["temporary"]}
@@ -146,16 +150,21 @@ def _run(facts: dict[str, Any]) -> Rows:
     return rows + list(facts["environment"].items())
 
 
-# -- how fast bytes move: each measurement takes a second or two, and leaves nothing behind
+# -- how fast bytes move: each measurement takes a second or two, and leaves no files
 
-#: Bounds of one measurement.
+#: Bounds of one measurement: bytes, and seconds.
 MOST, SECONDS = 256 << 20, 1.0
-_ROOM = 8  # at most an eighth of what is free
-_LEAST = 32 << 20
+_ROOM = 8  # a measurement takes at most one part in so many of the free bytes
+_LEAST = 32 << 20  # bytes; with less room the speed is not measured
 
 
 def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
-    """The file system of ``path`` and its speed, measured with the same kind of file that ``OnDisk`` has there."""
+    """The file system of ``path``, and its speed for the same kind of file that ``OnDisk`` would make there.
+
+    Args:
+        path: a directory.
+        roles: the entries of the plan that write there, such as "save.0", or "temporary".
+    """
     kind = doctor.file_system(path)
     facts: dict[str, Any] = {
         "path": path,
@@ -173,12 +182,12 @@ def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
         return facts | _measured(path, min(MOST, facts["free_bytes"] // _ROOM))
     except OSError as error:
         return facts | {"error": f"{path}: {error.strerror}"}
-    except RuntimeError as error:  # a StoreError is one, and the memory to measure with may be missing
+    except RuntimeError as error:  # a StoreError, or there is no memory for the measurement
         return facts | {"error": " ".join(str(error).split())}
 
 
 def _measured(path: str, most: int) -> dict[str, Any]:
-    """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several."""
+    """The speed of one thread that moves 8 MiB at a time; ``OnDisk`` has several threads."""
     from disthooks.saved.stores.pools import AlignedPool
     from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
 
@@ -187,7 +196,7 @@ def _measured(path: str, most: int) -> dict[str, Any]:
         return {"direct": file.direct}
     lease = AlignedPool().lease(CHUNK)
     block = memoryview(lease).cast("B")[:CHUNK]
-    block[:] = os.urandom(CHUNK)  # a file system may compress
+    block[:] = os.urandom(CHUNK)  # random, because a file system may compress
     extent = file.allocate(most)
     try:
         written, write = _timed(lambda offset: file.write(block, extent.offset + offset), most // CHUNK * CHUNK, CHUNK)
@@ -199,7 +208,7 @@ def _measured(path: str, most: int) -> dict[str, Any]:
 
 
 def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:
-    """The bytes that were moved until ``most`` bytes or the time were reached, and the bytes a second."""
+    """Move ``step`` bytes at a time up to ``most`` bytes or ``SECONDS``; the bytes moved, and bytes a second."""
     begin, done, took = time.perf_counter(), 0, 0.0
     while done < most and took < SECONDS:
         move(done)
@@ -209,7 +218,7 @@ def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, fl
 
 
 def measured_link() -> dict[str, Any] | None:
-    """Bytes a second between the CPU's memory and the first GPU, from pinned and from pageable memory."""
+    """Bytes a second between CPU memory (pinned, and pageable) and the first GPU, each way; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -218,7 +227,7 @@ def measured_link() -> dict[str, Any] | None:
     for name, pinned in (("pinned", True), ("pageable", False)):
         try:
             found |= _copies(name, pinned)
-        except RuntimeError as error:  # no room on the device, or no memory that may be pinned
+        except RuntimeError as error:  # the device has no room, or no memory can be pinned
             found |= {f"{name}_to_device": None, f"{name}_to_host": None, "error": f"{name}: {error}".splitlines()[0]}
     return found
 
@@ -235,7 +244,7 @@ def _copies(name: str, pinned: bool) -> dict[str, float]:
 def _copied(target: Any, source: Any, times: int = 8) -> float:
     import torch
 
-    target.copy_(source, non_blocking=True)  # the first copy is slow
+    target.copy_(source, non_blocking=True)  # not measured: the first copy is slow
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""``disthooks explain``: what autograd saves in each module of a model, and where a plan would put it."""
+"""``disthooks explain``: how many bytes autograd saves in each module of a model, and where a plan would put them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from disthooks.errors import UsageError
 
 
 class Row(NamedTuple):
-    """One module.
+    """The saved bytes of one module.
 
     Attributes:
-        name: of the module.
-        kind: its class.
-        own: bytes saved in its own forward, not in that of a module inside.
-        whole: bytes saved while it ran.
+        name: the module's name; "" for the model.
+        kind: the name of the module's class.
+        own: bytes that were saved in the module's own forward, without those of the modules inside.
+        whole: bytes that were saved while the module ran, with those of the modules inside.
     """
 
     name: str
@@ -34,9 +34,9 @@ def explain(
 ) -> None:
     """RUN the model, one forward and backward for real, and tell how many bytes autograd saves in each module.
 
-    Each content is counted once, weights not at all. With a hooks file the model runs a second time under its plan,
-    and what was moved, shared and kept is told for each module that the plan takes. It needs the memory and the time
-    of two steps.
+    Each content counts once, and weights do not count. With a hooks file the model runs a second time under its plan,
+    and the bytes that were moved, shared and kept are shown for each module that the plan attaches to. This takes the
+    memory and the time of two steps.
     """
     from disthooks.cli.workload import build
 
@@ -70,7 +70,12 @@ def _show(rows: list[Row], whole: int) -> None:
 
 
 def saved_by(model: Any, inputs: Any) -> list[Row]:
-    """A row for each module that ran, in the order of the model."""
+    """One row for each module that ran, in the order of ``model.named_modules()``.
+
+    Args:
+        model: the model.
+        inputs: its example inputs, as :func:`~disthooks.cli.workload.step` takes them.
+    """
     from disthooks.cli.workload import step
     from disthooks.watch.trace import trace
 
@@ -93,7 +98,7 @@ def _named(model: Any) -> list[tuple[str, Any]]:
 
 
 def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
-    """What became of the bytes of each module under the plan of ``file``, and warnings."""
+    """Run the model under the plan of ``file``; the figures of each module, and warnings."""
     from disthooks.cli.workload import Findings, entries_of, figures, place, reports
     from disthooks.config import from_config
 
@@ -122,6 +127,6 @@ def _show_plan(plan: dict[str, Any], file: str) -> None:
 
 
 def _short(store: Any) -> str:
-    """The class of a store, and its directories or the stores in it."""
+    """The class of a store, with its directories or the stores inside it."""
     inner = [_short(each) for each in getattr(store, "stores", ())]
     return " ".join([type(store).__name__, *getattr(store, "directories", ()), *inner])

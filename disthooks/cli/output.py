@@ -1,4 +1,4 @@
-"""Tables and lines for a terminal; a file or a pipe gets them without colours and without folded lines."""
+"""Tables and lines for a terminal. In a file or a pipe they have no colours, and no line is folded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-_WIDE = 100_000  # columns of what is no terminal
+_WIDE = 100_000  # columns if stdout is no terminal, so that no line is folded
 _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
 def console() -> Any:
-    """The console on stdout, made at each use: a test may have replaced stdout."""
+    """A console on stdout. It is made at each use, because a test may have replaced stdout."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _WIDE
@@ -25,7 +25,14 @@ def console() -> Any:
 def table(
     rows: Iterable[Sequence[object]], heads: Sequence[str] = (), right: Sequence[int] = (), title: str = ""
 ) -> Any:
-    """A table of texts, without markup; the columns in ``right`` have numbers, which are never cut."""
+    """A table of texts; markup in them has no effect.
+
+    Args:
+        rows: the cells of each row, which are shown as ``str`` makes them.
+        heads: the head of each column; none by default.
+        right: the numbers of the columns that hold numbers: these stand at the right and are never folded.
+        title: a line above the table.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -51,12 +58,12 @@ def table(
 
 
 def line(text: str, colour: str = "", error: bool = False) -> None:
-    """Print ``text`` in one line, however long: other programs look for it.
+    """Print ``text`` in one line, however long it is, so that other programs can search for it.
 
     Args:
-        text: what is printed.
-        colour: "red", "green" or "yellow", where a terminal shows it.
-        error: whether it goes to stderr.
+        text: the text.
+        colour: "red", "green" or "yellow"; used only on a terminal, and not if ``NO_COLOR`` is set.
+        error: whether to print on stderr instead of stdout.
     """
     stream = sys.stderr if error else sys.stdout
     shown = colour and stream.isatty() and not os.environ.get("NO_COLOR")
@@ -65,13 +72,13 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
 
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal for what takes seconds; nothing elsewhere.
+    """Show a progress bar if stderr is a terminal; nothing otherwise.
 
     Args:
-        steps: how many there are.
+        steps: how many steps there are.
 
     Returns:
-        A function that is called with what comes next, before each of them.
+        A function to call before each step, with a text that says what the step does.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -91,7 +98,10 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def document(value: object) -> None:
-    """Print one JSON document; a number that is not finite is a word in it, as in the log."""
+    """Print ``value`` as one JSON document.
+
+    Numbers that are not finite are strings in it ("nan", "inf"), as in a log.
+    """
     print(json.dumps(_strict(value), indent=2, default=str, allow_nan=False), file=sys.stdout)
 
 
@@ -104,7 +114,7 @@ def _strict(value: Any) -> Any:
 
 
 def shortened(names: Sequence[str], most: int = 4) -> str:
-    """The first of ``names``, and how many there are besides.
+    """The first ``most`` of ``names``, and the count of the others.
 
     >>> shortened(["a", "b", "", "d", "e", "f"])
     'a, b, (model), d and 2 more'
@@ -114,7 +124,7 @@ def shortened(names: Sequence[str], most: int = 4) -> str:
 
 
 def speed(rate: float | None) -> str:
-    """Bytes a second, as people read them.
+    """Bytes a second as a text for people.
 
     >>> speed(2.5e9), speed(None)
     ('2.50 GB/s', 'not measured')
@@ -123,7 +133,7 @@ def speed(rate: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes, as people read them.
+    """Bytes as a text for people.
 
     >>> size(3 << 30), size(None)
     ('3.0 GiB', 'unknown')

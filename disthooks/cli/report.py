@@ -1,4 +1,4 @@
-"""``disthooks report``: the numbers that a run logged, as tables or as one JSON document."""
+"""``disthooks report``: show the numbers that a run logged, as tables or as one JSON document."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import typer
 from disthooks.cli.output import console, document, line, table
 from disthooks.errors import UsageError
 
-_MOST = 10  # steps that are named one by one
+_MOST = 10  # how many steps, files or line numbers a text names
 
 
 class Log(NamedTuple):
-    """What a file holds.
+    """The content of a log file.
 
     Attributes:
-        records: one for each logged step, as they were written.
-        half: whether the last line is not whole: the run is writing it, or was killed.
-        broken: numbers of other lines that are no records.
+        records: one dict for each logged step, in the order of the lines.
+        half: whether the last line is not whole, because the run is writing it, or was killed.
+        broken: the numbers of other lines that are no records; the first line is 1.
     """
 
     records: list[dict[str, Any]]
@@ -40,8 +40,8 @@ def report(
 ) -> None:
     """Tell what a run logged: for each number its first, median, last and largest value, and the non-finite steps.
 
-    Several runs in one file are told one after the other. Counts are added up, and of the numbers of ranks it is told
-    which came most often.
+    If a file has several runs, they are shown one after the other. Counts are summed over the steps. Of numbers that
+    name a rank, the most frequent ones are shown.
     """
     file = _file(pathlib.Path(path))
     log = read(file)
@@ -64,7 +64,7 @@ def report(
 
 
 def _file(path: pathlib.Path) -> pathlib.Path:
-    """The file itself, or the one in a directory."""
+    """``path`` itself if it is a file, or the one log in the directory ``path``."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -77,10 +77,10 @@ def _file(path: pathlib.Path) -> pathlib.Path:
 
 
 def read(file: pathlib.Path) -> Log:
-    """All whole records.
+    """Read the records of a log.
 
     Raises:
-        UsageError: when the file cannot be read.
+        UsageError: if the file cannot be read.
     """
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -108,7 +108,7 @@ def _record(text: str) -> dict[str, Any] | None:
 def runs_in(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The records of each run, and of each optimizer in it, in the order in which they begin.
 
-    Records from before they had a ``run`` are one run, since nothing tells more.
+    Records without the key ``run`` count as one run: older versions did not write it.
 
     >>> records = [{"step": 0, "run": "a"}, {"step": 0, "run": "b"}, {"step": 1, "run": "a"}]
     >>> [[record["step"] for record in run] for run in runs_in(records)]
@@ -121,7 +121,7 @@ def runs_in(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the records of one run say, in plain values; the keys are in docs/cli.md."""
+    """The figures of one run in plain values; docs/cli.md has the keys."""
     from disthooks.grads.sinks.base import meaning
 
     kept = _last_life(records)
@@ -156,7 +156,7 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _last_life(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each step once, in order: of one that a restarted run made again, what was written last."""
+    """Each step once, in order. If a restarted run made a step again, its last record counts."""
     return sorted({record["step"]: record for record in records}.values(), key=lambda record: int(record["step"]))
 
 
@@ -181,32 +181,32 @@ def _numbers(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | N
 
 
 def _counts(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The sum over the steps, and in how many it was not zero."""
+    """The sum over the steps, and the number of steps in which the count was not zero."""
     values = _values(name, records)
     return {"sum": sum(values), "steps": sum(value != 0 for value in values)} if values else None
 
 
 def _totals(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Where a running total stands at the end."""
+    """The last value of a running total."""
     values = _values(name, records)
     return {"last": values[-1]} if values else None
 
 
 def _labels(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """How often there was each number of a rank, the most frequent first."""
+    """How often each rank was named, the most frequent first."""
     counted = collections.Counter(value for record in records if isinstance(value := record.get(name), (int, float)))
     return {str(int(value)): times for value, times in counted.most_common()} if counted else None
 
 
 def _number(value: Any) -> float | None:
-    """A number, also one that JSON cannot hold and that ``Jsonl`` writes as a word."""
+    """``value`` as a float; None if it is none. ``Jsonl`` writes numbers that are not finite as strings."""
     if isinstance(value, (int, float)):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
 def _not_finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps in which something was not finite, with the parameters and ranks that the records name."""
+    """The steps with gradients that were not finite, and the parameters and ranks that the records name."""
     found = []
     for record in records:
         if _is_off(record):

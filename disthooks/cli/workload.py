@@ -1,12 +1,13 @@
-"""What ``check`` and ``explain`` do with a plan and a model: build it, attach to it, and run it once.
+"""The functions of ``check`` and ``explain`` that build a model, attach a plan to it, and run it once.
 
-It imports torch, so the commands import it when they run; see [Note: the command line waits for no torch].
+This file imports torch, so the commands import it when they run. See [Note: the command line waits for no torch].
 """
 
 # [Note: a check attaches as a run does]
-# What a pattern matches, what conflicts, and what an engine refuses is not predicted: the entries are attached to the
-# model by the functions that a run calls, their errors are collected, and they are taken off. Only sinks are left out,
-# since opening them would begin files. So a check cannot say "ok" of a configuration that a run refuses on this model.
+# A check does not predict which modules a pattern matches, which entries conflict, or what an engine refuses. It
+# attaches the entries with the functions that a run calls, collects their errors, and takes the entries off again. So a
+# check cannot say "ok" if a run would refuse the configuration on this model. Only sinks are left out, because opening
+# them would create files.
 
 from __future__ import annotations
 
@@ -52,7 +53,12 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
     def failed(self, where: str, error: BaseException | str) -> None:
-        """Add an error, in one line."""
+        """Add an error as one line.
+
+        Args:
+            where: the place in the configuration that the line begins with; "" for none.
+            error: the error, or its text.
+        """
         text = " ".join(str(error).split())
         self.errors.append(f"{where}: {text}" if where else text)
 
@@ -62,13 +68,14 @@ class SaveEntry:
     """One entry of ``save``.
 
     Attributes:
-        where: its name in the file.
-        at: file and line.
-        patterns: as they stand there.
-        pipeline: the pipeline.
-        matched: for each pattern the names of the modules that it matches.
-        placed: the pipeline with what a ``budget`` puts in front.
-        modules: those that the hooks are on: not those inside others, not containers that nobody calls.
+        where: its name in the file, such as "save.0".
+        at: the file and the line.
+        patterns: its patterns, as the file has them.
+        pipeline: its pipeline.
+        matched: for each pattern, the names of the modules that it matches.
+        placed: the pipeline, with the store that a ``budget`` puts in front of its own; None before the model is known.
+        modules: the modules that have the hooks, by name: no module inside another, and no container that is never
+            called.
     """
 
     where: str
@@ -80,13 +87,13 @@ class SaveEntry:
     placed: Pipeline | None = None
 
     def parameters(self) -> int:
-        """Elements of the parameters inside, each once."""
+        """The number of elements of the parameters inside, each parameter once."""
         every = {id(p): _size(p) for module in self.modules.values() for p in module.parameters()}
         return sum(every.values())
 
 
 def entries_of(plan: Any) -> list[SaveEntry]:
-    """The entries of ``save``, before there is a model."""
+    """The entries of ``save`` in ``plan``, without the fields that need a model."""
     return [
         SaveEntry(f"save.{i}", plan.source.at(("save", i, "modules")), tuple(patterns), pipeline)
         for i, (patterns, pipeline) in enumerate(plan.saves)
@@ -94,7 +101,7 @@ def entries_of(plan: Any) -> list[SaveEntry]:
 
 
 def place(plan: Any, entries: list[SaveEntry], model: nn.Module, findings: Findings) -> None:
-    """Attach all entries to ``model``, note which modules they are on, and take them off again.
+    """Attach all entries to ``model``, fill in the modules that they are on, and take them off again.
 
     See [Note: a check attaches as a run does].
     """
@@ -102,7 +109,7 @@ def place(plan: Any, entries: list[SaveEntry], model: nn.Module, findings: Findi
     for entry in entries:
         _match(entry, model, findings)
     try:
-        if len(findings.errors) == before:  # all of this stops at the first error
+        if len(findings.errors) == before:  # each of these calls stops at its first error
             check_conflicts(model, [entry.patterns for entry in entries], plan.source)
             pairs = stores_within(plan.budget, model, plan.saves, plan.source)
             _attach_entries(entries, [pipeline for _, pipeline in pairs], model, findings)
@@ -142,7 +149,7 @@ def _conflicts(entry: SaveEntry, model: nn.Module, findings: Findings) -> None:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """How many elements it has; none before a lazy module has run."""
+    """How many elements ``parameter`` has; 0 if it belongs to a lazy module that has not run."""
     return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()
 
 
@@ -150,7 +157,11 @@ _GONE = "what is saved there is computed again anyway; take {whole!r} itself, or
 
 
 def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
-    """The modules that would save nothing, with the reason; and warnings about the others."""
+    """Conflicts of hooks on ``modules`` with checkpointing and compiled code.
+
+    Returns:
+        The modules that would save nothing, with the reason, by name; and warnings about the others.
+    """
     regions, compiled = list(_checkpointed(model)), list(_compiled(model))
     lost: dict[str, str] = {}
     warned: list[str] = []
@@ -172,7 +183,7 @@ def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
 
 
 def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules whose inside is computed again in backward: name, module, and what computes it."""
+    """The modules whose inside is computed again in backward: name, module, and the wrapper that computes it."""
     for name, module in unwrap_engine(model).named_modules():
         if is_of_class(module, "CheckpointWrapper"):
             yield canonical_name(name), module, "a CheckpointWrapper of torch"
@@ -185,7 +196,7 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _unsure(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Warnings about models that checkpoint layers inside their own forward: only a run tells which layers."""
+    """Warnings about modules that checkpoint layers in their own forward: only a run shows which layers."""
     found = []
     for name, module in unwrap_engine(model).named_modules():
         known = any(is_of_class(part, "GradientCheckpointingLayer") for part in module.modules())
@@ -205,10 +216,16 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """The module that the function makes, and example inputs, None when it gives none.
+    """Call the function that makes the model.
+
+    Args:
+        name: "package.module:function" or "path/to/file.py:function".
+
+    Returns:
+        The module, and its example inputs; None if the function returns none.
 
     Raises:
-        UsageError: when there is no such function, when it raises, or what it returns holds no module.
+        UsageError: if there is no such function, if it raises, or if it returns no module.
     """
     from torch import nn
 
@@ -236,12 +253,12 @@ def build(name: str) -> tuple[Any, Any]:
 
 
 def _imported(where: str) -> ModuleType:
-    """Import a module by its name, also from the working directory as ``python -m`` does, or by its path."""
+    """Import a module by its path, or by its name, also from the working directory as ``python -m`` does."""
     if not where.endswith(".py"):
         sys.path.insert(0, str(pathlib.Path.cwd()))
         return importlib.import_module(where)
     path = pathlib.Path(where).resolve()
-    sys.path.insert(0, str(path.parent))  # as when it is run
+    sys.path.insert(0, str(path.parent))  # as Python does when it runs the file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{where} cannot be imported")
@@ -252,7 +269,7 @@ def _imported(where: str) -> ModuleType:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """The nearest of ``known`` to ``name``, or the first of them."""
+    """The end of an error text: the one of ``known`` that is nearest to ``name``, or the first eight of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -260,7 +277,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """The message of an error in the user's code, and where it was raised, in one line."""
+    """An error of the user's code in one line: its class, its message, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
@@ -270,10 +287,14 @@ Placed = Sequence[tuple[str, nn.Module, Pipeline]]
 
 
 def step(model: nn.Module, inputs: Any) -> None:
-    """One forward and backward, after which there are no gradients again.
+    """Run one forward and backward, and set all gradients to None.
+
+    Args:
+        model: the model.
+        inputs: a dict of keyword arguments, a tuple or list of positional arguments, or one argument.
 
     Raises:
-        UsageError: when the model raises, or nothing in what it returns could be differentiated.
+        UsageError: if the model raises, or no tensor in its output requires a gradient.
     """
     try:
         torch.autograd.backward(_loss(_called(model, inputs)))
@@ -292,7 +313,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """The loss that the output names, or the sum of all its tensors that require a gradient."""
+    """The ``loss`` of the output if it has one, or the sum over all its tensors that require a gradient."""
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.requires_grad:
         return given.sum()
@@ -303,13 +324,13 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedReport]:
-    """What became of the saved tensors of each module of ``placed`` in one forward and backward."""
+    """Run one forward and backward with the hooks of ``placed``; the report of each module, by name."""
     attached: dict[str, Saving] = {}
     try:
         for name, module, pipeline in placed:
             attached[name] = save_activations(model, _the_one(module), pipeline)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the conflicts say it already
+            warnings.simplefilter("ignore")  # `conflicts` has found the same already
             step(model, inputs)
         return {name: saving.report() for name, saving in attached.items()}
     finally:
@@ -318,7 +339,7 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
 
 
 def figures(report: SavedReport) -> dict[str, Any]:
-    """Bytes by what became of them; ``kept`` without the weights, which nobody would move."""
+    """The figures of ``report`` that are shown. ``kept`` is without the weights, since no store would take them."""
     weights = report.kept_by.get("parameter", 0)
     keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "passed", "errors")
     return {key: getattr(report, key) for key in keys} | {"kept": report.kept - weights, "weights": weights}
@@ -329,12 +350,12 @@ def _the_one(module: nn.Module) -> Pattern:
 
 
 def made(plan: Any, what: str) -> list[Any]:
-    """The rules, statistics or sinks of ``plan``; a sink is not opened by being made."""
+    """The rules, statistics or sinks of ``plan``, newly made. Making a sink does not open it."""
     return [make() for make in plan.watches.get(what, ())]
 
 
 def check_sinks(plan: Any, findings: Findings) -> None:
-    """Packages that are missing and files that could not be written."""
+    """Add errors for sinks whose package is missing, or whose file could not be written."""
     for name, remedy in missing_sinks(plan):
         findings.failed("watch.sinks", f"{name}: its package is not installed: {remedy}")
     for sink in made(plan, "sinks"):
@@ -344,7 +365,7 @@ def check_sinks(plan: Any, findings: Findings) -> None:
 
 
 def _unwritable(path: pathlib.Path) -> str | None:
-    """Why nothing can be written at ``path``, whose directories are made when they are missing."""
+    """Why a sink could not write ``path``; None if it could. A sink makes missing directories."""
     if path.exists():
         return None if os.access(path, os.W_OK) else f"{path} cannot be written"
     above = next(folder for folder in path.absolute().parents if folder.exists())
@@ -354,7 +375,7 @@ def _unwritable(path: pathlib.Path) -> str | None:
 
 
 def scopes(plan: Any, model: nn.Module, findings: Findings) -> dict[str, dict[str, list[str]]]:
-    """For each rule and each group the names of its parameters; what a run would raise goes to ``found``."""
+    """The names of the parameters of each rule and each group; errors that a run would raise go to ``findings``."""
     before = len(findings.errors)
     try:
         shards = detect_engine(model).shards
@@ -404,7 +425,7 @@ def _attach(plan: Any, model: nn.Module, findings: Findings) -> None:
 
 
 def _nowhere(record: dict[str, Any]) -> None:
-    """The sink of a check: it writes nothing."""
+    """The sink of a check, which writes nothing."""
 
 
 # -- a random tensor through a pipeline and back
@@ -414,17 +435,18 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class RoundTrip(NamedTuple):
-    """One tensor, there and back.
+    """The result of one tensor that went through a pipeline and back.
 
     Attributes:
-        dtype: of the tensor.
-        lossless: whether the pipeline says that every bit comes back.
-        identical: whether every bit did.
-        error: the relative error, ``||back - there|| / ||there||``; infinite when something finite is not any more.
+        dtype: the tensor's dtype, such as "float32".
+        lossless: whether no codec of the pipeline says that it is lossy.
+        identical: whether the tensor came back with the same bits.
+        error: the relative error, ``||back - there|| / ||there||``; infinite if a finite element came back infinite or
+            NaN.
         before: bytes of the tensor.
-        after: bytes that the store was given.
-        moved: of those, bytes that left the memory they were in.
-        read: bytes that came back from a disk.
+        after: bytes that the store got.
+        moved: those of them that left the memory they were in.
+        read: bytes that the store read back, from a file or from the host.
     """
 
     dtype: str
@@ -438,7 +460,7 @@ class RoundTrip(NamedTuple):
 
 
 class _Keep(torch.autograd.Function):
-    """Saves its argument, and that alone."""
+    """A function that saves its argument for backward, and no other tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -451,10 +473,12 @@ class _Keep(torch.autograd.Function):
 
 
 def round_trip(pipeline: Pipeline, dtype: torch.dtype) -> RoundTrip:
-    """Have autograd save a random tensor of ``dtype`` through ``pipeline``, whatever its size, and take it back.
+    """Let autograd save a random tensor of ``dtype`` through ``pipeline``, and take it back.
+
+    The tensor has 2**18 elements. ``AtLeast`` has no effect.
 
     Raises:
-        DisthooksError: what the pipeline raises.
+        DisthooksError: if the pipeline raises one.
     """
     before = _read(pipeline)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -462,7 +486,7 @@ def round_trip(pipeline: Pipeline, dtype: torch.dtype) -> RoundTrip:
     exact = numbers.to(dtype).to(device)
     with saving(replace(pipeline, at_least=0)) as saved:
         node: Any = _Keep.apply(exact.clone().requires_grad_())  # type: ignore[no-untyped-call]
-    pipeline.store.wait()  # a tensor that is still in memory would prove nothing
+    pipeline.store.wait()  # else the tensor might come from memory, and the store would not be tested
     back = node.grad_fn.saved_tensors[0].detach()
     report = saved.report()
     same = back.dtype == dtype and torch.equal(_bits(back), _bits(exact))

@@ -1,4 +1,4 @@
-"""``disthooks launch``: torchrun, ``accelerate launch`` or ``deepspeed``, with every worker in ``disthooks.run``.
+"""``disthooks launch``: start torchrun, ``accelerate launch`` or ``deepspeed``; each worker is ``disthooks.run``.
 
 .. code-block:: text
 

@@ -1,9 +1,10 @@
-"""The ``disthooks`` section of accelerate's configuration, taken out: accelerate refuses keys it does not know."""
+"""Take the ``disthooks`` section out of accelerate's configuration: accelerate refuses keys that it does not know."""
 
 # [Note: lines and columns stay]
-# The file of the user is split into two: the section, and the rest for accelerate. In each of them the other's text is
-# blanked and not cut, so that an error names the line and the column that the user sees in his own file. YAML's anchors
-# may cross the split: an alias in one part of an anchor in the other. Then the values are written anew, without lines.
+# The user's file is split into two files: the section `disthooks`, and the rest for accelerate. In each file the text
+# of the other is replaced by blanks and not cut out. So an error names the line and the column of the user's own file.
+# An alias of YAML in one part may name an anchor in the other part. Then the part alone cannot be read, its values are
+# written anew, and its errors have other lines.
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def split(path: str, folder: pathlib.Path) -> tuple[str, str] | None:
 
 
 def values(path: str | None) -> dict[str, Any]:
-    """The values of accelerate's configuration ``path``, by default of its default file; empty if it cannot be read."""
+    """The values of accelerate's configuration ``path``, by default of its default file; {} if it cannot be read."""
     path = path or default_file()
     if path is None or not os.path.isfile(path):
         return {}
@@ -53,7 +54,7 @@ def values(path: str | None) -> dict[str, Any]:
             import yaml
 
             config = yaml.safe_load(_text(path))
-    except Exception:  # accelerate reads it too, and its message is the better one
+    except Exception:  # accelerate reads the same file, and its own message is better
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -110,6 +111,6 @@ def _loads(yaml: Any, text: str, wanted: Any) -> bool:
 
 
 def default_file() -> str | None:
-    """The configuration that accelerate reads if none is named; None if it does not exist."""
+    """The path of accelerate's default configuration; None if the file does not exist."""
     config: Any = importlib.import_module("accelerate.commands.config.config_args")
     return str(config.default_config_file) if os.path.isfile(config.default_config_file) else None

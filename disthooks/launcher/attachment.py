@@ -1,16 +1,16 @@
-"""What a session has attached to each model of a script, and what became of it."""
+"""The attachments of a session to the models of a script, and their outcomes."""
 
 # [Note: nothing is kept alive]
-# A process may train many models: folds of a cross-validation, a search for the largest batch. The session outlives
-# them, so it holds models, optimizers and hooks weakly, and what its closing summary needs is copied into
-# `WatchedOptimizer`. When an attachment is collected before its last record was written, the record is written later,
-# at the session's next event: a destructor runs at any moment, in any thread, and must neither write to a sink nor take
-# a lock.
+# A process may train many models, such as the folds of a cross-validation, or the tries of a search for the largest
+# batch. The session lives longer than they do, so it holds models, optimizers and hooks weakly. The numbers that its
+# closing summary needs are copied into `WatchedOptimizer`. If an attachment is collected before its last record is
+# written, the record is written at the session's next event. The destructor cannot write it: a destructor runs at any
+# moment, in any thread, and must neither write to a sink nor take a lock.
 
 # [Note: entries of save over several models]
-# A script may train several models, a generator and a discriminator, with one configuration. An entry of `save` has to
-# match in one of them. Whether an entry matches nowhere is known when the last model is called: then it is an error, or
-# a warning at the end of the script if the session expected one more model that never came.
+# A script may train several models with one configuration, such as a generator and a discriminator. An entry of `save`
+# has to match in one of them. When the last model is called, the session knows whether an entry matches in none: then
+# it raises an error. If the session expected one more model that never came, it warns at the end of the script.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from disthooks.grads.attach import Gradients
 from disthooks.grads.records import UnwrittenRecords
 from disthooks.watch.watchers import Watchers
 
-_MAX_SINGLE_LINES = 3  # models of one class; more of them share a line of the summary
+_MAX_SINGLE_LINES = 3  # models of one class that have a line each in the summary; more models share one line
 
 
 class SaveEntries:
@@ -41,14 +41,20 @@ class SaveEntries:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._errors: dict[int, MatchError] = {}  # of an entry that did not match in a model
+        self._errors: dict[int, MatchError] = {}  # by entry: its error in the last model in which it did not match
         self._matched: set[int] = set()
         self._models: list[weakref.ref[nn.Module]] = []
 
     def plan_for(self, model: nn.Module, is_last: bool) -> tuple[Plan, bool]:
-        """The plan for one model, and whether to attach it ``partly``.
+        """The plan for one model.
 
-        The plan has no ``save`` for a model that has it already, or in which no entry matches.
+        Args:
+            model: the model that is called.
+            is_last: whether no other optimizer waits for its model.
+
+        Returns:
+            The plan, without ``save`` if the model has it already or no entry matches in it; and whether to attach
+            it ``partly``.
 
         Raises:
             MatchError: if `model` is the last one and an entry matches in none of them.
@@ -77,14 +83,14 @@ class SaveEntries:
         return [error for i, error in self._errors.items() if i not in self._matched]
 
     def _without_save(self) -> Plan:
-        """The plan with ``watch`` alone; the rest of it, also the file that it was read from, stays."""
+        """A copy of the plan without ``save``. It has the same ``watch``, and was read from the same file."""
         part = copy.copy(self._plan)
         object.__setattr__(part, "saves", ())  # a Plan is frozen
         return part
 
 
 class WatchedOptimizer:
-    """What one optimizer's steps came to; known also after the optimizer and its model are collected.
+    """The numbers of one optimizer's steps, which stay known after the optimizer and its model are collected.
 
     See [Note: nothing is kept alive].
     """
@@ -100,25 +106,29 @@ class WatchedOptimizer:
 
     @property
     def gradients(self) -> Gradients | None:
-        """The attachment, while the model lives."""
+        """The attachment; None after it is collected."""
         return self._gradients()
 
     @property
     def steps(self) -> int:
-        """The steps of this process: those of a state that was loaded are not counted."""
+        """How many steps this process has made, without the steps of a state that was loaded."""
         gradients = self._gradients()
         self._last = gradients.steps if gradients is not None else self._last
         return self._last - self._first
 
     @property
     def nonfinite(self) -> int:
-        """The steps that are known to have had gradients which were not finite."""
+        """How many steps are known to have had gradients that were not finite."""
         gradients = self._gradients()
         self._nonfinite = gradients.nonfinite_steps if gradients is not None else self._nonfinite
         return self._nonfinite
 
     def write_left(self) -> bool:
-        """Write the record that a collected attachment has left; True if the attachment is collected."""
+        """Write the record that a collected attachment has left.
+
+        Returns:
+            Whether the attachment is collected.
+        """
         while self._unwritten:
             left = self._unwritten.popleft()
             self._last, self._nonfinite = left.steps, left.nonfinite_steps
@@ -126,7 +136,7 @@ class WatchedOptimizer:
         return self._gradients() is None
 
     def remove(self) -> None:
-        """Take the hooks off, which writes the last record."""
+        """Take the hooks off. This writes the last record."""
         self.write_left()
         gradients = self._gradients()
         if gradients is not None:
@@ -140,8 +150,8 @@ class ModelAttachment:
 
     Attributes:
         number: how many models the session had attached to before this one.
-        saving: the attachment to saved tensors; None if the plan has none for this model.
-        watched: one for each optimizer whose gradients are watched.
+        saving: the attachment to saved tensors; None if the plan has no entry of ``save`` for this model.
+        watched: one object for each optimizer whose gradients are watched.
         optimizers: how many optimizers hold the model's parameters.
     """
 
@@ -159,14 +169,14 @@ class ModelAttachment:
 
         Args:
             plan: the plan of :meth:`SaveEntries.plan_for`.
-            is_partial: what it returned beside the plan.
-            optimizers: those that hold the model's parameters; ``[None]`` for DeepSpeed's.
+            is_partial: the second value of :meth:`SaveEntries.plan_for`.
+            optimizers: the optimizers that hold the model's parameters; ``[None]`` for DeepSpeed's.
             number: how many optimizers are watched already. The records of the second optimizer of a script, and of
                 each later one, name its number: all of them write into one log.
         """
         model: Any = self._model()
         rest, self.optimizers = list(optimizers), len(optimizers)
-        if not number and rest:  # the ranks agree on the plan here, so all of them come here, or none
+        if not number and rest:  # `prepare` compares the plan over the ranks, so all ranks come here, or none
             prepared = plan.prepare(model, rest.pop(0), partly=is_partial)
             self.saving = prepared.saving
             self._keep_watchers(prepared.watchers)
@@ -199,12 +209,12 @@ class ModelAttachment:
         return not self.saving and not self.watched and self._watchers() is None
 
     def is_collected(self) -> bool:
-        """Whether the model and all its attachments are collected; writes the records that they have left."""
+        """Whether the model and all its attachments are collected. Writes the records that they have left."""
         collected = [watched.write_left() for watched in self.watched]
         return all(collected) and self._model() is None
 
     def outcome(self) -> dict[str, Any]:
-        """What became of the attachments so far, on this rank, for the record and the summary; writes the last step."""
+        """The numbers of the attachments so far on this rank, for its record and the summary. Writes the last step."""
         for gradients in [each.gradients for each in self.watched]:
             if gradients is not None:
                 gradients.flush()
@@ -220,7 +230,7 @@ class ModelAttachment:
         }
 
     def remove(self) -> None:
-        """Take the hooks off, which writes the last records."""
+        """Take the hooks off. This writes the last records."""
         for watched in self.watched:
             watched.remove()
         for attached in (self._watchers(), self.saving):
@@ -233,7 +243,7 @@ class Attachments:
 
     def __init__(self) -> None:
         self._alive: list[ModelAttachment] = []
-        self._outcomes: list[tuple[int, dict[str, Any]]] = []  # of models that are collected
+        self._outcomes: list[tuple[int, dict[str, Any]]] = []  # number and outcome of models that are collected
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -251,7 +261,8 @@ class Attachments:
         number = sum(each.optimizers for each in self._alive)
         attachment = ModelAttachment(model, self._count, on_attached)
         self._count += 1
-        self._alive.append(attachment)  # first: if attaching raises, `remove_all` takes off what is attached already
+        # This comes first: if attaching raises, `remove_all` takes off the part that was attached.
+        self._alive.append(attachment)
         attachment.attach(plan, is_partial, optimizers, number)
         if attachment.is_empty:
             self._alive.remove(attachment)
@@ -263,7 +274,7 @@ class Attachments:
         return next((one for one in every if one is not None and one.optimizer is inner), None)
 
     def release_collected(self) -> None:
-        """Keep of models that are collected the outcome alone. See [Note: nothing is kept alive]."""
+        """Replace the attachments of collected models by their outcomes. See [Note: nothing is kept alive]."""
         collected = [each for each in self._alive if each.is_collected()]
         self._alive = [each for each in self._alive if each not in collected]
         for attachment in collected:
@@ -271,7 +282,12 @@ class Attachments:
             attachment.remove()
 
     def remove_all(self, on_error: Callable[[Exception], None]) -> list[dict[str, Any]]:
-        """Take everything off, and return the outcome of each model; an error of one attachment stops no other."""
+        """Take all attachments off, and return the outcome of each model.
+
+        Args:
+            on_error: called with the error of an attachment that cannot be taken off. The others are taken off all the
+                same.
+        """
         self.release_collected()
         outcomes = [*self._outcomes, *((each.number, each.outcome()) for each in self._alive)]
         while self._alive:
@@ -283,7 +299,7 @@ class Attachments:
 
 
 def summary_lines(outcomes: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each model; many models of one class share one line, and so do those that never stepped."""
+    """The lines of the summary: one for each model. Many models of one class share a line, also those without steps."""
     used = [one for one in outcomes if not one["watched"] or one["watched"]["steps"]]
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for one in used:
@@ -300,7 +316,7 @@ def summary_lines(outcomes: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _summary_line(outcomes: Sequence[dict[str, Any]]) -> str:
-    """What became of one model, or of several alike together."""
+    """The line of one model, or of several models of one class."""
     first = outcomes[0]
     parts = [f"{first['model']} on {first['engine']}" if first["engine"] else first["model"]]  # of a watched one
     parts[0] += f", {len(outcomes)} models" if len(outcomes) > 1 else ""

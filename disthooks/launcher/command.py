@@ -1,11 +1,11 @@
-"""The command line of ``disthooks launch``, taken apart and put together again with ``disthooks.run`` in it."""
+"""Read the command line of ``disthooks launch``, and make the launcher's command line with ``disthooks.run`` in it."""
 
 # [Note: where the script begins]
-# Only a launcher's own parser knows whether a word is the value of an option before it or the script. So the words are
-# given to this parser, one more each time, with `-- SCRIPT` behind them: the first word without a dash at which the
-# options in front are complete is the script. Everything after it is the script's. In the command line that is made of
-# it, `--` stands before the script's options, since argparse would take `--run` for torchrun's `--run-path` wherever it
-# stands.
+# Only the launcher's own parser knows whether a word is the script, or the value of the option before it. So this
+# parser gets the words with `-- SCRIPT` behind them, one word more each time. The script is the first word without a
+# dash for which the parser accepts all words before it. All words after the script are the script's arguments. In the
+# new command line `--` stands before them, because argparse takes `--run` as short for torchrun's `--run-path` at any
+# place.
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LaunchCommand:
 
     Attributes:
         launcher: one of ``LAUNCHERS``.
-        options: the launcher's options, as they stand there.
+        options: the launcher's options, as the user wrote them.
         script: the path of a script, or the name of a module.
         args: the arguments of the script.
-        chosen: the launcher's options as its parser reads them, with its defaults.
-        hooks: the hooks file that ``--hooks`` names; None without.
+        chosen: the values that the launcher's parser reads from the options, with its defaults.
+        hooks: the file that ``--hooks`` names; None without ``--hooks``.
     """
 
     launcher: str
@@ -49,10 +49,10 @@ class LaunchCommand:
 
 
 def read(argv: Sequence[str]) -> LaunchCommand:
-    """Take the words after ``disthooks launch`` apart. See [Note: where the script begins].
+    """Read the words after ``disthooks launch``. See [Note: where the script begins].
 
     Raises:
-        UsageError: if there is no script, or an option that the launcher does not know or disthooks cannot work with.
+        UsageError: if there is no script, or if the launcher does not know an option or disthooks does not support it.
     """
     rest = list(argv)
     hooks: str | None = None
@@ -77,7 +77,7 @@ def read(argv: Sequence[str]) -> LaunchCommand:
 
 
 def _hooks_value(word: str, rest: list[str]) -> str:
-    """The value of ``--hooks``: after its ``=``, or taken from the front of ``rest``."""
+    """The value of ``--hooks``: the text after ``=``, or the first word of ``rest``, which is taken out."""
     value = word.partition("=")[2] if "=" in word else rest.pop(0) if rest else ""
     if not value:
         raise UsageError("--hooks needs the path of a file")
@@ -85,7 +85,7 @@ def _hooks_value(word: str, rest: list[str]) -> str:
 
 
 def launcher_arguments(command: LaunchCommand, hooks: str | None) -> list[str]:
-    """The arguments for the launcher: the same options, and ``disthooks.run`` with the script as its argument."""
+    """The arguments for the launcher: its options, then ``disthooks.run``, whose argument is the script."""
     options = list(command.options)
     if not command.module:
         options.append("--module" if command.launcher == "deepspeed" else "-m")
@@ -119,7 +119,7 @@ _Parse = Callable[[list[str]], argparse.Namespace]
 
 
 def _parsed(parse: _Parse, options: list[str]) -> argparse.Namespace | None:
-    """The values that the launcher reads in ``options``; None if one is missing or an option is unknown."""
+    """The values that the launcher reads from ``options``; None if a value is missing or an option is not known."""
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return parse([*options, "--", "SCRIPT"])
@@ -128,7 +128,7 @@ def _parsed(parse: _Parse, options: list[str]) -> argparse.Namespace | None:
 
 
 def _complaint(parse: _Parse, words: list[str]) -> str:
-    """What the launcher's parser prints about ``words``; its last line."""
+    """The last line that the launcher's parser prints about ``words``."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):

@@ -1,14 +1,16 @@
-"""How each worker of a job began and ended, written by the worker; and what that says about a job that failed."""
+"""The records that the workers of a job write, and the report on a failed job that the launcher makes of them."""
 
 # [Note: who failed first]
-# A launcher cannot tell which rank failed first: it sees the peer whose socket closed as soon as the rank that raised.
-# So each worker writes a record when it begins and again when it ends (docs/decisions.md, 70), into the folder that
-# DISTHOOKS_RECORDS names, and `first_failure` judges by them. A rank that raised an error of its own comes first,
-# before one that vanished without a word: a launcher kills workers that do not end in time. Ranks whose collective
-# failed, because another rank was gone, come after both, and a rank that somebody stopped with SIGTERM comes last.
-# Which errors tell of another rank's end is known by their class and their words (`_PEER_IS_GONE`): a
-# ConnectionResetError is not among them, since it comes from a socket of the script's own, such as a bucket that it
-# reads.
+# A launcher cannot tell which rank failed first: it may see a rank that lost its connection as early as the rank that
+# raised the error. So each worker writes a record when it begins and again when it ends (decision 70), into the folder
+# that DISTHOOKS_RECORDS names. `first_failure` sorts the ranks by these records:
+# 1. A rank that raised an error of its own, or crashed.
+# 2. A rank that ended without a record of its end. It comes second, because a launcher kills workers that do not end
+#    in time.
+# 3. A rank whose collective failed because another rank was gone.
+# 4. A rank that was stopped with SIGTERM.
+# An error belongs to the third kind by its class and its words (`_PEER_IS_GONE`). ConnectionResetError does not: it
+# comes from a socket of the script's own, such as a storage bucket that the script reads.
 
 from __future__ import annotations
 
@@ -32,15 +34,18 @@ from disthooks._ranks import launched_world_size, number_in_environment
 VARIABLE = "DISTHOOKS_RECORDS"
 _HERE = str(pathlib.Path(__file__).parent)
 
-# -- what a worker writes
+# -- the record, which a worker writes
 
 
 class Record:
-    """The record of this process; without a folder nothing is written. See [Note: who failed first].
+    """The record of this process. See [Note: who failed first].
 
-    ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends: of a worker that was killed the
+    ``attempt-0.rank-1.json`` is written when the worker begins, and again when it ends. If the worker is killed, the
     first version stays. If the worker gets SIGTERM or crashes, the stacks of its threads are written to
     ``attempt-0.rank-1.stack``.
+
+    Args:
+        folder: the folder of the files; None to write nothing.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -65,12 +70,13 @@ class Record:
         self._write()
 
     def catch_signals(self) -> None:
-        """Have the kernel's signals write the stacks: in a crash, and inside a collective, no Python code runs."""
+        """Write the stacks of all threads at SIGTERM and in a crash, without Python: a collective lets none run."""
         if self._folder is not None:
             stack = (self._folder / f"{self._name}.stack").open("w")
             faulthandler.enable(stack)
             faulthandler.register(signal.SIGTERM, stack, all_threads=True, chain=True)
-            # Workers of a DataLoader or a pool inherit the open file, and their parent ends them with SIGTERM.
+            # Workers of a DataLoader or a pool inherit the open file. Their parent ends them with SIGTERM, which is no
+            # failure, so they write nothing.
             os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
         elif "TORCHELASTIC_ERROR_FILE" in os.environ:
             faulthandler.enable()  # as torch.distributed.elastic's @record does
@@ -80,12 +86,12 @@ class Record:
 
         Args:
             kind: "finished", "exit", "exception", "interrupted" or "configuration".
-            error: the exception that ended it.
-            code: the exit code of an "exit".
-            more: further values to keep.
+            error: the exception that ended it; None without one.
+            code: the exit code, if `kind` is "exit".
+            more: further values for the record.
         """
         if self.values["pid"] != os.getpid():
-            return  # this is a fork of the worker
+            return  # this process is a fork of the worker, and the record is the worker's
         self.values |= {"ended": time.time(), "kind": kind, "code": code, **more}
         if error is not None:
             self.values |= {
@@ -106,7 +112,7 @@ class Record:
             draft = self._folder / f".{self._name}.{os.getpid()}"
             draft.write_text(json.dumps(self.values, default=str))
             draft.replace(self._folder / f"{self._name}.json")
-        except OSError as problem:  # the job is worth more than its record
+        except OSError as problem:  # a missing record must not end the job
             print(f"disthooks: no record of this rank in {self._folder}: {problem}", file=sys.stderr)
 
     def _tell_elastic(self, error: BaseException) -> None:
@@ -123,16 +129,16 @@ class Record:
 
 
 def shortened(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error`` from the script on, as Python would show it without disthooks."""
+    """The traceback of ``error`` from the script's first frame on, as Python would show it without disthooks."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
         trace = trace.tb_next
     return trace
 
 
-# -- what the launcher reads
+# -- the report, which the launcher makes
 
-# What an error says that tells of another rank's end.
+# Words of errors that a rank raises because another rank is gone.
 _PEER_IS_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)|recvvalue failed|"
     r"sendbytes failed|failed to recv|remote process exited|communicator was aborted|nccl comm.*abort|"
@@ -150,39 +156,39 @@ _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|/disthooks/(ru
 
 @dataclass(frozen=True)
 class Rank:
-    """One worker: its record, and the stacks of its threads if it was stopped or crashed."""
+    """One worker: the values of its record, and the stacks of its threads if it was stopped or crashed."""
 
     values: dict[str, Any]
     stack: str = ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended by itself."""
+        """Whether the worker has written how it ended."""
         return "ended" in self.values
 
     @property
     def has_crashed(self) -> bool:
-        """Whether Python died of a signal such as SIGSEGV."""
+        """Whether a signal such as SIGSEGV ended Python."""
         return not self.has_ended and "Fatal Python error" in self.stack
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it got SIGTERM."""
+        """Whether the worker got SIGTERM."""
         return not self.has_ended and bool(self.stack) and not self.has_crashed
 
     @property
     def is_killed(self) -> bool:
-        """Whether it vanished and wrote nothing: SIGKILL, or os._exit."""
+        """Whether the worker wrote nothing at its end: it got SIGKILL, or called ``os._exit``."""
         return not self.has_ended and not self.stack
 
     @property
     def has_failed(self) -> bool:
-        """Whether it raised, or ended with an exit code."""
+        """Whether the worker raised an error, or ended with an exit code that is not 0."""
         return self.has_ended and self.values["kind"] != "finished"
 
     @property
     def is_victim(self) -> bool:
-        """Whether it only tells of another rank's end."""
+        """Whether another rank or a signal ended the worker, and no error of its own. See [Note: who failed first]."""
         if self.is_stopped or self.values.get("kind") == "interrupted":
             return True
         text = f"{self.values.get('exception')}: {self.values.get('message')}"
@@ -190,7 +196,11 @@ class Rank:
 
 
 def read(folder: pathlib.Path, since: float = 0.0) -> list[Rank]:
-    """The workers that were started after ``since``, in order of attempts and ranks."""
+    """Read the records in ``folder`` of workers that were started after ``since`` (as ``time.time`` counts).
+
+    Returns:
+        One :class:`Rank` for each, in order of attempts and ranks.
+    """
     ranks = []
     for path in sorted(folder.glob("attempt-*.json")):
         values = json.loads(path.read_text())
@@ -201,7 +211,7 @@ def read(folder: pathlib.Path, since: float = 0.0) -> list[Rank]:
 
 
 def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
-    """A short report on a job that failed, or that ``signals`` ended.
+    """A short report on a job that failed, or that ``signals`` ended: the first error in full, a line for each rank.
 
     >>> lost = Rank({"rank": 0, "attempt": 0, "host": "a", "pid": 1, "ended": 1.0, "kind": "exception",
     ...              "exception": "RuntimeError", "message": "Connection closed by peer", "traceback": ""})
@@ -226,10 +236,10 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
 
 
 def _ended_by_signals(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
-    """If signals ended the job, where each rank was; nothing if none did, or if a rank had failed by itself."""
+    """A line for each rank if signals ended the job; no line if none did, or if a rank had failed by itself."""
     rank = first_failure(ranks)
     if rank is not None and rank.values.get("kind") == "interrupted":
-        signals = signals or [signal.SIGINT]  # the launcher had it from the terminal, not through this process
+        signals = signals or [signal.SIGINT]  # the launcher got it from the terminal, and not from this process
     if not signals or (rank is not None and not rank.is_victim and not rank.is_killed):
         return []
     names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
@@ -237,7 +247,7 @@ def _ended_by_signals(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str
 
 
 def _failure(ranks: Sequence[Rank]) -> list[str]:
-    """The first error in full, and a line for each other rank."""
+    """The first error in full, and one line for each other rank."""
     failed = first_failure(ranks)
     if failed is not None:
         others = [f"  {_name(one)}: {_short(one)}" for one in ranks if one is not failed]
@@ -253,7 +263,7 @@ def _failure(ranks: Sequence[Rank]) -> list[str]:
 
 
 def first_failure(ranks: Sequence[Rank]) -> Rank | None:
-    """The rank whose error came first; None if none failed. See [Note: who failed first]."""
+    """The rank that failed first; None if none failed. See [Note: who failed first]."""
 
     def order(rank: Rank) -> tuple[int, float]:
         has_own_error = rank.has_crashed or (rank.has_failed and not rank.is_victim)
@@ -299,8 +309,8 @@ def _short(rank: Rank) -> str:
 
 
 def _script_line(stack: str) -> str:
-    """The innermost line of the traceback or stack that is the script's own, not Python's or an installed package's."""
-    if "Current thread" in stack:  # of all threads, the one that got the signal
+    """The innermost line of the traceback or stack that is in the script, not in Python or an installed package."""
+    if "Current thread" in stack:  # a stack of all threads: take the thread that got the signal
         stack = stack[stack.index("Current thread") :].partition("\n\n")[0]
     lines = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     own = [one for one in lines if one[0][0] != "<" and not _FOREIGN.search(one[0])]

@@ -1,10 +1,11 @@
-"""``disthooks launch``: from its command line to the launcher's exit code."""
+"""``disthooks launch``: read its command line, run the launcher, and return the launcher's exit code."""
 
 # [Note: accelerate starts one process for MULTI_CPU]
-# Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun: without a hostfile it runs
-# the script once, whatever `num_processes` is, and nothing says so. Its launcher for several GPUs starts as many as it
-# is told, and ACCELERATE_USE_CPU=true makes them train on CPUs with gloo. `disthooks launch` chooses that one, says so
-# on stderr, and leaves everything as it is where mpirun has started it or the command line asks for something else.
+# Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun. Without a hostfile it runs
+# the script once, whatever `num_processes` is, and prints no message. Its launcher for several GPUs starts
+# `num_processes` processes, and with ACCELERATE_USE_CPU=true they train on CPUs with gloo. So `disthooks launch`
+# chooses that launcher, and says so on stderr. It changes nothing if mpirun has started it, or if the command line asks
+# for another launcher.
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from disthooks.launcher.failure_report import VARIABLE as RECORDS
 from disthooks.launcher.worker import Command, check_target, configuration
 
 _FAULTY = 2
-# A process that mpirun started has one of these.
+# Environment variables of a process that mpirun has started: it has at least one of them.
 _OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE")
 USAGE = """usage: disthooks launch [--hooks FILE] [accelerate] [OPTIONS of accelerate launch] SCRIPT ARGS...
        disthooks launch [--hooks FILE] torchrun [OPTIONS of torchrun] SCRIPT ARGS...
@@ -64,15 +65,13 @@ def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[co
     """Check the configuration before anything is started.
 
     Returns:
-        The command line, in which accelerate's configuration has lost its section ``disthooks``; and the path of the
-        hooks file, None if DeepSpeed's JSON has the configuration.
+        The command line, which names a copy of accelerate's configuration without the section ``disthooks`` if there
+        is one; and the path of the hooks file, None if DeepSpeed's JSON has the configuration.
     """
     if launch.launcher == "accelerate":
         named = launch.chosen.config_file
         path = named or accelerate_config.default_file()
-        exists = (
-            os.path.isfile(named) if named else path is not None
-        )  # a named file that is missing: accelerate's error
+        exists = os.path.isfile(named) if named else path is not None  # if a named file is missing, accelerate says so
         parts = accelerate_config.split(path, folder) if exists and path is not None else None
         if parts is not None:
             section, rest = parts
@@ -88,7 +87,7 @@ def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[co
 
 
 def _check_section(section: str, path: str) -> None:
-    """Read the section; an error names the file that the user knows."""
+    """Check the section. An error names the user's file, and not the copy."""
     try:
         from_config(section)
     except ConfigError as error:
@@ -102,10 +101,10 @@ def _warn(text: str) -> None:
 
 
 def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchCommand, dict[str, str]]:
-    """Make accelerate start all processes on CPUs. See [Note: accelerate starts one process for MULTI_CPU].
+    """Let accelerate start all processes on CPUs. See [Note: accelerate starts one process for MULTI_CPU].
 
     Returns:
-        The command line, and variables for the environment.
+        The command line, and variables to set in the launcher's environment.
     """
     chosen = launch.chosen
     if launch.launcher != "accelerate" or any(name in os.environ for name in _OF_MPI):
@@ -126,12 +125,12 @@ def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchComma
 
 
 def _run(launch: command.LaunchCommand, hooks: str | None, folder: str, variables: dict[str, str]) -> int:
-    """Run the launcher, end the workers that it leaves behind, and if it failed, say which rank failed first."""
+    """Run the launcher, and end the workers that outlive it. If it failed, print the rank that failed first."""
     records = os.path.abspath(os.environ.get(RECORDS) or os.path.join(folder, "records"))
     began = time.time()
     environment = {RECORDS: records} | ({VARIABLE: hooks} if hooks else {}) | variables
     code, signals = supervisor.run(launch.launcher, command.launcher_arguments(launch, hooks), environment)
-    if code == 128 + signal.SIGINT:  # the launcher had the terminal, and got a Ctrl-C that this process did not get
+    if code == 128 + signal.SIGINT:  # the launcher had the terminal, so it got the Ctrl-C and this process did not
         signals = signals or [signal.SIGINT]
     ranks = failure_report.read(pathlib.Path(records), since=began)
     left = [rank.values for rank in ranks if not rank.has_ended]

@@ -1,17 +1,17 @@
-"""The optimizers that a script has made, and which model each of them waits for."""
+"""The optimizers that a script has made, and the model that each of them belongs to."""
 
 # [Note: whose parameters an optimizer holds]
-# An optimizer belongs to the model that holds all its parameters. The comparison is by identity, and it is made when a
-# module is called: a wrapper may have replaced parameters after the optimizer was made (FSDP1, FSDP2), and DeepSpeed's
-# optimizers hold flat partitions that no module has, so that DeepSpeed's engine is asked for its optimizers instead. A
-# module that holds only some of an optimizer's parameters is a part of the model: a generator beside its discriminator,
-# or the network inside a LightningModule. The session waits for the whole, and remembers this reason for its message.
+# An optimizer belongs to the model that holds all its parameters. Parameters are compared by identity, when a module is
+# called, because a wrapper may replace them after the optimizer was made (FSDP1, FSDP2). DeepSpeed's optimizers hold
+# flat partitions that no module has, so DeepSpeed's engine is asked for its optimizers instead. A module that holds
+# only some of an optimizer's parameters is a part of the model, such as a generator beside its discriminator, or the
+# network inside a LightningModule. The session then waits for the whole model, and keeps this reason for its message.
 
 # [Note: a process that trains alone]
-# `accelerate launch` on CPUs starts one process and leaves the others to mpirun; a script may forget
-# init_process_group(); Lightning starts the other ranks itself, without disthooks in them. Each such process would
-# train a model of its own, or wait forever for ranks that run no hooks. Nothing fails by itself there, so the session
-# refuses to attach, and the first step raises AttachError (docs/decisions.md, 64).
+# There are three ways to train alone by mistake. `accelerate launch` on CPUs starts one process and leaves the others
+# to mpirun. A script forgets init_process_group(). Lightning starts the other ranks itself, without disthooks in them.
+# In each case a process trains a model of its own, or waits forever for ranks that run no hooks, and no error is
+# raised. So the session refuses to attach, and the first step raises AttachError (decision 64).
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from disthooks.engines.base import DataParallel, Plain
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 
-_MAX_LOOKS = 4  # calls of one module that are compared with the waiting optimizers; a later call costs nothing
+_MAX_LOOKS = 4  # how often one module is compared with the waiting optimizers; its later calls cost nothing
 
 
 class ScriptOptimizers:
-    """The optimizers of a script: those that wait for their model, and those that are done.
+    """The optimizers of a script: those that wait for their model, and those for which the session is done.
 
     All of them are held weakly; see [Note: nothing is kept alive].
 
     Attributes:
-        left_alone: for each optimizer that nothing is attached for, its class and the reason.
+        left_alone: for each optimizer without an attachment, a text with its class and the reason.
     """
 
     def __init__(self) -> None:
         self.left_alone: list[str] = []
         self._waiting: list[weakref.ref[Any]] = []
-        self._done: list[weakref.ref[Any]] = []  # something is attached, or there is nothing to attach
+        self._done: list[weakref.ref[Any]] = []  # the session has attached, or there is nothing to attach
         self._looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._reasons: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -55,12 +55,12 @@ class ScriptOptimizers:
         return [optimizer for ref in self._waiting if (optimizer := ref()) is not None]
 
     def add(self, optimizer: Any) -> None:
-        """Let a new optimizer wait; modules that were compared in vain are compared with it again."""
+        """Let a new optimizer wait for its model. Modules that were compared before are compared again."""
         self._waiting.append(weakref.ref(optimizer))
         self._looks.clear()
 
     def should_look(self, module: nn.Module) -> bool:
-        """Whether a module that is called shall be compared with the waiting optimizers; counts the comparison."""
+        """Whether to compare a module that is called with the waiting optimizers. Counts the comparison."""
         looks = self._looks.get(module, 0)
         self._looks[module] = min(looks + 1, _MAX_LOOKS)
         return looks < _MAX_LOOKS
@@ -89,12 +89,12 @@ class ScriptOptimizers:
         return whole
 
     def refuse(self, optimizers: Sequence[Any], reason: str) -> None:
-        """Remember why the model of these optimizers was not attached to; they go on waiting."""
+        """Remember the reason why the session did not attach to the model of these optimizers. They go on waiting."""
         for optimizer in optimizers:
             self._reasons[optimizer] = reason
 
     def reason(self, optimizer: Any) -> str:
-        """Why nothing is attached to the model of `optimizer`, and what to do."""
+        """A text for the user: why the session has not attached to the model of `optimizer`, and the remedy."""
         return (
             self._reasons.get(optimizer)
             or alone()
@@ -110,7 +110,7 @@ class ScriptOptimizers:
         return any(ref() is optimizer for ref in self._waiting)
 
     def is_done(self, optimizer: Any) -> bool:
-        """Whether something is attached for `optimizer`, or it is left alone for good."""
+        """Whether the session has attached for `optimizer`, or has left it alone for good."""
         return any(ref() is optimizer for ref in self._done)
 
     def mark_done(self, optimizers: Sequence[Any]) -> None:
@@ -120,11 +120,15 @@ class ScriptOptimizers:
         self._waiting = [weakref.ref(one) for one in self.waiting if not self.is_done(one)]
 
     def stop_waiting(self) -> None:
-        """Forget the waiting optimizers: the script attaches by itself."""
+        """Forget the waiting optimizers, because the script attaches by itself."""
         self._waiting.clear()
 
     def leave_alone(self, optimizer: Any, reason: str) -> bool:
-        """Note that nothing is attached for `optimizer`; False if the same was noted for one of its class before."""
+        """Note that `optimizer` gets no attachment.
+
+        Returns:
+            False if the same reason was noted before for an optimizer of the same class.
+        """
         line = f"{type(optimizer).__name__}: {reason}"
         if line in self.left_alone:
             return False
@@ -133,19 +137,19 @@ class ScriptOptimizers:
 
 
 def calls_closure_again(optimizer: Any) -> bool:
-    """Whether a step of `optimizer` calls its closure several times, so that no gradients are final before the last."""
+    """Whether a step of `optimizer` calls its closure several times: gradients are final only after the last call."""
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def reshard(model: nn.Module) -> None:
-    """Put FSDP2's own parameters back: after a forward without gradients the root still has the gathered ones."""
+    """Put FSDP2's sharded parameters back: after a forward without gradients the root still has the gathered ones."""
     for part in model.modules():
         if is_of_class(part, "FSDPModule"):
             part.reshard()  # type: ignore[operator]
 
 
 def alone() -> str | None:
-    """What to do if several processes were started and this one is in a group with none of them; None otherwise.
+    """A text for the user if several processes were started and this one trains alone; None otherwise.
 
     See [Note: a process that trains alone].
     """

@@ -1,22 +1,23 @@
-"""Where torch and the frameworks tell a session what the script does: methods that are replaced while it runs."""
+"""The methods of torch and of frameworks that are replaced, so that a session knows what the script does."""
 
 # [Note: what is replaced in torch]
-# The session hears of optimizers that are made (`Optimizer.__init__`), of modules that are called
-# (`nn.Module.__call__`, and only while an optimizer waits for its model), and of steps (torch's own global hooks).
-# Classes stay what they are: an isinstance test, a pickle and a subclass see no difference. A global forward hook would
-# not do for the calls: it runs when the module has chosen its own hooks already, and torch.compile warns of it
-# (docs/decisions.md, 61). Whoever replaces a method after us keeps his: undoing puts back only what is still ours.
+# The session is told of new optimizers (by `Optimizer.__init__`), of modules that are called (by `nn.Module.__call__`,
+# and only while an optimizer waits for its model), and of steps (by torch's own global hooks). Methods are replaced and
+# classes are not, so an isinstance test, a pickle and a subclass see no difference. A global forward hook would be too
+# late for the calls: when it runs, the module has chosen its own hooks already; and torch.compile warns of it
+# (decision 61). If other code replaces the same method later, its method stays: undoing puts a method back only if ours
+# is still there.
 
 # [Note: a framework's class gets its hooks when it is imported]
-# The session is there before the script imports accelerate, transformers or Lightning, and importing them here would
-# cost seconds in a script that uses none. So a finder in `sys.meta_path`, which finds nothing itself, waits for the
-# import and replaces `__init__` of the framework's class. To look for accelerators among all objects when hooks are
-# attached would be too late: the script has loaded its checkpoint by then (docs/decisions.md, 91).
+# The session begins before the script imports accelerate, transformers or Lightning. Importing them here would cost
+# seconds in a script that uses none of them. So a finder in `sys.meta_path`, which finds no module itself, waits for
+# the import and then replaces `__init__` of the framework's class. Searching all objects for accelerators when hooks
+# are attached would be too late, because the script has loaded its checkpoint by then (decision 91).
 
 # [Note: state waits for its attachment]
-# A script loads its checkpoint before it trains, and a session attaches when the model is first called: at that moment
-# there is nothing that the state could be loaded into. So the session remembers the folder and the optimizers that it
-# was loaded for, and reads the file when one of these optimizers gets its hooks.
+# A script loads its checkpoint before it trains, but a session attaches only when the model is first called. When the
+# checkpoint is loaded, there are no hooks yet that could take their part of the state. So the session remembers the
+# folder and the optimizers that the checkpoint was loaded for, and reads the file when one of them gets its hooks.
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ from disthooks.grads.attach import Gradients
 
 Undo = Callable[[], None]
 
-_MAX_FRAMES = 12  # calls between the __init__ of an optimizer and that of an optimizer inside it
+_MAX_FRAMES = 12  # most frames between the __init__ of an optimizer and the __init__ of an optimizer inside it
 
 
 def replace_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> Undo:
     """Put ``wrap(method)`` in the place of a method of a class.
 
     Returns:
-        A function that puts the method back, unless somebody has replaced it again.
+        A function that puts the method back, unless other code has replaced it meanwhile.
     """
     original = owner.__dict__[name]
     replacement = wrap(original)
@@ -65,7 +66,7 @@ def replace_method(owner: type, name: str, wrap: Callable[[Any], Any]) -> Undo:
 
 
 def after_init(owner: type, then: Callable[[Any], None]) -> Undo:
-    """Call ``then`` with each object of the class ``owner`` when it is made; returns a function that ends this."""
+    """Call ``then`` with each new object of the class ``owner``; returns a function that ends this."""
 
     def wrap(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -82,7 +83,7 @@ def after_init(owner: type, then: Callable[[Any], None]) -> Undo:
 
 
 class Listener(Protocol):
-    """What :class:`TorchPatches` tells."""
+    """The calls that :class:`TorchPatches` makes. ``Session`` implements them."""
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """The script has made an optimizer."""
@@ -91,17 +92,21 @@ class Listener(Protocol):
         """A module is about to run, with gradients on."""
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether gradients shall be seen before an optimizer steps."""
+        """Whether the session watches the gradients of this optimizer, so that it must be told before the step."""
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step; or has stepped, if its gradients are not watched."""
+        """An optimizer is about to step. If its gradients are not watched, it has stepped already."""
 
     def yield_to_script(self) -> None:
         """The script attaches a plan by itself."""
 
 
 class TorchPatches:
-    """The methods of torch that are replaced for the time of a session; see [Note: what is replaced in torch]."""
+    """The methods of torch that are replaced while a session runs. See [Note: what is replaced in torch].
+
+    Args:
+        listener: the session, which is told of optimizers, calls and steps.
+    """
 
     def __init__(self, listener: Listener) -> None:
         self._listener, self._in_call = listener, threading.local()
@@ -109,7 +114,7 @@ class TorchPatches:
         self._undo_call: Undo | None = None
 
     def open(self) -> None:
-        """Begin to tell of optimizers, of steps, and of plans that the script attaches."""
+        """Begin to tell the listener of optimizers, of steps, and of plans that the script attaches."""
         listener = self._listener
 
         def made(optimizer: Any) -> None:
@@ -130,13 +135,13 @@ class TorchPatches:
         self._undo.append(register_optimizer_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
-        """Put everything back."""
+        """Put all methods back."""
         self.hear_calls(False)
         while self._undo:
             self._undo.pop()()
 
     def hear_calls(self, should_hear: bool) -> None:
-        """Begin, or end, to tell of modules that are called."""
+        """Begin to tell the listener of modules that are called, or stop it."""
         if should_hear and self._undo_call is None:
             self._undo_call = replace_method(nn.Module, "__call__", self._telling)
         elif not should_hear and self._undo_call is not None:
@@ -163,7 +168,10 @@ class TorchPatches:
         return call
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Tell of a step. A step with a closure is told when the closure is done: it calls the model."""
+        """Tell the listener of a step.
+
+        If the step has a closure, it is told after the closure, which calls the model.
+        """
         if not self._listener.watches(optimizer):
             return None
         given = wrap_closure(functools.partial(self._in_closure, optimizer), args, kwargs)
@@ -174,7 +182,7 @@ class TorchPatches:
         return given
 
     def _in_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Any:
-        """Run the closure, after which gradients are final: Lightning clips inside it."""
+        """Run the closure, then tell the listener: gradients are final only then, as Lightning clips in it."""
         hooks = StepHooks.of(optimizer)
         try:
             loss = closure()
@@ -185,13 +193,13 @@ class TorchPatches:
         return loss
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Tell of a step whose gradients are not watched: its closure stayed as the script gave it."""
+        """Tell the listener of a step whose gradients are not watched: its closure was not replaced."""
         if not self._listener.watches(optimizer):
             self._listener.steps(optimizer)
 
 
 def _is_inner(optimizer: Any) -> bool:
-    """Whether another optimizer is making this one for itself: its step is then a part of the other's step."""
+    """Whether another optimizer makes this one for itself. Then its step is a part of the other's step."""
     frame: types.FrameType | None = sys._getframe(3)  # past the functions of this file
     for _ in range(_MAX_FRAMES):
         if frame is None:
@@ -204,7 +212,7 @@ def _is_inner(optimizer: Any) -> bool:
 
 
 def only_fills_state() -> bool:
-    """Whether the step under way is that of torch.distributed.checkpoint, on zeros, which makes states to load into."""
+    """Whether torch.distributed.checkpoint makes this step, on zeros, to create states that it loads into."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_init_optim_state":
@@ -241,12 +249,12 @@ class FrameworkPatches:
         ]
 
     def close(self) -> None:
-        """Put everything back; accelerators and Trainers that exist keep what they have."""
+        """Put all methods back. Accelerators and Trainers that exist keep their hooks and callbacks."""
         while self._undo:
             self._undo.pop()()
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch whether a state is loaded into `optimizer`; the empty one that accelerate loads does not count."""
+        """Note whether a state is loaded into `optimizer`. The empty state that accelerate loads does not count."""
         loaded = self._loaded
         optimizer.register_load_state_dict_post_hook(lambda one: loaded.add(one) if one.state else None)
 
@@ -256,7 +264,7 @@ class FrameworkPatches:
         See [Note: state waits for its attachment].
 
         Returns:
-            False if the script has loaded a state into the optimizer, and there is none for rules and statistics.
+            False if the script has loaded a state into the optimizer, but none for rules and statistics.
         """
         has_state = False
         for accelerator in self._accelerators:
@@ -311,13 +319,13 @@ class FrameworkPatches:
             if self._undo and not any(isinstance(one, DisthooksCallback) for one in trainer.callbacks):
                 waiting = WaitingCallback(self._attached)
                 self._callbacks.add(waiting)
-                trainer.callbacks.insert(0, waiting)  # before those that monitor, and those that write checkpoints
+                trainer.callbacks.insert(0, waiting)  # before callbacks that monitor numbers or write checkpoints
 
         return after_init(module.Trainer, init)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls a function when the module ``name`` has been imported; finds nothing itself."""
+    """Calls a function when the module ``name`` has been imported. It finds no module itself."""
 
     def __init__(self, name: str, then: Callable[[types.ModuleType], None]) -> None:
         self._name, self._then, self._is_searching = name, then, False
@@ -327,7 +335,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._name or self._is_searching:
             return None
-        self._is_searching = True  # the search below asks all finders, this one too
+        self._is_searching = True  # the search below asks all finders, also this one, which must then answer None
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -345,7 +353,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, then: Callable[[types.ModuleType], Undo]) -> Undo:
-    """Call ``then`` with the module ``name``, now or when it is imported; returns a function that undoes it."""
+    """Call ``then`` with the module ``name``, now if it is imported, else when it is.
+
+    Returns:
+        A function that undoes it: it stops waiting, or calls the function that ``then`` has returned.
+    """
     module = sys.modules.get(name)
     if module is not None:
         return then(module)
@@ -364,5 +376,5 @@ def when_imported(name: str, then: Callable[[types.ModuleType], Undo]) -> Undo:
 def _inner(optimizer: Any) -> Any:
     try:
         return inner_optimizer(optimizer)
-    except AttachError:  # accelerate's dummy, which stands for the optimizer that DeepSpeed makes
+    except AttachError:  # accelerate's dummy optimizer, in the place of the one that DeepSpeed makes
         return optimizer

@@ -1,20 +1,21 @@
-"""A session attaches a plan to the models of a script that knows nothing of it.
+"""A session attaches a plan to the models of a script, without a change in the script.
 
-The methods of ``Session`` stand in the order of one worker's life: ``arm`` before the script starts, ``made`` for each
-optimizer, ``called`` when a model runs and is attached to, ``steps`` before each step, ``finish`` at the end.
+The methods of ``Session`` are in the order in which one worker calls them: ``arm`` before the script starts, ``made``
+for each new optimizer, ``called`` when a model runs, ``steps`` before each step, ``finish`` at the end.
 """
 
 # [Note: the first call with gradients on]
-# Hooks are attached when a model is first called with gradients on, and not where the script wraps it. By then every
-# wrapper is around it (activation checkpointing is put on after FSDP), no backward has run, and the moment is the same
-# on every rank. Evaluation before training, a teacher, and other modules whose parameters no optimizer holds are passed
-# by. No earlier event tells the root of `fully_shard`, and a global forward hook runs after the module has chosen its
-# own hooks (docs/decisions.md, 61). Therefore `TorchPatches` replaces `nn.Module.__call__` while an optimizer waits.
+# The session attaches hooks when a model is first called with gradients on, and not where the script wraps the model.
+# At this moment the model has all its wrappers (activation checkpointing is put on after FSDP), no backward has run,
+# and all ranks are at the same place. Nothing is attached in an evaluation before training, or to a teacher or another
+# module whose parameters no optimizer holds. No earlier event shows the root of `fully_shard`, and a global forward
+# hook runs after the module has chosen its own hooks (decision 61). Therefore `TorchPatches` replaces
+# `nn.Module.__call__` while an optimizer waits.
 
 # [Note: a script that attaches by itself]
-# A script may call `disthooks.prepare`, or use a callback that does. Then it knows better than the file what to attach,
-# and hooks attached twice would apply each rule twice. So the session yields: it takes off its own attachments, and
-# attaches nothing more.
+# A script may call `disthooks.prepare`, or use a callback that calls it. Then the script decides what is attached, and
+# not the file. If both attached, each rule would be applied twice. So the session yields to the script: it takes off
+# its own attachments, and attaches nothing more.
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Session:
 
     Args:
         plan: what to attach.
-        location: where the plan was found; the messages name it.
-        hooks: the file that ``--hooks`` names, which comes before DeepSpeed's configuration.
+        location: where the plan was found, for messages.
+        hooks: the file that ``--hooks`` names, which takes precedence over DeepSpeed's configuration.
     """
 
     def __init__(self, plan: Plan, location: Found | None = None, hooks: str | None = None) -> None:
@@ -61,7 +62,7 @@ class Session:
     # -- before the script
 
     def arm(self) -> None:
-        """Begin to listen; also in processes that the script forks to train in them (``notebook_launcher``)."""
+        """Replace the methods, also in processes that the script forks to train in them (``notebook_launcher``)."""
         if warning := started_alone():
             _say(warning)
         self._torch.open()
@@ -69,15 +70,16 @@ class Session:
         multiprocessing.util.register_after_fork(self, Session._on_fork)
 
     def _on_fork(self) -> None:
-        """Finish in a forked process too: it ends without a word to the script, and has its own attachments."""
+        """Let a forked process finish its own attachments when it ends: otherwise nothing calls ``finish`` there."""
         if not self._attachments and not self._is_over:
-            finish = (os.getpid(), True)  # a fork's own failure is not known here: nothing is said of unused entries
+            # It is not known whether the fork has failed, so it prints nothing about unused entries.
+            finish = (os.getpid(), True)
             multiprocessing.util.Finalize(None, self.finish, args=finish, exitpriority=100)
 
     # -- while the script runs
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for the model of an optimizer that the script has made."""
+        """Begin to wait for the model of an optimizer that the script has made."""
         self._attachments.release_collected()
         if not self._has_yielded and not self._is_over:
             self._optimizers.add(optimizer)
@@ -113,7 +115,10 @@ class Session:
         self._attachments.attach(model, plan, is_partial, watchable, self._on_attached)
 
     def _read_engine_config(self, model: Any) -> None:
-        """Read the plan in DeepSpeed's configuration, which comes before ./disthooks.yaml and is known only now."""
+        """Read the plan in DeepSpeed's configuration.
+
+        It takes precedence over ./disthooks.yaml, and is known only now.
+        """
         config = engine_config(model)
         if config is None or "disthooks" not in config or self._attachments:
             return
@@ -123,7 +128,10 @@ class Session:
             self._entries = SaveEntries(self.plan)
 
     def _is_watchable(self, optimizer: Any) -> bool:
-        """Whether the gradients of `optimizer` can be watched; if not, say so. A strict plan attaches, and raises."""
+        """Whether the gradients of `optimizer` can be watched.
+
+        Prints a message if not; a strict plan attaches and raises.
+        """
         if self.plan.strict or not calls_closure_again(optimizer):
             return True
         self._leave_alone(
@@ -144,11 +152,11 @@ class Session:
             )
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether gradients shall be seen before `optimizer` steps, also inside a closure of its step."""
+        """Whether the session watches the gradients of `optimizer`, also inside the closure of a step."""
         return bool(self.plan.watches) and (self.plan.strict or not calls_closure_again(optimizer))
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step; if nothing is attached to the model of `optimizer`, say so once, or raise.
+        """Count a step. If nothing is attached to the model of `optimizer`, print that once, or raise.
 
         Raises:
             AttachError: if nothing is attached and the plan is ``strict``, or each process trains alone.
@@ -157,7 +165,7 @@ class Session:
             self._steps += 1
             return
         if not self._optimizers.is_waiting(optimizer) or only_fills_state():
-            return  # another optimizer has made this one for itself
+            return  # another optimizer has made this one for itself, and counts the step
         text = f"nothing is attached to its model: {self._optimizers.reason(optimizer)}"
         if self.plan.strict or alone():
             raise AttachError(f"the first step of {type(optimizer).__name__} begins and {text}")
@@ -174,7 +182,7 @@ class Session:
         self._torch.hear_calls(bool(self._optimizers.waiting))
 
     def yield_to_script(self) -> None:
-        """Take everything off and attach nothing more. See [Note: a script that attaches by itself]."""
+        """Take all attachments off and attach nothing more. See [Note: a script that attaches by itself]."""
         if self._is_attaching or self._has_yielded:
             return
         self._has_yielded = True
@@ -185,14 +193,14 @@ class Session:
     # -- after the script
 
     def finish(self, process: int, failed: bool = False) -> dict[str, Any]:
-        """Take everything off, and say on the first rank what became of it.
+        """Take all attachments off, and print a summary on the first rank.
 
         Args:
-            process: the id of the process that the script began in: a fork of it has nothing to finish.
-            failed: whether the script failed: then nothing is said of what it did not come to.
+            process: the id of the process that the script began in. In another process, a fork, nothing is done.
+            failed: whether the script failed. Then the summary has no warnings about things that were not used.
 
         Returns:
-            What the record of this rank keeps: for each model its engine, bytes and steps.
+            The values for the record of this rank: the engine, bytes and steps of each model. Empty in a fork.
         """
         if os.getpid() != process:
             return {}
@@ -226,18 +234,18 @@ class Session:
 
 
 def _origin(location: Found | None) -> str:
-    """Where the plan comes from, for messages: the path of its file, or what contains it."""
+    """The origin of the plan, for messages: the path of its file, or the text of ``location.origin``."""
     if location is None:
         return "the plan"
     return os.fspath(location.source) if isinstance(location.source, (str, os.PathLike)) else location.origin
 
 
 def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # of the launcher: the process group may be gone at the end
+    return os.environ.get("RANK", "0") == "0"  # not the process group's: it may be gone at the end
 
 
 def _say(text: str) -> None:
-    """Print a message once for the job; the records of the other ranks have what is theirs."""
+    """Print a message once for the job: on the first rank."""
     if _is_first_rank():
         print(f"disthooks: {text}", file=sys.stderr, flush=True)
 

@@ -1,19 +1,18 @@
-"""The launcher as a child of this process: signals are passed on to it, and no worker outlives it."""
+"""Run the launcher as a child of this process: pass signals on to it, and end workers that outlive it."""
 
 # [Note: signals that were ignored]
-# A process inherits which signals are ignored. `nohup` starts its command with SIGHUP ignored, so that the job survives
-# the end of the terminal: SIGHUP then stays ignored here, and the launcher, which has a process group of its own, never
-# gets it. A shell without job control starts `command &` with SIGINT ignored. torchrun takes SIGINT all the same, and
-# Python's own handler is missing in every other launcher and in its workers: they would ignore what is passed on to
-# them. So the launcher's process always begins with Python's handler, and each launcher ends its job at SIGINT
-# (docs/decisions.md, 101).
+# A process inherits from its parent which signals it ignores. `nohup` starts its command with SIGHUP ignored, so that
+# the job survives the end of the terminal. Then SIGHUP stays ignored here, and is not passed on to the launcher. A
+# shell without job control starts `command &` with SIGINT ignored. torchrun sets a handler for SIGINT all the same. The
+# other launchers and their workers do not, so they would ignore a SIGINT that is passed on to them. So the launcher's
+# process always begins with Python's own handler for SIGINT, and each launcher ends its job at SIGINT (decision 101).
 
 # [Note: a process group of its own]
-# The launcher gets a process group of its own, so that the terminal's Ctrl-C reaches it once, from this process, and
-# not a second time from the terminal. torchrun passes signals on to its workers; accelerate's and deepspeed's launchers
-# leave them to the terminal, so that for these two the signal goes to the whole group. The price is job control: a
-# group in the background that reads the terminal (a password, a debugger) is stopped by the kernel. `_resume` then
-# lends it the terminal, or stops this process too, so that the shell sees one job.
+# The launcher gets a process group of its own. So a Ctrl-C reaches it once, from this process, and not a second time
+# from the terminal. torchrun passes signals on to its workers. accelerate's and deepspeed's launchers leave this to the
+# terminal, so for these two the signal is sent to the whole group. The cost is job control: the kernel stops a group in
+# the background that reads the terminal (for a password, or in a debugger). Then `_resume` gives it the terminal, or
+# stops this process too, so that the shell sees one job.
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ _GRACE = 15.0  # seconds that workers have to end after their launcher
 def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, list[int]]:
     """Run a launcher to its end.
 
-    It runs in a fork, which has the launcher's modules: they were imported to read its options. See [Note: a process
-    group of its own].
+    The launcher runs in a fork of this process, which has imported its modules already to read its options.
+    See [Note: a process group of its own].
 
     Args:
         launcher: "torchrun", "accelerate" or "deepspeed".
@@ -45,7 +44,7 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
         environment: variables to set for it.
 
     Returns:
-        Its exit code, or 128 and the number of the signal that killed it; and the signals that were passed on.
+        Its exit code, or 128 plus the number of the signal that ended it; and the signals that were passed on.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,9 +74,10 @@ def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bo
 
     Args:
         started: the records of the workers.
-        mark: a text in the environment of each of them: another process may have got a worker's number by now.
-        interrupted: whether they got the terminal's Ctrl-C too. Then they have time to write a checkpoint, for which
-            accelerate's launcher waits a quarter of a second.
+        mark: a text in the environment of each worker. A process without it is another one that has got the number of
+            a worker that ended.
+        interrupted: whether the workers got a Ctrl-C from the terminal. Then they have time to write a checkpoint
+            before they are ended; accelerate's launcher waits only a quarter of a second.
     """
     mine = [int(one["pid"]) for one in started if one["host"] == socket.gethostname()]
     if interrupted:
@@ -92,13 +92,13 @@ def end_workers(started: Sequence[Mapping[str, Any]], mark: str, interrupted: bo
 
 def _await(workers: Sequence[int], mark: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    with contextlib.suppress(KeyboardInterrupt):  # another Ctrl-C: the user does not want to wait
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: the user does not want to wait
         while any(_runs(pid, mark) for pid in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, str], parent: int) -> None:
-    """Run the launcher in the forked child as its own command would run; never returns."""
+    """Run the launcher in the forked child, as its own command runs. Never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -123,7 +123,7 @@ def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, s
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies: killed, it passes no signal on."""
+    """Ask the kernel to send SIGTERM to this process when its parent ends: a killed parent passes no signal on."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != parent:
@@ -132,7 +132,7 @@ def _die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _forwarding(child: int, signals: Sequence[int], to_group: bool, received: list[int]) -> Iterator[None]:
-    """Pass ``signals`` on, those too that came before there was a child. See [Note: a process group of its own]."""
+    """Pass ``signals`` on, also those that came before the child began. See [Note: a process group of its own]."""
 
     def pass_on(number: int, _frame: object) -> None:
         received.append(number)
@@ -159,13 +159,13 @@ def _wait(child: int) -> int:
 
 
 def _resume(child: int, number: int) -> None:
-    """Let a stopped launcher go on. See [Note: a process group of its own]."""
+    """Continue a stopped launcher. See [Note: a process group of its own]."""
     needs_terminal = number in (signal.SIGTTIN, signal.SIGTTOU)
     if not needs_terminal and number != signal.SIGTSTP:
-        return  # another process sent SIGSTOP, and will send SIGCONT
+        return  # another process sent SIGSTOP, and will send SIGCONT itself
     if not (needs_terminal and _terminal(os.getpgrp(), child)):
         _terminal(child, os.getpgrp())
-        os.kill(0, signal.SIGTSTP)  # Ctrl-Z, or this job is in the background: it goes on when the shell says so
+        os.kill(0, signal.SIGTSTP)  # after Ctrl-Z, or in the background: the shell continues this process later
         time.sleep(0.1)
         _terminal(os.getpgrp(), child)
     with contextlib.suppress(OSError):

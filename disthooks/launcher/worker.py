@@ -1,9 +1,10 @@
-"""One worker, ``python -m disthooks.run``: its command line, its session, the script, and its exit code."""
+"""One worker, ``python -m disthooks.run``: read the command line, begin a session, run the script, and exit."""
 
 # [Note: the script runs as Python would run it]
-# The script is `__main__`, with its own `sys.argv` and `sys.path[0]`, in a new module object: pickles, dataclasses and
-# multiprocessing's spawn look things up there. `runpy` alone would not do: it takes the module away when the script
-# ends, and threads and exit functions still use it then. A traceback begins at the script's own first frame.
+# The script runs as the module `__main__`, in a new module object, with its own `sys.argv` and `sys.path[0]`. Pickles,
+# dataclasses and the spawn method of multiprocessing look up names in `__main__`. `runpy` is not enough: it removes the
+# module when the script ends, while threads and exit functions still use it. A traceback begins at the script's own
+# first frame.
 
 from __future__ import annotations
 
@@ -34,13 +35,20 @@ Runs SCRIPT (or MODULE) as python would and attaches what FILE says when it trai
 what DISTHOOKS_CONFIG names, else the 'disthooks' of DeepSpeed's configuration, else ./disthooks.yaml or
 ./hooks.yaml."""
 
-# The deepspeed launcher puts these in front of all other arguments; they are the script's.
+# The deepspeed launcher puts these options in front of all other arguments. They belong to the script.
 _OF_DEEPSPEED = ("--local_rank=", "--local-rank=")
 
 
 @dataclass(frozen=True)
 class Command:
-    """What a worker's command line says: a script or module, its arguments, and the hooks file if one is named."""
+    """The parts of a worker's command line.
+
+    Attributes:
+        target: the path of a script, or the name of a module.
+        module: whether ``target`` is the name of a module.
+        args: the arguments of the script or module.
+        hooks: the file that ``--hooks`` names; None without ``--hooks``.
+    """
 
     target: str
     module: bool = False
@@ -49,10 +57,10 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Read the options in front of the script; whatever stands after it is the script's.
+    """Read the options in front of the script. All words after the script are its arguments.
 
     Raises:
-        UsageError: for an unknown option, or without a script.
+        UsageError: if an option is not known, or there is no script.
 
     >>> parse(["--hooks", "h.yaml", "train.py", "--hooks", "mine"])
     Command(target='train.py', module=False, args=('--hooks', 'mine'), hooks='h.yaml')
@@ -90,10 +98,10 @@ def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None
 
 
 def check_target(target: str, module: bool) -> None:
-    """Check, before a configuration is searched for, that there is a script or a module of that name.
+    """Check that there is a script or a module of that name, before a configuration is searched for.
 
     Raises:
-        UsageError: if there is none; the message names a script beside it with nearly this name.
+        UsageError: if there is none. The message names a script in the same folder with a similar name.
     """
     if module:
         if not _is_module(target.partition(".")[0]):
@@ -117,7 +125,7 @@ def _is_module(name: str) -> bool:
 
 
 def execute(command: Command) -> None:
-    """Run the script or module to its end; what it raises passes through, ``SystemExit`` too.
+    """Run the script or module to its end. Its exceptions are raised here, ``SystemExit`` too.
 
     See [Note: the script runs as Python would run it].
     """
@@ -174,7 +182,7 @@ def _main(**names: Any) -> types.ModuleType:
 
 
 def _first_on_path(folder: str) -> None:
-    """Put ``folder`` first on the path, where ``python -m disthooks.run`` has put the working directory."""
+    """Put ``folder`` first on the path, in the place of the working directory, which ``python -m`` has put there."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = [folder]
 
@@ -183,7 +191,7 @@ _FAULTY = 2
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run what the command line says, and end the process as the script would end it.
+    """Run the script of the command line, and end the process with the script's exit code.
 
     If the arguments or the configuration are wrong, the exit code is 2 and the script does not start.
 
@@ -210,7 +218,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(command: Command, record: failure_report.Record, session: Session) -> NoReturn:
-    """Run the script; the record gets its end before hooks are taken off, except where it keeps what they did."""
+    """Run the script, and write the record.
+
+    If the script fails, the record is written before the hooks are taken off. Otherwise it is written after that,
+    because it contains the outcomes of the hooks.
+    """
     here = os.getpid()
     try:
         execute(command)
@@ -224,7 +236,7 @@ def _run(command: Command, record: failure_report.Record, session: Session) -> N
         session.finish(here, failed=True)
         raise
     except BaseException as error:
-        # The record comes first: taking hooks off may wait for the device, and the time of the error is now.
+        # The record is written first, with the time of the error: taking the hooks off may wait for the device.
         record.end("exception", error)
         trace = failure_report.shortened(error)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -235,7 +247,7 @@ def _run(command: Command, record: failure_report.Record, session: Session) -> N
 
 
 def configuration(command: Command) -> Found:
-    """Find the configuration; DeepSpeed's is searched for among the JSON files that the script's arguments name.
+    """Find the configuration. DeepSpeed's is searched for in the JSON files that the script's arguments name.
 
     Raises:
         ConfigError: if there is none.
@@ -244,7 +256,7 @@ def configuration(command: Command) -> Found:
 
 
 def _deepspeed_config(args: Sequence[str]) -> dict[str, Any] | None:
-    values = [argument.rpartition("=")[2] for argument in args]  # of --deepspeed_config=FILE, or FILE by itself
+    values = [argument.rpartition("=")[2] for argument in args]  # FILE in --deepspeed_config=FILE, or an argument FILE
     for name in [*values, os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]:
         if name.endswith(".json") and pathlib.Path(name).is_file():
             try:

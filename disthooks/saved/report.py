@@ -1,6 +1,6 @@
-"""``Counters`` count what one attachment does with saved tensors; ``SavedReport`` says it, with advice.
+"""``Counters`` count what one attachment does with saved tensors; a ``SavedReport`` shows the counts, with advice.
 
-Bytes and times are counted by module. The errors of codecs and the warnings that were given are kept beside them.
+Bytes and times are counted for each module. The errors of codecs and the warnings are kept beside them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes
 from disthooks.saved.stores.base import Store, StoreReport
 
-_WORTH = 64 << 10  # bytes; the time of smaller tensors does not go to their bytes (benchmarks/threshold.py)
-_FEW = 3  # modules to name in a text
-_MUCH = 0.1  # seconds of waiting that are worth a word
+_WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
+_FEW = 3  # how many modules a text names
+_MUCH = 0.1  # seconds; shorter waits get no advice
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What became of one module's saved tensors: one entry of :attr:`SavedReport.sites`. Bytes, or seconds.
+    """The bytes and seconds of one module's saved tensors: one entry of :attr:`SavedReport.sites`.
+
+    All bytes that the module saved are ``saved + shared + kept + recast + recomputed``.
 
     Attributes:
-        tensors: contents that were given to the store, each once.
-        saved: their bytes, as the module saved them.
-        stored: their bytes as the store got them, after codecs.
-        moved: of those, bytes that left the memory they were in.
-        shared: saved again as views of what was packed already.
-        kept: stayed in memory.
-        recast: autocast's copies of weights that were dropped.
-        recomputed: dropped by :class:`~disthooks.Recompute`. All that the module saved is this, and ``saved``,
-            ``shared``, ``kept`` and ``recast``.
-        loaded: brought back from the store.
-        pack_seconds: of the host, in the store, in forward.
-        unpack_seconds: of the host, in the store, in backward.
-        codec_seconds: of the host, in codecs, both ways.
-        copy_seconds: during which their bytes were copied, written and read beside the computation. ``OnDisk`` knows it
-            of each tensor; of other stores it is the part of the store's own time that these bytes are of all.
+        tensors: how many contents the store got. A content that is saved several times counts once.
+        saved: bytes of these contents, as the module saved them.
+        stored: bytes of these contents, as the store got them from the codecs.
+        moved: the bytes of ``stored`` that left the memory they were in.
+        shared: bytes of tensors that are views of contents that were packed already.
+        kept: bytes that stayed in memory.
+        recast: bytes of autocast's copies of weights that were dropped.
+        recomputed: bytes that :class:`~disthooks.Recompute` dropped.
+        loaded: bytes that the store gave back.
+        pack_seconds: time that the host spent in the store during forward.
+        unpack_seconds: time that the host spent in the store during backward.
+        codec_seconds: time that the host spent in codecs, both ways.
+        copy_seconds: time for which the bytes were copied, written and read beside the computation. ``OnDisk``
+            measures it for each tensor. For other stores it is a part of the store's whole time, in proportion to the
+            bytes.
     """
 
     tensors: int = 0
@@ -61,7 +63,7 @@ class SiteReport:
     copy_seconds: float = 0.0
 
     def __add__(self, other: SiteReport) -> SiteReport:
-        """The figures of both, summed.
+        """Each figure of both, added.
 
         >>> (SiteReport(tensors=1, saved=8) + SiteReport(tensors=2, kept=4)).tensors
         3
@@ -70,9 +72,13 @@ class SiteReport:
 
 
 def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) -> dict[str, SiteReport]:
-    """``sites`` with their parts of the time that ``tiers`` took, unless the store told it for each tensor.
+    """Fill in ``copy_seconds`` of ``sites``: the time of the store, in proportion to the bytes of each module.
 
-    The parts are those of the bytes.
+    If the store has measured it for each tensor, ``sites`` stay as they are.
+
+    Args:
+        sites: the figures of each module, by its name.
+        tiers: the reports of the store.
 
     >>> sites = {"a": SiteReport(moved=30, loaded=10), "b": SiteReport(moved=10, loaded=10)}
     >>> found = shared_out(sites, [StoreReport("OnCpu()", write_seconds=4.0, read_seconds=2.0)])
@@ -92,37 +98,37 @@ def shared_out(sites: Mapping[str, SiteReport], tiers: Sequence[StoreReport]) ->
 
 @dataclass(frozen=True)
 class SavedReport:
-    """Bytes of saved tensors by what became of them, since the attachment was made, on this rank.
+    """The saved tensors of one attachment on this rank, since it was made. Figures are bytes if nothing else is said.
 
     Attributes:
-        calls: forwards, or blocks of code, that ran with the hooks on.
-        stored: handed to the store (after codecs), each content once.
-        moved: of those, bytes that left the memory they were in; in a :class:`~disthooks.Tiered`, those that may have:
-            its ``tiers`` have what did.
-        shared: saved again as another view of what was packed already, so neither stored nor kept twice.
-        kept: stayed in memory.
-        kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where they are), ...
-        recast: autocast's copies of weights that were dropped, to be cast again in backward.
-        recomputed: dropped by :class:`~disthooks.Recompute`, to be computed again in backward.
-        recomputed_by: ``recomputed`` by the operators that do it: "batch_norm > relu", "cast", ...
-        differed: bytes stored because computing them again gave other bits, by module and operators.
-        recompute_idle: attachments with :class:`~disthooks.Recompute` that found nothing it knows how to compute.
-        loaded: brought back from the store.
-        held: in the store now; zero once every graph is gone.
-        passed: calls that went through without hooks, by reason: "no_grad", "checkpoint", ...
-        inner: calls inside whose saved tensors another attachment, further in, took; the inner one wins.
-        pack_seconds: time that forward waited for the store.
-        unpack_seconds: time that backward waited for the store.
-        errors: for each lossy codec, by its ``repr``, the largest relative error seen,
-            ``||decode(encode(x)) - x|| / ||x||`` of the finite elements of a tensor. It is measured for the 1st, 2nd,
-            4th, 8th, ... tensor that the codec changed, so it costs nothing in the long run. Reading the report waits
-            for the device once if there are new ones.
-        tensors: how many were handed to the store.
-        unreturned: bytes that this process has freed and its C library keeps: they stay resident.
-        tiers: a report of each place of the store, which other attachments may use too.
-        sites: the same for each module that saved something, by its name ("" for a block of code).
+        calls: how many forwards, or blocks of code, ran with the hooks on.
+        stored: bytes that the store got from the codecs, each content once.
+        moved: the bytes of ``stored`` that left the memory they were in. With a :class:`~disthooks.Tiered` these are
+            bytes that may have left it; its reports in ``tiers`` have the bytes that did.
+        shared: bytes of tensors that are views of contents that were packed already. They are not stored twice.
+        kept: bytes that stayed in memory.
+        kept_by: ``kept`` by reason: "parameter", "small", "in place" (the store is where the tensors are), ...
+        recast: bytes of autocast's copies of weights that were dropped; backward casts the weights again.
+        recomputed: bytes that :class:`~disthooks.Recompute` dropped; backward computes them again.
+        recomputed_by: ``recomputed`` by the operators that compute them: "batch_norm > relu", "cast", ...
+        differed: bytes that are stored because computing them again gave other bits, by module and operators.
+        recompute_idle: how many attachments have a :class:`~disthooks.Recompute` that has found no operator it knows.
+        loaded: bytes that the store gave back.
+        held: bytes in the store now; 0 when all graphs are gone.
+        passed: how many calls ran without hooks, by reason: "no_grad", "checkpoint", ...
+        inner: how many calls had another attachment inside of this one. The inner attachment takes the saved tensors.
+        pack_seconds: seconds for which forward waited for the store.
+        unpack_seconds: seconds for which backward waited for the store.
+        errors: the largest relative error of each lossy codec, by the codec's ``repr``:
+            ``||decode(encode(x)) - x|| / ||x||`` over the finite elements of a tensor. It is measured for the 1st, 2nd,
+            4th, 8th, ... tensor that the codec changed, so that its cost goes to zero in the long run. Making the
+            report waits for the device once if errors were measured since the last report.
+        tensors: how many contents the store got.
+        unreturned: bytes that this process has freed and that its C library keeps, so that they stay resident.
+        tiers: the reports of the store, one for each place. Other attachments may use the same store.
+        sites: the figures of each module that saved a tensor, by the module's name ("" for a block of code).
         told: the warnings that this attachment gave, each once.
-        uncalled: attached modules that nobody has called while others were.
+        uncalled: names of attached modules that were never called, if others were.
     """
 
     calls: int = 0
@@ -144,14 +150,14 @@ class SavedReport:
     unpack_seconds: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     tensors: int = 0
-    unreturned: int = field(default=0, compare=False)  # of the process, in this moment
+    unreturned: int = field(default=0, compare=False)  # of the whole process, now
     tiers: tuple[StoreReport, ...] = ()
     sites: dict[str, SiteReport] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     uncalled: tuple[str, ...] = ()
 
     def __add__(self, other: SavedReport) -> SavedReport:
-        """The figures of both, summed; of ``errors`` and ``unreturned`` the larger."""
+        """Each figure of both, added; of ``errors`` and ``unreturned`` the larger."""
         summed: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -202,7 +208,7 @@ class SavedReport:
         return "\n".join(lines)
 
     def _largest(self) -> str:
-        """One line with the modules from which most was moved, or which saved most."""
+        """One line: the modules from which the most bytes were moved, or which saved the most."""
         order = sorted(self.sites.items(), key=lambda item: (-item[1].moved, -item[1].saved - item[1].kept, item[0]))
         most = ", ".join(
             f"{name or 'outside of modules'} {format_bytes(site.saved + site.kept)}" for name, site in order[:_FEW]
@@ -212,12 +218,12 @@ class SavedReport:
 
     @property
     def hidden_seconds(self) -> float:
-        """Time that the store took while nobody waited for it, for all attachments that use it."""
+        """Seconds for which the store worked and no computation waited, for all attachments that use the store."""
         took = sum(tier.write_seconds + tier.read_seconds for tier in self.tiers)
         return max(0.0, took - self.pack_seconds - self.unpack_seconds)
 
     def advice(self) -> list[str]:
-        """What to change, in plain words; empty when there is nothing to say."""
+        """Sentences that say what to change; an empty list if there is nothing to change."""
         found = list(self.told)
         if self.uncalled:
             found.append(
@@ -263,7 +269,11 @@ class SavedReport:
     def record(self, prefix: str = "saved/") -> dict[str, float]:
         """The figures as one flat dict for a sink: ``sink({"step": step} | saving.report().record())``.
 
-        They are totals of all steps so far; ``gradients(also=[saving])`` adds ``saved/moved_per_step`` and its like.
+        The values are totals over all steps so far. ``gradients(also=[saving])`` writes them into each record, and adds
+        differences such as ``saved/moved_per_step``.
+
+        Args:
+            prefix: put in front of each name.
         """
         flat: dict[str, float] = {}
         for name in ("stored", "moved", "shared", "kept", "recast", "recomputed", "loaded", "held"):
@@ -279,7 +289,7 @@ class SavedReport:
 
 
 def _largest(counts: dict[str, int], most: int = 5) -> list[tuple[str, int]]:
-    """The largest of ``counts``, and what the others are together."""
+    """The ``most`` largest of ``counts``, and one entry with the sum of the others."""
     found = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     rest = found[most:]
     return found[:most] + ([(f"{len(rest)} others", sum(count for _, count in rest))] if rest else [])
@@ -300,7 +310,7 @@ _TRANSFORMED = (
     "goes without hooks. Around a vmap hooks work: attach to the module whose forward calls vmap, or put the call into "
     "saving(...). report().passed counts these calls; this is said once"
 )
-# What to tell the user, by the reason why a call ran without hooks. The other reasons need no action.
+# The warning for each reason why a call ran without hooks. The other reasons need no action of the user.
 _ADVICE = {
     "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
     "torch.jit.script": _RECORDED.replace("{what}", "torch.jit.script"),
@@ -327,13 +337,13 @@ _ELSEWHERE = (
 
 
 class WarnedOnce:
-    """The warnings of one attachment. Each is given once and stands in the report from then on."""
+    """The warnings of one attachment. Each is given once, and every report after that contains it."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}  # by topic
 
     def warn(self, topic: str, text: str) -> None:
-        """Warn of ``text``, unless this attachment has warned of ``topic`` before."""
+        """Give the warning ``text``, unless this attachment has warned of ``topic`` before."""
         # One call of C decides between two threads that arrive together, so no lock is needed.
         if self._texts.setdefault(topic, text) is text:
             warnings.warn(text, stacklevel=5)
@@ -364,12 +374,12 @@ class CodecErrors:
             return self._changed[position].bit_count() == 1
 
     def add(self, codec: str, error: torch.Tensor) -> None:
-        """Remember ``error``, a scalar. It stays on its device, because to read it would wait for the device."""
+        """Remember ``error``, a scalar. It stays on its device, because the host would have to wait to read it."""
         with self._lock:
             self._unread.append((codec, error))
 
     def read(self) -> dict[str, float]:
-        """The largest errors, with those that were not read before; this waits for the devices on which they are."""
+        """The largest errors by codec. Waits for the devices of the errors that were not read before."""
         with self._lock:
             unread, self._unread = self._unread, []
         for device in {error.device for _, error in unread if on_accelerator(error)}:
@@ -407,7 +417,7 @@ class Counters:
         self.lock = shared_lock(Order.COUNTERS)
         self.saved_bytes = 0
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
-        # Sums over modules are made when the report is: to count costs one lock and one look-up.
+        # A count costs one lock and one look-up: sums over modules are made when a report is (decision 86).
         self._calls = self._inner = 0
         self._held = DeferredSum()
         self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)
@@ -419,12 +429,20 @@ class Counters:
         self.change_held: Callable[[int], None] = self._held.change
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
-        return Counters, ()  # a copy of a module has saved nothing yet
+        return Counters, ()  # a copy of a module begins with empty counts: it has saved nothing yet
 
     def count_put(
         self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
     ) -> None:
-        """Count one content that the store took in ``seconds``; ``saved`` are its bytes before codecs."""
+        """Count one content that the store took.
+
+        Args:
+            stored: its bytes as the store got them.
+            moved: those of them that left the memory they were in.
+            seconds: how long the host waited for the store.
+            module_name: the module that saved it; "" for a block of code.
+            saved: its bytes before codecs, by default ``stored``.
+        """
         with self.lock:
             module = self._modules[module_name]
             module.tensors += 1
@@ -435,7 +453,7 @@ class Counters:
             self._held.total()  # so that changes do not pile up
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
-        """Count bytes that the store gave back in ``seconds``, and the seconds of its copies beside that."""
+        """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
         with self.lock:
             module = self._modules[module_name]
             module.loaded += loaded
@@ -443,17 +461,17 @@ class Counters:
             module.copy_seconds += copied
 
     def count_codecs(self, seconds: float, module_name: str = "") -> None:
-        """Count the time that codecs took."""
+        """Count the seconds that codecs took."""
         with self.lock:
             self._modules[module_name].codec_seconds += seconds
 
     def count_shared(self, nbytes: int, module_name: str = "") -> None:
-        """Count a saved tensor whose content was packed before."""
+        """Count a saved tensor that is a view of a content that was packed before."""
         with self.lock:
             self._modules[module_name].shared += nbytes
 
     def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
-        """Count a saved tensor that stays in memory."""
+        """Count a saved tensor that stays in memory, for ``reason``."""
         with self.lock:
             self._kept[reason] += nbytes
             self._modules[module_name].kept += nbytes
@@ -464,29 +482,29 @@ class Counters:
             self._modules[module_name].recast += nbytes
 
     def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
-        """Count bytes that were dropped, and are computed again by the operators ``how``."""
+        """Count bytes that were dropped because the operators ``how`` compute them again."""
         with self.lock:
             self._recomputed[how] += nbytes
             self._modules[module_name].recomputed += nbytes
 
     def count_differed(self, place: str, nbytes: int) -> None:
-        """Count bytes that are stored, because computing them again gave other bits at ``place``."""
+        """Count bytes that are stored because computing them again gave other bits; ``place`` says where."""
         with self.lock:
             self._differed[place] += nbytes
 
     def count_call(self, module_name: str = "") -> None:
-        """Count a call with the hooks on."""
+        """Count a call that ran with the hooks on."""
         with self.lock:
             self._calls += 1
             self._called.add(module_name)
 
     def count_inner(self) -> None:
-        """Count a call inside of ours whose saved tensors another attachment takes."""
+        """Count a call inside of ours whose saved tensors another attachment takes (the inner one wins)."""
         with self.lock:
             self._inner += 1
 
     def count_pass(self, reason: str, module_name: str) -> None:
-        """Count a call that ran without hooks, and tell the user once if something can be done about it."""
+        """Count a call that ran without hooks, and warn once if the user can change that."""
         with self.lock:
             self._passed[reason] += 1
             self._called.add(module_name)
@@ -494,12 +512,12 @@ class Counters:
             self.warned.warn(reason, _ADVICE[reason].format(where=repr(module_name or "this block")))
 
     def warn_of_graphs(self, module_name: str) -> None:
-        """Tell the user once that tensors in memory of CUDA graphs stay there."""
+        """Warn once that tensors in the memory of CUDA graphs stay there."""
         where = repr(module_name) if module_name else "a saving(...) block"
         self.warned.warn("CUDA graph", _GRAPHS.format(where=where))
 
     def warn_of_in_place(self, module_name: str, store: Store) -> None:
-        """Tell the user once, if nothing at all was stored, that the store is where the tensors are already."""
+        """Warn once that the tensors are already where the store would put them, if nothing at all was stored."""
         with self.lock:
             has_stored = any(module.stored for module in self._modules.values())
         if not has_stored:
@@ -507,19 +525,19 @@ class Counters:
             self.warned.warn("in place", _IN_PLACE.format(store=store, where=where))
 
     def warn_of_threads(self, module_name: str) -> None:
-        """Tell the user once that the layers of a module seem to run in other threads."""
+        """Warn once that the layers of a module seem to run in other threads."""
         self.warned.warn("threads", _ELSEWHERE.format(where=repr(module_name)))
 
     def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
         """All counts as they stand.
 
         Args:
-            store: whose own reports to add.
-            names: the attached modules; those of them that nobody has called are reported.
-            is_recompute_idle: whether the pipeline has Recompute, which has met nothing that it can compute.
+            store: the store, whose own reports are added.
+            names: the attached modules; the report names those that were never called.
+            is_recompute_idle: whether the pipeline has a Recompute that has met no operator it knows.
         """
-        # The store and the device may take a while to answer. No thread that trains is to wait for the counters
-        # meanwhile, so these are asked before the lock is taken. See [Note: the order of locks].
+        # The store and the device may take a while to answer. The lock is taken after that, so that no thread that
+        # trains waits for the counters meanwhile. See [Note: the order of locks].
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
         with self.lock:
             modules = {
@@ -527,7 +545,7 @@ class Counters:
                 for name, module in self._modules.items()
             }
             total = sum(modules.values(), SiteReport())
-            # Before the first call all of them may still be called.
+            # Before the first call no module is named: all of them may still be called.
             uncalled = [name for name in names if name and name not in self._called] if self._called else []
             return SavedReport(
                 calls=self._calls,

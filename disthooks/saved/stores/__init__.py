@@ -1,1 +1,1 @@
-"""Places that saved tensors can be kept in."""
+"""The stores: where saved tensors are kept between forward and backward."""

@@ -1,4 +1,4 @@
-"""What a store is: it keeps the bytes of tensors and gives them back. Its limit, its figures and its report."""
+"""The base class of stores, which keep the bytes of tensors and give them back; their limits, figures and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from disthooks.errors import StoreError, UsageError
 
 
 class BusyTime:
-    """The time during which at least one thread did something.
+    """The time for which at least one thread was busy.
 
     >>> busy = BusyTime()
     >>> with busy.one(), busy.one():
@@ -35,7 +35,7 @@ class BusyTime:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """One thread does it inside this context."""
+        """One thread is busy inside this context."""
         with self._lock:
             if not self._count:
                 self._begin = time.perf_counter()
@@ -61,7 +61,7 @@ class IOStats:
     read: int = 0
     writing: BusyTime = field(default_factory=BusyTime)
     reading: BusyTime = field(default_factory=BusyTime)
-    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads, in which the last ones weigh most
+    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads; the last reads weigh most
 
     @contextlib.contextmanager
     def one_read(self, nbytes: int) -> Iterator[None]:
@@ -80,30 +80,30 @@ class IOStats:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What a store holds and what went through it in this process, for all attachments that use it.
+    """What a store holds, and what went through it in this process, for all attachments that use it.
 
-    Bytes unless it says seconds, or bytes a second.
+    Each figure is in bytes, unless its description says seconds or bytes a second.
 
     >>> print(StoreReport("OnDisk('/tmp')", held=4096, limit=2**30))
     OnDisk('/tmp'): holds 4.0 KiB of 1.0 GiB
 
     Attributes:
-        name: the store, as it was made.
-        held: in it now; those in flight too.
-        limit: most bytes it may hold, in this process; None for no limit.
-        in_flight: in memory still, waiting to be written.
-        written: to its file.
-        never_written: wanted or dropped before a thread came to write them.
-        from_memory: wanted while they still were in memory.
-        ahead: read before they were wanted.
-        in_vain: read ahead, and given up again for others.
-        read: from its file.
-        write_seconds: time during which something was written, beside the computation or not.
-        read_seconds: time during which something was read.
-        measured_write: what the disk gave alone, in bytes a second; None until 256 MiB were written.
+        name: the store, as the user wrote it.
+        held: bytes in the store now, those in flight included.
+        limit: most bytes that the store may hold in this process; None for no limit.
+        in_flight: bytes that are still in memory and wait to be written.
+        written: bytes that were written to the file, or copied to the host.
+        never_written: bytes that were read or dropped before they were written.
+        from_memory: bytes that backward read while they still were in memory.
+        ahead: bytes that were brought back before backward read them.
+        in_vain: bytes that were brought back too early, and were given up for others.
+        read: bytes that were read from the file, or copied back from the host.
+        write_seconds: seconds for which at least one write ran, beside the computation or not.
+        read_seconds: seconds for which at least one read ran.
+        measured_write: speed of the disk when nothing else runs, in bytes a second; None until 256 MiB were written.
         measured_read: the same for reading.
-        why_buffered: why it goes through the page cache of the system; empty when it does not.
-        why_staged: why a GPU's tensors go through host memory, where something else was asked for.
+        why_buffered: why the file goes through the page cache of the system; empty if it does not.
+        why_staged: why a GPU's tensors go through host memory although ``gpu_direct`` was asked for; empty otherwise.
     """
 
     name: str
@@ -151,7 +151,7 @@ def _speed(nbytes: int, seconds: float, measured: float | None) -> str:
     return f" at {nbytes / seconds / 1e9:.1f} GB/s{alone}"
 
 
-#: Names that a subclass of ``Store`` could override before 0.2, and those that took their place.
+#: Names that a subclass of ``Store`` could override before 0.2, and the new name of each.
 _RENAMED = {
     "adopt": "put_from_host",
     "allow": "set_device_limit",
@@ -167,12 +167,12 @@ _RENAMED = {
 class Store(ABC):
     """Keeps the bytes of tensors and gives them back.
 
-    To add a place, write a subclass that is a frozen dataclass. Threads and attachments share a store, so what changes
-    lives in its tickets or behind a lock. ``drop`` is called from destructors, in any thread and at any moment, so it
-    must not wait.
+    To add a place for tensors, write a subclass that is a frozen dataclass, with ``put``, ``get`` and ``drop``. Threads
+    and attachments share a store, so its state is in its tickets or behind a lock. ``drop`` is called from destructors,
+    in any thread and at any moment, so it must not wait. :class:`disthooks.testing.StoreTests` tests a store.
 
     Attributes:
-        min_bytes: smaller tensors stay where they are, unless a pipeline says otherwise (``AtLeast``).
+        min_bytes: tensors with fewer bytes stay where they are, unless a pipeline has another limit (``AtLeast``).
     """
 
     min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
@@ -180,7 +180,7 @@ class Store(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for old, new in _RENAMED.items():
-            # A field of such a name is the user's own affair; an override under the old name would never be called.
+            # A data field may have such a name. An override under an old name is an error: nothing would call it.
             if callable(vars(cls).get(old)) or (old == "worth" and old in vars(cls)):
                 raise UsageError(f"{cls.__name__}.{old}: what a Store may override is called {new} since disthooks 0.2")
 
@@ -188,62 +188,68 @@ class Store(ABC):
     def put(self, tensor: torch.Tensor) -> Any:
         """Keep the contents of ``tensor`` (strided, any shape, dtype and device) and return a ticket.
 
+        The ticket may be any object; disthooks gives it back to ``get`` and ``drop``.
+
         Raises:
-            StoreError: when that is not possible; the tensor is then as it was and nothing is held.
+            StoreError: if the store cannot keep it. Then the tensor is unchanged, and nothing of it is held.
         """
 
     @abstractmethod
     def get(self, ticket: Any) -> torch.Tensor:
-        """A tensor of the shape, dtype, device and bits that were put; this may be called any number of times.
+        """A tensor of the shape, dtype, device and bits that were put. This may be called any number of times.
 
-        It is the tensor that was put, or one whose memory nobody else has, so that it may be written to.
+        It is either the tensor that was put, or a tensor whose memory nothing else uses, so that the caller may write
+        to it.
 
         Raises:
-            StoreError: when that is not possible; the caller may try again.
+            StoreError: if the tensor cannot be read; the caller may try again.
         """
 
     @abstractmethod
     def drop(self, ticket: Any) -> None:
-        """Release the contents of ``ticket``; called once."""
+        """Release the contents of ``ticket``. This is called once for each ticket."""
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``tensor`` to put. Nobody else has it, so the store may hold it as it is."""
+        """A contiguous copy of ``tensor`` for :meth:`put`. Nothing else uses it, so the store may hold it as it is."""
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def peek(self, ticket: Any) -> torch.Tensor | None:
-        """The tensor if it is still in memory, so that another store can take it without a read; else None."""
+        """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
         return None
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
-        """Like ``put``, for a tensor in host memory that another store copied from the device of ``stream``."""
+        """Like :meth:`put`, for a tensor in host memory that another store has copied from the device of ``stream``."""
         return self.put(tensor.to(stream.device))
 
     def device_bytes(self) -> int:
-        """Bytes on accelerators of tensors that it keeps elsewhere: not copied yet, or brought back ahead."""
+        """Bytes on accelerators of tensors that belong elsewhere: not copied yet, or brought back early."""
         return 0
 
     def set_device_limit(self, nbytes: int) -> None:  # noqa: B027
-        """Keep ``device_bytes`` to at most ``nbytes`` from now on, as far as the host need not wait for that."""
+        """Keep :meth:`device_bytes` at or below ``nbytes`` from now on, as far as the host need not wait for it."""
 
     def pop_transfer_seconds(self, ticket: Any) -> float:
-        """Seconds for which its bytes were moved beside the computation since the last call; 0 if not known."""
+        """Seconds for which the tensor was moved beside the computation since the last call; 0 if that is not known."""
         return 0.0
 
     def prefetch(self, ticket: Any) -> None:  # noqa: B027
-        """Prepare for ``get``, which will be called soon. By default this does nothing."""
+        """Prepare for :meth:`get`, which will be called soon. By default this does nothing."""
 
     def wait(self) -> None:  # noqa: B027
-        """Wait until all tensors that were put have arrived; StoreError when one could not."""
+        """Wait until all tensors that were put have arrived; StoreError if one could not be written."""
 
     def release_idle(self) -> None:  # noqa: B027
-        """Release threads, memory and space in files that are idle; they come back when they are needed."""
+        """Release idle threads, idle memory and unused space in files.
+
+        The store makes them again when it needs them.
+        """
 
     def rest(self) -> None:
         """The name of :meth:`release_idle` before 0.2."""
         self.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """What it holds and what went through it, one entry for each place that it keeps tensors in."""
+        """What the store holds and what went through it: one entry for each place that it keeps tensors in."""
         return ()
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
@@ -253,19 +259,19 @@ class Store(ABC):
 
 @dataclass(frozen=True)
 class Functions(Store):
-    """Any pair of functions in place of a store, under torch's own contract for saved-tensor hooks.
+    """A pair of functions in place of a store, under torch's own contract for saved-tensor hooks.
 
-    ``pack`` is called once for each saved tensor, at once, with the tensor as autograd gives it, parameters
-    too; nothing is shared and nothing is checked for in-place changes. ``unpack`` gets what ``pack`` returned
-    and must return a tensor of the same contents. What disthooks adds is where the pair is active: inside the
-    wrapped forward, in its own thread.
+    ``pack`` is called for each saved tensor when autograd saves it, with the tensor as autograd gives it, parameters
+    included. A tensor that is saved twice is packed twice, and in-place changes are not detected. ``unpack`` gets the
+    value that ``pack`` returned, and must return a tensor with the same contents. disthooks makes the pair active
+    inside the wrapped forward alone, in the thread that runs it.
 
     Args:
-        pack: tensor to anything.
-        unpack: what ``pack`` returned to the tensor.
+        pack: a function of a tensor that returns any value.
+        unpack: a function of that value that returns the tensor.
 
     Raises:
-        UsageError: when one of them cannot be called.
+        UsageError: if one of them cannot be called.
 
     >>> from disthooks import saving
     >>> x = torch.tensor([3.0], requires_grad=True)
@@ -285,15 +291,15 @@ class Functions(Store):
                 raise UsageError(f"Functions: {name} must be a function, got {getattr(self, name)!r}")
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """What ``pack`` makes of ``tensor``."""
+        """The value that ``pack`` returns for ``tensor``."""
         return self.pack(tensor)
 
     def get(self, ticket: Any) -> torch.Tensor:
-        """What ``unpack`` makes of ``ticket``."""
+        """The tensor that ``unpack`` returns for ``ticket``."""
         return self.unpack(ticket)
 
     def drop(self, ticket: Any) -> None:
-        """Nothing: what ``pack`` returned dies with the graph node that held it."""
+        """Do nothing: the value of ``pack`` goes with the graph node that holds it."""
 
 
 class ByteBudget:
@@ -301,8 +307,8 @@ class ByteBudget:
 
     Args:
         limit: most bytes; None for no limit.
-        owner: the store's name, for the error message.
-        grain: bytes of each tensor are rounded up to a multiple of it, as a file has whole pages.
+        owner: the store's name, for error texts.
+        grain: the bytes of each tensor are rounded up to a multiple of it, because a file has whole pages.
 
     >>> budget = ByteBudget("1 KiB", "OnCpu")
     >>> budget.reserve(1000); budget.release(1000); budget.held
@@ -315,7 +321,7 @@ class ByteBudget:
         self._owner = owner
         self._taken = 0
         self._released = DeferredSum()
-        #: Give so many bytes back; for destructors, too.
+        #: Give bytes back. Takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
         self._lock = shared_lock(Order.BUDGET)
 
@@ -324,7 +330,7 @@ class ByteBudget:
 
     @property
     def limit(self) -> int | None:
-        """Most bytes in use."""
+        """Most bytes that may be in use; None for no limit."""
         return self._limit
 
     @property
@@ -338,11 +344,11 @@ class ByteBudget:
         return self._limit is None or self.held + self.size(count) <= self._limit
 
     def could_have_room(self, count: int) -> bool:
-        """Whether ``count`` bytes would fit if nothing else were held."""
+        """Whether ``count`` bytes would fit if nothing else was held."""
         return self._limit is None or self.size(count) <= self._limit
 
     def size(self, count: int) -> int:
-        """How many bytes ``count`` bytes of one tensor count as.
+        """The bytes that count for a tensor of ``count`` bytes: rounded up to whole grains.
 
         >>> ByteBudget(None, "OnDisk", grain=4096).size(5000)
         8192
@@ -353,7 +359,7 @@ class ByteBudget:
         """Take ``size(count)`` bytes for one tensor; ``release(budget.size(count))`` gives them back.
 
         Raises:
-            StoreError: when that would go over the limit.
+            StoreError: if that would pass the limit. It has ``wanted`` and ``free``, in bytes.
         """
         taken, count = 0, self.size(count)
         try:
@@ -371,12 +377,12 @@ class ByteBudget:
                 self._taken += count
                 taken = count
         except BaseException:
-            self.release(taken)  # an interrupt came at the end
+            self.release(taken)  # an interrupt came after the bytes were taken
             raise
 
 
 def _share(limit: int | str, what: str) -> int:
-    """The bytes of this process: all of ``limit``, or an equal part of it if it is ``"... per node"``."""
+    """The bytes for this process: all of ``limit``, or an equal part of it if the text ends with "per node"."""
     total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
     nbytes = parse_bytes(total, what)
     return nbytes // local_world_size() if per_node else nbytes

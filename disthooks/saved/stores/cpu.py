@@ -1,4 +1,4 @@
-"""Saved tensors in CPU memory: sent there while the forward goes on, and back before backward reads them."""
+"""Keep saved tensors in CPU memory: copy them there during forward, and back before backward reads them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from disthooks.saved.stores.device_copy import Batch, Carried, Owed, Parcel, Thr
 from disthooks.saved.stores.order import Lane, PerThread
 from disthooks.saved.stores.pools import pool_of
 
-SMALL = 64 << 10  # bytes: smaller ones go together, for a copy has its price whatever its size
-JOINED = 1 << 20  # bytes of small ones that are worth a copy
+SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
+JOINED = 1 << 20  # bytes: when the small tensors of a stream have so many, they are copied
 
 
-_LOOK = 64  # tickets: backward leaves the expected order by a few, so more would only cost time
-_MARGIN = 1.5  # a copy may take so many times what the last ones took
+_LOOK = 64  # tickets to look ahead: backward departs from the expected order by a few, so more would only cost time
+_MARGIN = 1.5  # a copy is expected to take up to so many times as long as the last copies took
 
 
 class Courier(ForkSafe[Carried]):
     """Copies tensors of ``device`` to host memory and back, beside the computation.
 
-    On the device it holds at most ``most`` bytes, and always the newest tensor. Held there are tensors that are being
-    copied, tensors that are not sent because backward reads them at once, and tensors that were brought back ahead.
+    It holds at most ``most`` bytes on the device, or one tensor if the newest is larger. Three kinds of tensors are
+    held there: tensors that are being copied, tensors that are not sent because backward reads them soon, and tensors
+    that were brought back before backward reads them.
 
     Args:
         device: an accelerator, with its index.
@@ -42,7 +43,7 @@ class Courier(ForkSafe[Carried]):
         pin: whether host memory is page-locked.
 
     Attributes:
-        out, back: the bytes copied each way, and how long that took by the device's clock.
+        out, back: the bytes copied to the host and back, and the time of these copies by the device's clock.
         from_memory, ahead, in_vain, never_written: bytes, as in :class:`StoreReport`.
     """
 
@@ -52,26 +53,28 @@ class Courier(ForkSafe[Carried]):
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
-        self._own = PerThread(Lane)  # the lane of each thread that puts
+        self._own = PerThread(Lane)  # one lane for each thread that puts
         self._staying: dict[Carried, None] = {}  # the oldest first
-        self._batches: dict[int, Batch] = {}  # by the stream that made what is in them
+        self._batches: dict[int, Batch] = {}  # small tensors, by the stream that made them
         self._flying: collections.deque[Parcel] = collections.deque()  # the oldest first
-        self._bytes = 0  # of these three
-        self._coming: dict[Parcel, None] = {}  # ahead, the oldest first
+        self._bytes = 0  # of the tensors in these three
+        self._coming: dict[Parcel, None] = {}  # brought back before backward reads them, the oldest first
         self._coming_bytes = 0
         self.owed = Owed()
 
     # -- for the threads of the computation
 
     def ticket(self, tensor: torch.Tensor) -> Carried:
-        """A ticket to put."""
+        """A ticket for ``tensor``, to be given to :meth:`put`."""
         return Carried(tensor.detach(), self._own())
 
     def put(self, ticket: Carried) -> None:
-        """Have the tensor of ``ticket`` sent: now, after what the current stream has to do, or later, or never.
+        """Send the tensor of ``ticket`` to the host, or let it wait for a batch, or keep it if backward is near.
+
+        A copy begins after the work that the current stream has been given so far.
 
         Raises:
-            OSError: when there is no host memory for it, or for one that has to make room for it.
+            OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
         """
         with self._lock:
             self._drain_releases()
@@ -88,7 +91,7 @@ class Courier(ForkSafe[Carried]):
                 pass
 
     def get(self, ticket: Carried) -> torch.Tensor:
-        """The tensor of ``ticket`` for the current stream: the one that was put, if it is still there, or a copy."""
+        """The tensor of ``ticket``, for the current stream: the one that was put if it is on the device, or a copy."""
         with self._lock:
             self._drain_releases()
             if ticket.dropped:
@@ -103,7 +106,7 @@ class Courier(ForkSafe[Carried]):
             return found
 
     def prefetch(self, ticket: Carried) -> None:
-        """``ticket`` will be wanted soon."""
+        """Begin to bring the tensor of ``ticket`` back, because backward reads it soon."""
         with self._lock:
             self._drain_releases()
             parcel = ticket.parcel
@@ -111,9 +114,9 @@ class Courier(ForkSafe[Carried]):
                 self._bring([parcel], {parcel})
 
     def drop(self, ticket: Carried) -> None:
-        """``ticket`` is dropped; called from destructors. See [Note: destructors].
+        """Release the tensor of ``ticket``; destructors call this. See [Note: destructors].
 
-        Memory that no copy uses is freed at once, the rest when the link is next used.
+        Memory that no copy uses is freed at once. The rest is freed when the link is used the next time.
         """
         if ticket.dropped:
             return
@@ -128,7 +131,7 @@ class Courier(ForkSafe[Carried]):
         self.release(ticket)
 
     def wait(self) -> None:
-        """Wait on the host until all that is to be sent has arrived."""
+        """Make the host wait until all tensors that are to be sent have arrived."""
         with self._lock:
             self._drain_releases()
             self._flush()
@@ -137,7 +140,7 @@ class Courier(ForkSafe[Carried]):
             self._drain_releases()
 
     def in_host(self, ticket: Carried) -> torch.Tensor:
-        """The tensor of ``ticket`` in host memory; the host waits for the copy, which may only begin now."""
+        """The tensor of ``ticket`` in host memory. The host waits for the copy, which may begin only now."""
         with self._lock:
             self._drain_releases()
             tensor = ticket.tensor
@@ -246,9 +249,9 @@ class Courier(ForkSafe[Carried]):
             self._landed(self._flying[0])
         super()._drain_releases()
         if not self._bytes:
-            self._batches.clear()  # everything in them was dropped
+            self._batches.clear()  # all tensors in them were dropped
         elif not (self._flying or self._staying or self._batches):
-            self._bytes = 0  # whatever an interrupt left it at
+            self._bytes = 0  # an interrupt may have left another value; see [Note: interrupts]
         if not self._coming:
             self._coming_bytes = 0
 
@@ -306,12 +309,12 @@ class Courier(ForkSafe[Carried]):
                 self.owed.give_back(parcel, release, nbytes)
         if parcel.coming is not None:
             self.in_vain += parcel.nbytes
-            self._is_taken(parcel)  # the link holds its memory until the copy into it is done
+            self._is_taken(parcel)  # the link holds its memory until the copy into this memory is done
 
     def _look_ahead(self, ticket: Carried) -> None:
-        """Bring back what will be read after ``ticket``, each parcel just in time: early ones take memory."""
+        """Bring back the tensors that backward reads after ``ticket``, each just in time: early ones cost memory."""
         times = ticket.lane.times()
-        due: dict[Parcel, float] = {}  # in order, and when each is wanted
+        due: dict[Parcel, float] = {}  # in the order of reads, with the time at which backward reads each
         following = cast("Iterable[tuple[Carried, float]]", ticket.lane.after(ticket))
         soonest, room = None, self.most - self._bytes
         for other, _ in itertools.islice(following, _LOOK):
@@ -328,21 +331,24 @@ class Courier(ForkSafe[Carried]):
             self._bring([parcel for parcel in itertools.islice(due, count) if parcel.coming is None], due)
 
     def _how_many(self, due: Mapping[Parcel, float], now: float | None, soonest: float | None) -> int:
-        """How many of ``due`` have to be on their way before the next read of the computation, at ``soonest``."""
+        """How many parcels of ``due`` must be on their way before the computation reads next, at ``soonest``."""
         pace = self._link.back.pace
         if pace is None or now is None or soonest is None or any(math.isnan(at) for at in due.values()):
-            return len(due)  # speed or times are not known: as many as fit
+            return len(due)  # the speed or the times are not known: bring as many as fit
         latest, count = math.inf, 1
         for place, (parcel, at) in reversed(list(enumerate(due.items()))):
             coming = parcel.coming
             takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * parcel.nbytes * pace
-            latest = min(latest, at) - takes  # when the copy has to begin, for it and all behind it to be in time
+            latest = min(latest, at) - takes  # if this copy begins later, it or one behind it is late
             if latest <= soonest:
                 count = max(count, place + 1)
         return count
 
     def _bring(self, parcels: Iterable[Parcel], wanted: Mapping[Parcel, float] | set[Parcel]) -> None:
-        """Begin to copy ``parcels`` back while there is room; those that are not in ``wanted`` make room."""
+        """Begin to copy ``parcels`` back while there is room.
+
+        Parcels that are not in ``wanted`` are given up for them.
+        """
         for parcel in parcels:
             needless = [other for other in self._coming if other not in wanted]
             while needless and not self._has_room(parcel):
@@ -352,7 +358,7 @@ class Courier(ForkSafe[Carried]):
             try:
                 parcel.coming = self._link.bring(parcel.outgoing, self.back)
             except torch.OutOfMemoryError:
-                return  # there may be memory by the time that it is read
+                return  # there may be memory when backward reads it: `get` tries again
             self.read += parcel.nbytes
             self._coming[parcel] = None
             self._coming_bytes += parcel.nbytes
@@ -362,7 +368,7 @@ class Courier(ForkSafe[Carried]):
 
 
 class _Held(NamedTuple):
-    """A tensor in CPU memory, and where it belongs."""
+    """A tensor in CPU memory, and the device that :meth:`OnCpu.get` returns it on."""
 
     tensor: torch.Tensor
     device: torch.device
@@ -370,19 +376,19 @@ class _Held(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A ticket with its courier and budget. Its destructor drops it, as Ctrl-C may take it from its owner."""
+    """A ticket with its courier and budget. Its destructor drops it, because Ctrl-C may take it from its owner."""
 
     courier: Courier
     ticket: Carried
     budget: ByteBudget
 
     def drop(self) -> None:
-        """Drop the ticket unless that was done."""
+        """Drop the ticket, unless it is dropped already."""
         owed, self.ticket.owed = self.ticket.owed, 0
         parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
         if owed and parcel is not None and parcel.joined:
-            parcel.owed.append((self.budget.release, owed))  # the host memory goes with the last tensor in it
+            parcel.owed.append((self.budget.release, owed))  # host memory has no holes: the last tensor frees all of it
         else:
             self.courier.owed.give_back(parcel, self.budget.release, owed)
 
@@ -394,27 +400,31 @@ class _Sent(NamedTuple):
 @register("store")
 @dataclass(frozen=True)
 class OnCpu(Store):
-    """Keep saved tensors of a GPU in CPU memory; a tensor that is there already stays, without a copy.
+    """Keep saved tensors of a GPU in CPU memory. A tensor that is in CPU memory already stays there, without a copy.
 
-    Copies go beside the computation, on streams of their own: out as soon as a tensor is saved, small ones (up to 64
-    KiB) together, and back before the backward comes to them, in the order of the last backward and by when it
-    wanted each. The last ones of a forward, which come back at once, are not copied at all.
+    The copies run beside the computation, on streams of their own. A tensor is copied out as soon as it is saved;
+    small tensors (up to 64 KiB) share a copy. It is copied back before backward reads it: the store learns the order
+    and the times of the reads from the last backward. The last tensors of a forward are not copied, because backward
+    reads them at once.
 
     Args:
-        limit: most bytes at any time in this process, an int or text such as ``"64 GiB"``, or ``"256 GiB per node"``,
-            of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for no limit. Bytes in flight
-            count, those of dropped tensors too: at the limit the host waits for their copies.
-        pin_memory: page-locked copies, which a GPU reads and writes beside the computation: True, False, or
-            ``"auto"`` for wherever it can be had. One eighth of the node's memory is never taken for it.
-        in_flight: most bytes that it holds on each device: what is being copied, what is not copied because it comes
-            back at once, and what was brought back ahead. Of a new tensor that is larger there is one. Where more
-            would be, the computation waits for a copy, on the device; the host does not. 512 MiB are 10 to 20 ms of a
-            link with 25 to 55 GB/s: an operator that makes tensors faster than that for longer is not hidden by more,
-            and one that takes longer needs less.
+        limit: most bytes of tensors in this process at any time: an int, text such as ``"64 GiB"``, or
+            ``"256 GiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None
+            for no limit. Bytes in flight count, also those of tensors that are dropped: at the limit the host waits
+            until these copies are done.
+        pin_memory: whether host memory is page-locked, so that a GPU can copy to and from it while it computes: True,
+            False, or ``"auto"`` to lock memory if the system allows it. One eighth of the node's memory is never
+            locked.
+        in_flight: most bytes of saved tensors that stay on each device, an int or text. They are tensors that are
+            being copied, tensors that are not copied because backward reads them soon, and tensors that were brought
+            back before they are read. One new tensor may be larger than this. If there would be more, the computation
+            on the device waits for a copy; the host does not wait. 512 MiB take 10 to 20 ms over a link with 25 to 55
+            GB/s. If the model makes tensors faster than the link for longer than this, a larger value hides no more
+            of the copies. If its operators take longer, a smaller value is enough.
 
     Raises:
-        UsageError: when ``limit`` or ``in_flight`` is not a size or ``pin_memory`` none of the three.
-        StoreError: in forward, at the limit, or when there is no memory.
+        UsageError: if ``limit`` or ``in_flight`` is not a size, or ``pin_memory`` is none of the three values.
+        StoreError: in forward, if the limit is reached or the system has no memory.
 
     >>> store = OnCpu("64 GiB")
     >>> x = torch.ones(3)
@@ -439,14 +449,14 @@ class OnCpu(Store):
         return _made, (self.limit, self.pin_memory, self.in_flight)
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """False for a tensor in CPU memory."""
+        """Whether ``tensor`` is elsewhere than in CPU memory."""
         return not tensor.is_cpu
 
     def put(self, tensor: torch.Tensor) -> _Held | _Sent:
-        """Have ``tensor`` copied to the CPU; hold it as it is if it is there."""
+        """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
         if on_accelerator(tensor):
             return self._send(tensor)
-        nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps all of its storage
+        nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
         self.budget.reserve(nbytes)
         if tensor.is_cpu:
             return _Held(tensor, tensor.device, nbytes)
@@ -476,7 +486,7 @@ class OnCpu(Store):
         return sent
 
     def _reserve(self, nbytes: int) -> None:
-        """Take ``nbytes`` of the limit; at the limit, wait for the copies of dropped tensors."""
+        """Take ``nbytes`` of the limit. At the limit, wait until the copies of dropped tensors are done."""
         while True:
             try:
                 self.budget.reserve(nbytes)
@@ -487,61 +497,61 @@ class OnCpu(Store):
                 return
 
     def get(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor on the device it came from."""
+        """The tensor, on the device that it was saved on."""
         if isinstance(ticket, _Sent):
             return ticket.courier.get(ticket.ticket)
         return ticket.tensor.to(ticket.device)
 
     def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor, in CPU memory; the host waits until it is there."""
+        """The tensor in CPU memory. The host waits until it has arrived."""
         return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
 
     def prefetch(self, ticket: _Held | _Sent) -> None:
-        """Bring it back to its device, if there is room."""
+        """Begin to bring the tensor back to its device, if there is room."""
         if isinstance(ticket, _Sent):
             ticket.courier.prefetch(ticket.ticket)
 
     def device_bytes(self) -> int:
-        """Bytes on the devices."""
+        """Bytes of saved tensors on the devices: those that ``in_flight`` limits."""
         return sum(courier.device_bytes for courier in list(self._couriers.values()))
 
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold less of them there."""
+        """Hold at most ``nbytes`` on each device from now on."""
         for courier in list(self._couriers.values()):
             courier.set_device_limit(nbytes)
 
     def drop(self, ticket: _Held | _Sent) -> None:
-        """Give the bytes back to the limit; the memory goes when no copy needs it."""
+        """Give the bytes back to the limit. The memory is freed when no copy needs it."""
         if isinstance(ticket, _Sent):
             ticket.drop()
         else:
             self.budget.release(ticket.nbytes)
 
     def wait(self) -> None:
-        """Wait until all that is to be copied to the CPU is there."""
+        """Wait until all tensors that are to be copied to the CPU have arrived."""
         for courier in list(self._couriers.values()):
             courier.wait()
 
     def release_idle(self) -> None:
-        """Let go of host memory that is idle."""
+        """Free the host memory that no tensor uses."""
         for courier in list(self._couriers.values()):
             courier.release_idle()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """Bytes held, and what was copied from and to all devices."""
+        """One entry: the bytes held, and the bytes copied from and to all devices."""
         return (_report(self.budget, list(self._couriers.values())),)
 
     def courier(self, device: torch.device) -> Courier:
-        """What copies the tensors of ``device``, an accelerator, for this store."""
+        """The courier that copies tensors of ``device``, an accelerator, for this store."""
         found = self._couriers.get(device)
         if found is None:
             made = Courier(device, parse_bytes(self.in_flight, "in_flight"), pin=self.pin_memory is not False)
-            found = self._couriers.setdefault(device, made)  # another thread may have been faster
+            found = self._couriers.setdefault(device, made)  # another thread may have added one meanwhile
         return found
 
 
 def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
-    flying = sum(courier.in_flight for courier in couriers)  # first: it looks at what is done by now
+    flying = sum(courier.in_flight for courier in couriers)  # comes first: it updates the other counts
     return StoreReport(
         "OnCpu()",
         held=budget.held,

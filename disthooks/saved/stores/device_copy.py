@@ -1,4 +1,4 @@
-"""Copies between a device and the host's memory, beside the computation, and what goes in one of them."""
+"""Copies between a device and host memory, beside the computation, and the tensors that share one copy."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from disthooks.saved.stores.order import Lane
 from disthooks.saved.stores.pools import PAGE, pool_of, shaped, tensor_over
 
 # [Note: both ends of a copy]
-# Copies run on two side streams for each device, one for each way, and everything is ordered by events. When memory
-# that another stream still reads or writes is freed, the allocator gives it to somebody else and numbers are wrong.
-# So a link holds the source and the target of each copy until its event has happened. It looks at the events whenever
-# it is used, and nothing here makes the host wait except ``wait``.
+# Copies run on two side streams for each device, one for each direction, and events order them. If memory is freed
+# while another stream still reads or writes it, the allocator gives it to another tensor, and numbers are wrong. So a
+# link holds the source and the target of each copy until the copy's event has happened. It asks the events whenever it
+# is used. Nothing here makes the host wait, except ``wait``.
 #
-# A destructor may ask whether a copy is done: it lets go of memory at once if it is, and leaves it to the link if
-# not. While a CUDA graph is captured no event may be asked, so then nothing is known to be done.
+# A destructor may ask whether a copy is done. If it is, the destructor frees the memory at once; if not, the link frees
+# it later. While a CUDA graph is captured, events must not be asked, so no copy counts as done.
 
-_LARGE = 1 << 20  # bytes: smaller copies say little about the speed of a link
+_LARGE = 1 << 20  # bytes: smaller copies do not tell the speed of a link, because each copy has a fixed cost
 
 
 class Throughput:
-    """Bytes that were copied, and the time that the device took for them.
+    """Bytes that were copied, and the seconds that the device took for them.
 
     >>> rate = Throughput()
     >>> rate.add(2_000_000, 0.001); rate.add(1000, 0.001)
@@ -36,8 +36,8 @@ class Throughput:
     (2001000, 0.002, 2000000000.0)
 
     Attributes:
-        best: bytes a second of the fastest large copy; None before there was one.
-        pace: seconds for a byte, a running mean of large copies; None before there was one.
+        best: bytes a second of the fastest large copy; None before the first.
+        pace: seconds for a byte, as a running mean over large copies; None before the first.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Throughput:
         self.pace: float | None = None
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """A copy has ended."""
+        """Count a copy that has ended."""
         self.nbytes += nbytes
         self.seconds += seconds
         if nbytes >= _LARGE and seconds > 0:
@@ -56,7 +56,7 @@ class Throughput:
 
 
 class _Copy:
-    """One copy on a side stream: when it began and when it is done on the device, and who counts it."""
+    """One copy on a side stream: the events of its begin and its end, and the ``Throughput`` that counts it."""
 
     __slots__ = ("begin", "device", "done", "host", "rate")
 
@@ -66,8 +66,8 @@ class _Copy:
     def __init__(self, device: torch.device, host: torch.Tensor, rate: Throughput | None) -> None:
         self.device, self.host, self.rate = device, host, rate
 
-    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # an argument: Python may be ending
-        """Whether the copy has happened; False for one that an interrupt stopped, and while a graph is captured.
+    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # as Python ends, globals are gone
+        """Whether the copy has ended. False if an interrupt stopped it before its event, and while a graph is captured.
 
         See [Note: both ends of a copy].
         """
@@ -78,9 +78,9 @@ class Outgoing(_Copy):
     """A copy of a device's tensor to host memory, under way or done.
 
     Attributes:
-        host: contiguous, of the shape and dtype of the tensor; filled once ``done`` has happened.
-        source: the tensor, held until it is copied; None after that.
-        done: the copy's end, on the device.
+        host: a contiguous tensor with the shape and dtype of the source; filled once ``done`` has happened.
+        source: the tensor on the device, held until it is copied; None after that.
+        done: the event at the end of the copy.
     """
 
     __slots__ = ("source",)
@@ -90,7 +90,7 @@ class Outgoing(_Copy):
         self.source: torch.Tensor | None = source
 
     def wait(self) -> torch.Tensor:
-        """``host``, once it is filled. The host waits, so this is for threads that write to disk."""
+        """Wait on the host until ``host`` is filled, and return it; for threads that write to disk."""
         self.done.synchronize()
         self.source = None
         return self.host
@@ -100,9 +100,9 @@ class Coming(_Copy):
     """A tensor on its way back to the device.
 
     Attributes:
-        tensor: on the device, filled once ``done`` has happened; None when somebody has it.
-        stream: the one its memory belongs to.
-        done: the copy's end, on the device.
+        tensor: the tensor on the device, filled once ``done`` has happened; None after a reader has taken it.
+        stream: the stream that its memory belongs to.
+        done: the event at the end of the copy.
     """
 
     __slots__ = ("stream", "tensor")
@@ -116,14 +116,14 @@ class Coming(_Copy):
 class Link:
     """The copies between one device and the host in this process. See [Note: both ends of a copy].
 
-    A caller may give a ``Throughput`` of its own, which counts its copies alone.
+    A caller may give a ``Throughput`` of its own, which counts the copies of that caller alone.
 
     Args:
         device: an accelerator, with its index.
 
     Attributes:
-        out: what was sent.
-        back: what was fetched.
+        out: the bytes and seconds of all copies to the host.
+        back: the bytes and seconds of all copies to the device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Saved tensors on disk: in a file without a name for each process and directory, moved beside the computation."""
+"""Keep saved tensors on disk: each process has an anonymous file in each directory, and threads that move tensors."""
 
 from __future__ import annotations
 
@@ -40,46 +40,47 @@ from disthooks.saved.stores.transfer import (
     taken_together,
 )
 
-_SMALL = 256 << 10  # bytes: smaller ones are joined
-_MOST_UNPAGED = 256 << 10  # bytes: copies of tensors up to here are joined in other memory, and need no whole pages
+_SMALL = 256 << 10  # bytes: smaller tensors are written together, since waking a thread costs more (decision 41)
+_MOST_UNPAGED = 256 << 10  # bytes: copies of tensors up to this size are joined in other memory, and need no pages
 
-_JOINED = 1 << 20  # bytes of small ones that are worth a write
-_MUCH = 0.1  # of a backward, spent waiting for reads
+_JOINED = 1 << 20  # bytes: when the small tensors have so many, they are written
+_MUCH = 0.1  # the part of a backward spent waiting for reads from which memory is kept for them (decision 44)
 
 
 class Mover(Workers[Slab | list[Ticket], Ticket]):
     """Moves tensors between memory and files, beside the computation.
 
-    A tensor that is put is held until it is written; when more than ``limit`` bytes are held, ``put`` waits. Each
-    ``get`` has the tensors read that will be asked for next, at most ``limit`` bytes of them.
+    A tensor that is put is held until it is written. If more than ``limit`` bytes are held, ``put`` waits. Each
+    ``get`` starts reads of the tensors that backward reads next, up to ``limit`` bytes.
 
-    A waiting thread watches the threads that it waits for. If one dies, its job has failed.
+    A thread that waits watches the threads that it waits for. If one of them dies, its job counts as failed.
 
     Args:
-        files: tensors go to each in turn.
-        limit: bytes in flight, each way.
+        files: the files, which are written in turn.
+        limit: most bytes in flight to the files, and as many back.
         transfer: moves the bytes.
-        threads: at most so many.
+        threads: how many threads there are at most.
     """
 
     def __init__(self, files: Sequence[ScratchFile], limit: int, transfer: Transfer, threads: int = 2) -> None:
         self.files, self.limit, self.process = files, limit, os.getpid()
         self.transfer = transfer
         self.stats = self.transfer.stats
-        self._orders = PerThread(AccessOrder)  # that of each thread that puts
+        self._orders = PerThread(AccessOrder)  # one order for each thread that puts
         self._turns = itertools.cycle(files)
         self._writes: collections.deque[Ticket] = collections.deque()
         self._reads: collections.deque[Slab] = collections.deque()
         self._ahead = Ahead(limit, self.stats)
-        self._flying = 0  # bytes put and not written
-        self._uncalled = 0  # of those, bytes for which no thread was called yet
-        self._failed: tuple[Ticket, BaseException] | None = None  # not said yet
-        self._said = 0  # how often one was; what else was in flight then fails for the same reason, and is not said
-        self._claims: dict[int, Slab] = {}  # what the threads of the computation read themselves, by thread
+        self._flying = 0  # bytes that were put and are not written
+        self._uncalled = 0  # those of them for which no thread was woken yet
+        self._failed: tuple[Ticket, BaseException] | None = None  # a failed write that was not raised yet (decision 36)
+        # How many failed writes were raised. The others that were in flight then fail for the same reason: not raised.
+        self._said = 0
+        self._claims: dict[int, Slab] = {}  # slabs that threads of the computation read themselves, by thread
         super().__init__(threads)
 
     def after_fork(self) -> None:
-        """Forget all jobs: what was not written stays in memory in a child."""
+        """Forget all jobs. In the child, tensors that were not written stay in memory."""
         super().after_fork()
         self.transfer.after_fork()
         for ticket in self._ahead:
@@ -90,19 +91,23 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
     # -- for the threads of the computation
 
     def ticket(self, tensor: torch.Tensor, device: torch.device) -> Ticket:
-        """A ticket to put, for ``tensor``, contiguous and in CPU memory or on an accelerator, which belongs on
-        ``device``."""
+        """A ticket for ``tensor``, to be given to :meth:`put`.
+
+        Args:
+            tensor: contiguous, in CPU memory or on an accelerator.
+            device: the device that ``get`` returns it on.
+        """
         return Ticket(tensor, device, self._orders())
 
     def put(self, ticket: Ticket) -> None:
-        """Have the tensor of ``ticket`` written.
+        """Queue the tensor of ``ticket`` to be written. Waits if too many bytes are in flight.
 
         Raises:
-            StoreError: when an earlier one could not be written. It stays in memory, and this is said once.
+            StoreError: if an earlier tensor could not be written. It stays in memory, and the error is raised once.
         """
         with self._lock:
             self._drain_releases()
-            # When it is closed, the process ends and nobody writes any more.
+            # If it is closed, the process ends and no thread writes any more, so that waiting would never end.
             while 0 < self._flying > self.limit - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
@@ -118,11 +123,11 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 self._call_for_work()
 
     def get(self, ticket: Ticket) -> torch.Tensor:
-        """The tensor of ``ticket``: the one that was put, as long as it is in memory, or a copy.
+        """The tensor of ``ticket``: the one that was put if it is still in memory, or a copy.
 
         Raises:
-            StoreError: when one could not be written, which is said once: it stays in memory. Or when it cannot be
-                read, or is not what was written.
+            StoreError: if a tensor could not be written: it stays in memory, and the error is raised once. Or if this
+                tensor cannot be read, or has another checksum than when it was written.
         """
         with self._lock:
             self._drain_releases()
@@ -130,7 +135,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 raise StoreError("a stored tensor is asked for after it was dropped")
             self._say_failure()
             ticket.order.read(ticket)
-            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # or nearly
+            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # a thread reads it now
                 self.stats.ahead += ticket.nbytes
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
@@ -144,25 +149,25 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         return self.transfer.give(ticket, found)
 
     def prefetch(self, ticket: Ticket) -> None:
-        """Have the tensor of ``ticket`` read, because it will be asked for soon."""
+        """Begin to read the tensor of ``ticket``, because backward reads it soon."""
         with self._lock:
             self._drain_releases()
             self._have_read([slab] if (slab := self._ahead.one(ticket, {ticket})) is not None else [])
 
     def drop(self, ticket: Ticket) -> None:
-        """``ticket`` is dropped; called from destructors. See [Note: destructors].
+        """Release the tensor of ``ticket``; destructors call this. See [Note: destructors].
 
-        Its memory is freed at once, its place in the file by the next thread that takes the lock.
+        Its memory is freed at once. The next thread that takes the lock frees its place in the file.
         """
         if not ticket.dropped:
             ticket.dropped = True
-            if ticket.outgoing is not None:  # as Python ends, the names of this module may be gone before
+            if ticket.outgoing is not None:  # tested first: as Python ends, `let_go` may be gone already
                 let_go(ticket.outgoing)
             ticket.tensor = ticket.ahead = ticket.outgoing = None
             self.release(ticket)
 
     def wait(self) -> None:
-        """Wait until everything is written; StoreError when something could not be."""
+        """Wait until all tensors are written; StoreError if one could not be."""
         with self._lock:
             self._drain_releases()
             while self._flying and not self._closed:
@@ -170,7 +175,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             self._say_failure()
 
     def release_idle(self) -> None:
-        """Release idle threads and memory, and unused space in the files."""
+        """End idle threads, and free idle memory and unused space in the files."""
         self.end_idle()
         self.transfer.buffers.clear()
         for file in self.files:
@@ -178,13 +183,13 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
 
     @property
     def in_flight(self) -> int:
-        """Bytes that are put and not yet written."""
+        """Bytes of tensors that were put and are not written yet."""
         with self._lock:
             self._drain_releases()
             return self._flying
 
     def _read_for(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
-        """Read the slab of ``ticket`` here, or wait a while for a thread that reads it; the tensor if it is there."""
+        """Read the slab of ``ticket`` here, or wait a while for another thread; the tensor if it is in memory then."""
         me = threading.get_ident()
         tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
         try:
@@ -199,7 +204,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 slab = self._claims.get(me)
                 if slab is not None:
                     self._was_read(slab, tensors)
-                    self._claims.pop(me, None)  # now: after an interrupt, all of it is done again
+                    self._claims.pop(me, None)  # comes last: after an interrupt before it, all of this is done again
         with self._lock:
             return self._in_memory(ticket)
 
@@ -212,7 +217,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             try:
                 raise failed[1]
             finally:
-                del failed  # its traceback holds this frame: no cycle may stay
+                del failed  # its traceback holds this frame, which would be a cycle
 
     def _lost(self, job: Slab | list[Ticket]) -> None:
         if isinstance(job, Slab):
@@ -221,7 +226,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             self._was_written(job, StoreError("a thread that moved a saved tensor has died"))
 
     def _in_memory(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
-        """The tensor of ``ticket`` if it is in memory, for a caller that asks for it now."""
+        """The tensor of ``ticket`` if it is in memory, for a caller that reads it now; None if it is not."""
         if ticket.ahead is not None:
             ahead = ticket.ahead
             self._ahead.remove(ticket)
@@ -247,29 +252,29 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
     def _drain_releases(self) -> None:
         interrupted = self._claims.get(threading.get_ident())
         if interrupted is not None:
-            self._was_read(interrupted, [])  # an interrupt kept this thread from saying that it reads no more
+            self._was_read(interrupted, [])  # after an interrupt: this thread reads the slab no more
             self._claims.pop(threading.get_ident(), None)
         super()._drain_releases()
         self.transfer.poll()
         if not self._writes and not any(self._jobs.values()):
-            self._flying = 0  # whatever an interrupt left it at
+            self._flying = 0  # an interrupt may have left another value; see [Note: interrupts]
 
     def _apply_release(self, release: Ticket) -> None:
         release.order.drop(release)
         self._ahead.remove(release)
         if release.state == QUEUED:
-            release.state = GONE  # it stays in the queue, and is passed over there
+            release.state = GONE  # it stays in the queue, where the threads skip it
             self._flying -= release.nbytes
             self.stats.never_written += release.nbytes
             self._done.notify_all()
         self._let_go(release)
 
     def _is_read(self, slab: Slab) -> bool:
-        """Whether a thread reads it, or will; ``ticket.reading`` may be left from before an interrupt."""
+        """Whether a thread reads ``slab``, or will. ``ticket.reading`` may be wrong after an interrupt."""
         return slab in self._reads or slab in self._jobs.values() or slab in self._claims.values()
 
     def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
-        """Release the place of a dropped ticket unless its slab is being read; ``read`` was read just now."""
+        """Release the place of a dropped ticket, unless its slab is being read; the read of ``read`` has just ended."""
         slab = ticket.slab
         if slab is not None and read is None and slab in self._reads and all(m.dropped for m in slab.members):
             for member in slab.members:
@@ -287,7 +292,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
         self._reads.extend(slabs)
-        with contextlib.suppress(StoreError):  # no thread can be started: the callers of get read them
+        with contextlib.suppress(StoreError):  # if no thread can be started, the callers of `get` read the slabs
             for _ in slabs:
                 self._call_for_work()
 
@@ -370,7 +375,7 @@ _lock = shared_lock(Order.OPENING)
 
 
 def _mover(store: OnDisk) -> Mover:
-    """The mover of this process for what ``store`` asks for; a fork gets one of its own."""
+    """The mover of this process for the directories and options of ``store``; a forked process gets its own."""
     directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
     process, asked = os.getpid(), (store.direct, store.in_flight, store.checksum, store.gpu_direct)
     key = (*map(os.path.realpath, directories), process, *asked)
@@ -389,38 +394,39 @@ def _mover(store: OnDisk) -> Mover:
 class OnDisk(Store):
     """Keep saved tensors in one anonymous file of this process in ``directory``.
 
-    Threads write them while the forward goes on, and read them back before the backward comes to them, in the order
-    of the last backward. What is wanted or dropped before it was written never is. The copy that was
-    made of a tensor when it was saved is held in memory until it is written.
+    Threads write the tensors during forward. They read them back before backward needs them, in the order in which
+    the last backward read them. A tensor that is read or dropped before it was written is never written. The copy
+    that was made of a tensor when it was saved is held in memory until it is written.
 
-    The file has no name from birth: whatever ends the process, SIGKILL too, the system takes it back. It goes
-    when the last store and the last saved tensor in it go.
+    The file has no name, so the system frees it however the process ends, also after SIGKILL. Otherwise it is closed
+    when the last store and the last saved tensor that use it are gone.
 
     Args:
-        directory: a directory that exists and can be written; best a local disk. ``"{local_rank}"`` in it is the
-            number of the process on its node (``LOCAL_RANK``, 0 without): one disk for each. A list of directories:
-            tensors go to each in turn.
-        limit: most bytes at any time in this process, in flight too: an int or text such as ``"1 TiB"``, or
-            ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets its part; None for
-            no limit. Whole pages of 4 KiB count. What is compared is what the file takes on the disk: where the file
-            system can make holes (ext4, XFS, Btrfs, tmpfs), pages of dropped tensors go back to it when their place is
-            needed. A tensor that is let go of while one of the two threads writes it counts no more, and its place in
-            the file is free when that write ends.
-        direct: write past the page cache of the system, which otherwise grows by all that is written: True, False,
-            or ``"auto"`` for wherever the file system can; ``report()`` says what it was.
-        checksum: keep a CRC-32 of each tensor in memory and compare it when it is read; a thread takes a quarter of a
-            second for each GB, each way.
-        in_flight: most bytes that are held until they are written, and as many that are read ahead.
-        gpu_direct: have an NVIDIA GPU write and read large tensors past the host's memory (GPUDirect Storage, through
-            kvikio): True, False, or ``"auto"`` for wherever it works; ``report()`` says why it does not. What is
-            written so stays on the GPU until it is, up to ``in_flight`` bytes.
+        directory: a directory that exists and can be written, best on a local disk. ``"{local_rank}"`` in it stands
+            for the number of the process on its node (``LOCAL_RANK``, or 0), so that each process can have a disk of
+            its own. With a list of directories, tensors go to each in turn.
+        limit: most bytes in this process at any time, those in flight included: an int, text such as ``"1 TiB"``, or
+            ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None
+            for no limit. Each tensor counts as whole pages of 4 KiB. The limit is compared with the space that the
+            file takes on the disk. If the file system can make holes (ext4, XFS, Btrfs, tmpfs), it gets the pages of
+            dropped tensors back when the limit would be passed. A tensor that is dropped while a thread writes it
+            counts no more, and its place in the file is free when that write ends.
+        direct: whether to write past the page cache of the system, which otherwise grows by all bytes that are
+            written: True, False, or ``"auto"`` to do it if the file system can. ``report()`` says why if it does not.
+        checksum: whether to keep a CRC-32 of each tensor in memory and to compare it when the tensor is read. This
+            takes a thread a quarter of a second for each GB, each way.
+        in_flight: most bytes that wait to be written, and most bytes that are read before backward needs them; an int
+            or text.
+        gpu_direct: whether an NVIDIA GPU writes and reads large tensors without host memory (GPUDirect Storage,
+            through kvikio): True, False, or ``"auto"`` to do it if it works. ``report()`` says why if it does not.
+            A tensor that is written this way stays on the GPU until it is written, up to ``in_flight`` bytes.
 
     Raises:
-        UsageError: when an argument is not what it should be.
-        StoreError: at once when no file can be made in ``directory``, or ``direct=True`` or ``gpu_direct=True`` does
-            not work there; in forward at the limit; when a tensor could not be written, once, as soon as the next one
-            is saved or wanted: it is still in memory, so the backward can be run all the same; in backward when one
-            cannot be read. It has ``path``, ``wanted`` and ``free``.
+        UsageError: if an argument has a wrong type or value.
+        StoreError: when the store is made, if no file can be made in ``directory``, or if ``direct=True`` or
+            ``gpu_direct=True`` does not work there. In forward, if the limit is reached. Once, when the next tensor
+            is saved or read, if a tensor could not be written: that tensor is still in memory, so backward can run
+            all the same. In backward, if a tensor cannot be read. The error has ``path``, ``wanted`` and ``free``.
 
     >>> import tempfile
     >>> store = OnDisk(tempfile.gettempdir())
@@ -431,7 +437,8 @@ class OnDisk(Store):
     >>> store.drop(ticket)
     """
 
-    min_bytes: ClassVar[int] = 64 << 10  # measured: a tensor costs 80 µs, and as much again for each 100 KiB or so
+    # Measured: 80 µs for a tensor, and as much again for each 100 KiB or so (decision 41).
+    min_bytes: ClassVar[int] = 64 << 10
     directory: _Directory | Sequence[_Directory]
     limit: int | str | None = None
     direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
@@ -443,7 +450,7 @@ class OnDisk(Store):
     _mover: Mover = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.direct, bool) and self.direct != "auto":  # 1 is True, and is taken for neither below
+        if not isinstance(self.direct, bool) and self.direct != "auto":  # 1 == True: test the type
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
         if not isinstance(self.gpu_direct, bool) and self.gpu_direct != "auto":
             raise UsageError(f"OnDisk: gpu_direct must be True, False or 'auto', got {self.gpu_direct!r}")
@@ -463,7 +470,7 @@ class OnDisk(Store):
         return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight, self.gpu_direct)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor``: of a large one in whole pages, which are written as they are and used again."""
+        """A copy of ``tensor``. A large one gets whole pages, which are written without another copy and used again."""
         if not tensor.is_cpu or tensor.nbytes <= _MOST_UNPAGED:
             return super().own(tensor)
         try:
@@ -473,12 +480,12 @@ class OnDisk(Store):
             raise StoreError(what, path=str(self.directory), wanted=tensor.nbytes) from error
 
     def put(self, tensor: torch.Tensor) -> _Stored:
-        """Have ``tensor`` written; wait when too many bytes are in flight."""
+        """Queue ``tensor`` to be written; wait if too many bytes are in flight."""
         content = (tensor.detach() if on_accelerator(tensor) else tensor.detach().cpu()).contiguous()
         return self._put(content, tensor.device, None)
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
-        """Have ``tensor`` written, which is in memory and belongs on the device of ``stream``."""
+        """Queue ``tensor``, which is in host memory and belongs on the device of ``stream``, to be written."""
         return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
 
     def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
@@ -498,45 +505,45 @@ class OnDisk(Store):
         return stored
 
     def get(self, ticket: _Stored) -> torch.Tensor:
-        """The tensor on the device it came from: itself while it is in memory, afterwards from disk."""
+        """The tensor, on the device that it was saved on: the one that was put if it is in memory, else read."""
         return ticket.mover.get(ticket.ticket)
 
     def peek(self, ticket: _Stored) -> torch.Tensor | None:
-        """The tensor, as long as it is not written."""
+        """The tensor while it is not written; None after that."""
         held = ticket.ticket.tensor
         return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
 
     def pop_transfer_seconds(self, ticket: _Stored) -> float:
-        """Seconds in which it was written and read."""
+        """Seconds for which the tensor was written and read, since the last call."""
         seconds, ticket.ticket.seconds = ticket.ticket.seconds, 0.0
         return seconds
 
     def prefetch(self, ticket: _Stored) -> None:
-        """Read it before it is wanted."""
+        """Begin to read the tensor, because backward reads it soon."""
         ticket.mover.prefetch(ticket.ticket)
 
     def device_bytes(self) -> int:
-        """Bytes that are copied from devices in this moment, or were read and are there before they are wanted."""
+        """Bytes on devices: of tensors that are being copied from there, and of those that were read early."""
         return self._own_mover().transfer.device_bytes
 
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold less of them there."""
+        """Hold at most ``nbytes`` on devices from now on."""
         self._own_mover().transfer.set_device_limit(nbytes)
 
     def drop(self, ticket: _Stored) -> None:
-        """Let its place be used again."""
+        """Let other tensors use its place in the file."""
         ticket.drop()
 
     def wait(self) -> None:
-        """Wait until all is written; StoreError when something could not be."""
+        """Wait until all tensors are written; StoreError if one could not be."""
         self._own_mover().wait()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """Bytes and speed of all that goes to these directories in this process."""
+        """One entry: the bytes and the speed of all tensors that go to these directories in this process."""
         return (_report(f"OnDisk({self.directory!r})", self._own_mover(), self.budget),)
 
     def release_idle(self) -> None:
-        """End idle threads, free idle memory and unused space in the file."""
+        """End idle threads, and free idle memory and unused space in the file."""
         self._own_mover().release_idle()
 
     def _own_mover(self) -> Mover:
@@ -552,14 +559,14 @@ class OnDisk(Store):
 
 
 class _Stored(NamedTuple):
-    """A ticket with its mover and budget. Its destructor drops it, as Ctrl-C may take it from its owner."""
+    """A ticket with its mover and budget. Its destructor drops it, because Ctrl-C may take it from its owner."""
 
     mover: Mover
     ticket: Ticket
     budget: ByteBudget
 
     def drop(self) -> None:
-        """Drop the ticket unless that was done."""
+        """Drop the ticket, unless it is dropped already."""
         owed, self.ticket.owed = self.ticket.owed, 0
         self.budget.release(owed)
         self.mover.drop(self.ticket)

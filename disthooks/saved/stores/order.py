@@ -1,4 +1,4 @@
-"""The order in which stored tensors will be read: learned from the last backward, one for each thread."""
+"""The order in which backward will read stored tensors. Each thread learns it from its last backward."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import torch
 
 Learns = TypeVar("Learns")
 
-_ORDERS = 8  # that are remembered: of several models, or batches of several lengths, in turn
-_LOOK = 256  # places: beyond so many that are gone or passed there is nothing worth a guess
+_ORDERS = 8  # how many orders are remembered: a thread may train several models, or batches of several lengths, in turn
+_LOOK = 256  # after so many positions that are dropped or were read, no guess is made
 
 
 class Ordered(Protocol):
-    """What an :class:`AccessOrder` remembers: its position there, and whether it was dropped."""
+    """An object that an :class:`AccessOrder` remembers: its position in the order, and whether it was dropped."""
 
     position: int
     dropped: bool
 
 
 class PerThread(Generic[Learns]):
-    """One object for each thread that asks; a new thread inherits that of a thread that has ended.
+    """One object for each thread that asks. A new thread inherits the object of a thread that has ended.
 
-    ``nn.DataParallel`` starts a thread for each replica in each forward; what the last one learned must not be lost.
+    ``nn.DataParallel`` starts a thread for each replica in each forward. The new thread must know the order that the
+    last one has learned.
 
     >>> own = PerThread(AccessOrder)
     >>> own() is own()
@@ -49,18 +50,18 @@ class PerThread(Generic[Learns]):
         mine = getattr(self._mine, "one", None)
         if mine is None:
             left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
-            one = next((one for one in left if one is not None), None)  # whoever takes it out has it: no lock
+            one = next((one for one in left if one is not None), None)  # no lock: `pop` gives each object to one thread
             self._all[threading.current_thread()] = self._mine.one = mine = self._make() if one is None else one
         return cast(Learns, mine)
 
 
 class _Order(NamedTuple):
-    """The order in which one backward read, and when."""
+    """The order and the times of the reads of one backward."""
 
     order: Sequence[int]  # positions
     times: Sequence[float]  # seconds, in that order
     rank: dict[int, int]  # by position
-    waiting: float  # part of the time
+    waiting: float  # the part of the time that was spent waiting, from 0 to 1
 
     @staticmethod
     def of(reads: dict[int, float], waited: float) -> _Order:
@@ -70,11 +71,11 @@ class _Order(NamedTuple):
 
 
 class AccessOrder:
-    """What one thread put into a store since the store had nothing of it, and the order in which it is read.
+    """The tensors that one thread has put since the store last held none of it, and the order of their reads.
 
-    A backward reads what its forward put from the last to the first, with small exceptions that repeat from step to
-    step. So the expected order is that of the last time that as many tensors were put, and the reverse order if there
-    was no such time. A wrong guess costs a read, never a wrong tensor.
+    A backward reads the tensors of its forward from the last to the first, with small exceptions that repeat from step
+    to step. So the expected order is the order of the last backward with the same number of tensors, and the reverse
+    order if there was none. A wrong guess costs a read, and never gives a wrong tensor.
 
     >>> class Ticket:
     ...     position, dropped = 0, False
@@ -92,11 +93,11 @@ class AccessOrder:
         self._again = False  # whether the last read was of a ticket that had been read before
         self._reached: Ordered | None = None  # the last ticket that was read for the first time
         self._known: dict[int, _Order] = {}  # by the number of tickets that were put; the newest last
-        self._waited = 0.0  # seconds that are not counted in the times: they are those of computing
+        self._waited = 0.0  # seconds of waiting, which the times do not contain
 
     def put(self, ticket: Ordered) -> None:
         """``ticket`` is the next one."""
-        # Some tickets are never dropped, as in a loop that keeps its graphs: begin anew with those that are left.
+        # A loop that keeps its graphs never drops some tickets. Begin anew with those that are left, or the list grows.
         if len(self._tickets) > 4 * len(self._live) + 4096:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
@@ -108,10 +109,10 @@ class AccessOrder:
         self._live.add(ticket)
 
     def read(self, ticket: Ordered) -> None:
-        """``ticket`` is read now.
+        """Note that ``ticket`` is read now.
 
         If it was read before, either another node of the same backward reads it, or another backward has begun. In the
-        second case the next ticket was read before, too, so two such reads in a row begin a new backward.
+        second case the next ticket was read before, too. So two such reads in a row count as a new backward.
         """
         again = ticket.position in self._passed
         if again and self._again:
@@ -123,11 +124,11 @@ class AccessOrder:
         self._reads.setdefault(ticket.position, time.perf_counter() - self._waited)
 
     def waited(self, seconds: float) -> None:
-        """The last read took so long."""
+        """Note that the last read made the computation wait for ``seconds``."""
         self._waited += seconds
 
     def drop(self, ticket: Ordered) -> None:
-        """``ticket`` is dropped, perhaps again. Once all are, the order of their reads is expected next time."""
+        """Note that ``ticket`` is dropped. When all are, the order of their reads is the one expected next time."""
         self._live.discard(ticket)
         if self._live or not self._tickets:
             return

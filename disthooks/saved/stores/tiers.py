@@ -1,4 +1,4 @@
-"""Stores in front of other stores: saved tensors stay where they are, or go to the next tier when one is full."""
+"""Several stores in a row: a saved tensor stays in the first, or moves to the next one if the first is full."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from disthooks.saved.stores.order import AccessOrder, PerThread
 @register("store")
 @dataclass(frozen=True)
 class OnDevice(Store):
-    """Keep saved tensors where they are, up to a limit: the first tier of a :class:`Tiered`, or behind codecs.
+    """Keep saved tensors on the device that they are on, up to a limit.
+
+    Use it as the first store of a :class:`Tiered`, or behind codecs that make tensors smaller. It copies nothing. A
+    view counts with all the bytes of its storage, because it keeps them alive.
 
     Args:
-        limit: most bytes at any time in this process, an int or text such as ``"8 GiB"``, or ``"64 GiB per node"``;
-            None for no limit.
+        limit: most bytes in this process at any time: an int, text such as ``"8 GiB"``, or ``"64 GiB per node"``, of
+            which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None for no limit. In a
+            ``Tiered``, bytes that the stores behind it hold on the device for a while count, too.
 
     Raises:
-        UsageError: when ``limit`` is not a size.
-        StoreError: in forward, at the limit.
+        UsageError: if ``limit`` is not a size.
+        StoreError: in forward, if the limit is reached.
 
     >>> store = OnDevice("1 MiB")
     >>> x = torch.ones(3)
@@ -42,7 +46,7 @@ class OnDevice(Store):
 
     limit: int | str | None = None
     budget: ByteBudget = field(init=False, repr=False, compare=False)
-    #: Stores that take what does not fit here, by identity; what they hold on the device counts, too.
+    #: The stores behind this one, by identity. The bytes that they hold on the device count against the limit, too.
     below: weakref.WeakValueDictionary[int, Store] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,34 +57,34 @@ class OnDevice(Store):
         return OnDevice, (self.limit,)
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """Never."""
+        """False: the tensor stays where it is."""
         return False
 
     def put(self, tensor: torch.Tensor) -> _There:
-        """Hold ``tensor``."""
-        nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps all of its storage
+        """Hold ``tensor`` itself."""
+        nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
         self.budget.reserve(nbytes)
         return _There(tensor, stream_of(tensor), nbytes)
 
     def get(self, ticket: _There) -> torch.Tensor:
-        """The tensor itself, for the current stream."""
+        """The tensor that was put, for the current stream."""
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
     def peek(self, ticket: _There) -> torch.Tensor:
-        """The tensor itself."""
+        """The tensor that was put."""
         return ticket.tensor
 
     def drop(self, ticket: _There) -> None:
-        """Let go of it."""
+        """Give the bytes back to the limit."""
         self.budget.release(ticket.nbytes)
 
     def report(self) -> tuple[StoreReport, ...]:
-        """Bytes held."""
+        """One entry, with the bytes held."""
         return (StoreReport("OnDevice()", held=self.budget.held, limit=self.budget.limit),)
 
 
 class _There(NamedTuple):
-    """A tensor, and the stream of its device that filled it, if it is an accelerator's."""
+    """A tensor, and the stream that filled it if it is on an accelerator."""
 
     tensor: torch.Tensor
     stream: torch.Stream | None
@@ -88,15 +92,15 @@ class _There(NamedTuple):
 
 
 class Placed:
-    """A tensor in one of the tiers; it moves down when tensors that are read sooner need its room.
+    """A tensor in one of the tiers. It moves to the next tier if tensors that backward reads sooner need its room.
 
     Attributes:
-        tier: its number; -1 for nowhere.
-        ticket: the ticket of its tier.
-        nbytes: of the tensor.
-        at: the stream of an accelerator that filled it, if it is on one.
-        turn: its place in the order of reads.
-        asked: whether its tier was told that it will be read soon.
+        tier: the number of the tier; -1 if the tensor is in none.
+        ticket: the ticket of that tier.
+        nbytes: bytes of the tensor.
+        at: the stream that filled the tensor if it is on an accelerator; None otherwise.
+        turn: its position in the order of reads.
+        asked: whether the tier was told that backward reads the tensor soon.
     """
 
     __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "turn")
@@ -111,7 +115,7 @@ class Placed:
 
 
 class Turn:
-    """What is remembered of a :class:`Placed`, without keeping it alive, until all tensors of its thread are gone."""
+    """The position of a :class:`Placed` in the order of its thread's reads. It does not keep the tensor alive."""
 
     __slots__ = ("dropped", "order", "placed", "position")
 
@@ -121,21 +125,21 @@ class Turn:
 
 
 class Turns(ForkSafe[Turn]):
-    """Learns from each backward in which order the next one will read the tensors of each thread."""
+    """Learns from each backward the order in which the next one will read the tensors of each thread."""
 
     def __init__(self) -> None:
         super().__init__(Order.TURNS)
-        self._own = PerThread(AccessOrder)  # that of each thread
+        self._own = PerThread(AccessOrder)  # one order for each thread
 
     def put(self, placed: Placed) -> None:
-        """``placed`` is put, as the next tensor of this thread."""
+        """Note that ``placed`` is the next tensor that this thread puts."""
         with self._lock:
             self._drain_releases()
             placed.turn = Turn(placed, self._own())
             placed.turn.order.put(placed.turn)
 
     def read(self, placed: Placed, look: int) -> list[Placed]:
-        """``placed`` is read now; return up to ``look`` tensors that will be read next."""
+        """Note that ``placed`` is read now; returns up to ``look`` tensors that backward will read next."""
         turn = placed.turn
         if turn is None:
             return []
@@ -147,7 +151,7 @@ class Turns(ForkSafe[Turn]):
         return [other for other in found if other is not None]
 
     def of(self, placed: Placed) -> float:
-        """When ``placed`` will be read; a larger number is later."""
+        """When backward will read ``placed``; a larger number is later."""
         turn = placed.turn
         if turn is None:
             return 0.0
@@ -155,7 +159,7 @@ class Turns(ForkSafe[Turn]):
             return turn.order.turn(turn)
 
     def drop(self, placed: Placed) -> None:
-        """``placed`` is dropped; called from destructors. See [Note: destructors]."""
+        """Note that ``placed`` is dropped; destructors call this. See [Note: destructors]."""
         turn = placed.turn
         if turn is not None and not turn.dropped:
             turn.dropped = True
@@ -166,7 +170,7 @@ class Turns(ForkSafe[Turn]):
 
 
 class Queue:
-    """The tensors of one tier, the one that is read last first; it keeps none of them alive.
+    """The tensors of one tier, in the reverse order of reads. It keeps none of them alive.
 
     >>> queue, old, new = Queue(0), Placed(8), Placed(8)
     >>> for placed, turn in ((old, 7), (new, 3)):
@@ -178,7 +182,7 @@ class Queue:
 
     def __init__(self, tier: int) -> None:
         self._tier = tier
-        self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the one that is read last comes first
+        self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the tensor that backward reads last comes first
         self._numbers = itertools.count()
         self._most = 1024
         self._lock = shared_lock(Order.QUEUE)
@@ -187,7 +191,7 @@ class Queue:
         return len(self._heap)
 
     def add(self, placed: Placed, turn: float) -> None:
-        """``placed`` lies in this tier now."""
+        """Add ``placed``, which is in this tier now."""
         with self._lock:
             if len(self._heap) > self._most:
                 self._heap = [entry for entry in self._heap if self._there(entry) is not None]
@@ -196,7 +200,7 @@ class Queue:
             heapq.heappush(self._heap, (-turn, next(self._numbers), weakref.ref(placed)))
 
     def last(self) -> Placed | None:
-        """The tensor of this tier that will be read last; the oldest if there are several."""
+        """The tensor of this tier that backward reads last; the oldest if there are several; None if it is empty."""
         with self._lock:
             while self._heap:
                 found = self._there(self._heap[0])
@@ -210,8 +214,8 @@ class Queue:
         return None if placed is None or placed.dropped or placed.tier != self._tier else placed
 
 
-_LOOK = 8  # tensors: of what will be wanted next, so many are looked at
-_AHEAD = 32 << 20  # bytes of them that a tier is told of
+_LOOK = 8  # tensors to look ahead in the order of reads
+_AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bring nearer
 
 
 def _tiered(stores: Sequence[Store]) -> Tiered:
@@ -221,19 +225,19 @@ def _tiered(stores: Sequence[Store]) -> Tiered:
 @register("store", build=_tiered)
 @dataclass(frozen=True)
 class Tiered(Store):
-    """Several stores, the fastest first; when one is full, the tensors in it that backward reads last go to the next.
+    """Several stores, the fastest first. If one is full, the tensors in it that backward reads last move to the next.
 
-    Backward reads last what was saved first, so the oldest tensors make room for a new one. If they would have to be
-    read back for that, as from a full disk, the new tensor goes further down instead. A store that fails counts as
-    full. A tensor that is still in memory when its write fails is not lost.
+    Backward reads the tensors that were saved first at its end, so the oldest tensors make room for a new one. If the
+    oldest tensor would have to be read from a disk to move it, the new tensor goes to the next store instead. A store
+    that fails counts as full until it is empty. A tensor that is still in memory when its write fails is not lost.
 
     Args:
         stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
 
     Raises:
-        UsageError: when there are fewer than two, one of them is no store that can be a tier, or an ``OnDevice`` that
-            has stores behind it has no limit.
-        StoreError: in forward, when the last one is full too.
+        UsageError: if there are fewer than two stores, if one of them cannot be a tier (``Functions``, another
+            ``Tiered``), or if an ``OnDevice`` with stores behind it has no limit.
+        StoreError: in forward, if the last store is full too.
 
     >>> tiers = Tiered(OnDevice(8), OnDevice(100))
     >>> tickets = [tiers.put(torch.ones(1)) for _ in range(5)]
@@ -246,7 +250,7 @@ class Tiered(Store):
     stores: tuple[Store, ...]
     _queues: tuple[Queue, ...] = field(init=False, repr=False, compare=False)  # the tensors of each tier
     _turns: Turns = field(init=False, repr=False, compare=False)
-    _largest: list[int] = field(init=False, repr=False, compare=False)  # bytes of one tensor
+    _largest: list[int] = field(init=False, repr=False, compare=False)  # bytes of the largest tensor so far
     _broken: set[int] = field(init=False, repr=False, compare=False)  # tiers that failed, until they are empty
 
     def __init__(self, *stores: Store) -> None:
@@ -273,11 +277,11 @@ class Tiered(Store):
         return f"Tiered({', '.join(map(repr, self.stores))})"
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether any of the tiers takes it out of the memory it is in."""
+        """Whether any of the tiers takes ``tensor`` out of the memory that it is in."""
         return any(store.leaves_memory(tensor) for store in self.stores)
 
     def put(self, tensor: torch.Tensor) -> Placed:
-        """Put ``tensor`` into the first tier, or the next one that takes it."""
+        """Put ``tensor`` into the first tier that takes it."""
         placed = Placed(tensor.nbytes, stream_of(tensor))
         self._turns.put(placed)
         try:
@@ -292,7 +296,7 @@ class Tiered(Store):
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
-        """The tensor, from wherever it is."""
+        """The tensor, from the tier that it is in."""
         following = self._turns.read(ticket, _LOOK)
         if ticket.at is not None:
             self._leave_room(0)
@@ -302,7 +306,8 @@ class Tiered(Store):
             try:
                 tensor = store.get(ticket.ticket)
             except StoreError:
-                # The error may be that of another tensor, which the store reports once.
+                # The error may be that of another tensor: a store raises a failed write once, at the next call
+                # (decision 36). If this tensor is still in memory, it is well.
                 held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
@@ -310,28 +315,28 @@ class Tiered(Store):
         return tensor
 
     def pop_transfer_seconds(self, ticket: Placed) -> float:
-        """Seconds of the tier that it is in."""
+        """Seconds for which the tier that the tensor is in moved it."""
         with self._at(ticket):
             return self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
 
     def prefetch(self, ticket: Placed) -> None:
-        """Have its tier read it ahead."""
+        """Let its tier bring the tensor nearer."""
         with self._at(ticket):
             self.stores[ticket.tier].prefetch(ticket.ticket)
 
     def drop(self, ticket: Placed) -> None:
-        """Let go of it."""
+        """Release the tensor, in whichever tier it is."""
         ticket.dropped = True
         self._turns.drop(ticket)
         self._let_go(ticket)
 
     def wait(self) -> None:
-        """Wait until all tiers have what was put into them."""
+        """Wait until all tensors have arrived in their tiers."""
         for store in self.stores:
             store.wait()
 
     def release_idle(self) -> None:
-        """Let go of what is idle in all tiers."""
+        """Free idle threads, memory and space of all tiers."""
         for store in self.stores:
             store.release_idle()
 
@@ -344,8 +349,8 @@ class Tiered(Store):
         return ticket.tier
 
     def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
-        """Put ``tensor`` into tier ``first``, or the next one that takes it."""
-        why = ""  # not the error: its traceback would hold what this frame holds, in a cycle
+        """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
+        why = ""  # the text alone: the traceback of the error would hold this frame, in a cycle
         for tier in range(first, len(self.stores)):
             try:
                 placed.ticket = self._put_at(tier, tensor, placed.at)
@@ -358,7 +363,7 @@ class Tiered(Store):
         raise StoreError(f"{self!r}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
     def _put_at(self, tier: int, tensor: torch.Tensor, at: torch.Stream | None) -> Any:
-        """A ticket of one tier; StoreError when there is no way to make room there."""
+        """A ticket of one tier; StoreError if no room can be made there."""
         store = self.stores[tier]
         self._mend(tier)
         while True:
@@ -367,13 +372,13 @@ class Tiered(Store):
             except StoreError:
                 budget = getattr(store, "budget", None)
                 if not isinstance(budget, ByteBudget) or budget.has_room(tensor.nbytes):
-                    self._broken.add(tier)  # it is not its limit
+                    self._broken.add(tier)  # it failed, and not because of its limit
                     raise
                 if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier):
                     raise
 
     def _mend(self, tier: int) -> None:
-        """Try a tier that failed again once it is empty."""
+        """Let a tier that failed be tried again once it is empty; StoreError before that."""
         if tier in self._broken:
             budget = getattr(self.stores[tier], "budget", None)
             if isinstance(budget, ByteBudget) and budget.held:
@@ -381,22 +386,30 @@ class Tiered(Store):
             self._broken.discard(tier)
 
     def _make_room(self, tier: int, nbytes: int = 0) -> bool:
-        """Move the tensor of ``tier`` that is read last further down, for one of ``nbytes``; whether one moved."""
+        """Move the tensor of ``tier`` that backward reads last to a tier below.
+
+        Args:
+            tier: the number of the tier.
+            nbytes: bytes of the new tensor that needs the room, on the device.
+
+        Returns:
+            Whether a tensor was moved.
+        """
         if tier + 1 == len(self.stores):
             return False
         while (last := self._queues[tier].last()) is not None:
             with self._at(last):
                 if last.tier != tier:
-                    continue  # another thread was faster
+                    continue  # another thread has moved it meanwhile
                 held = self.stores[tier].peek(last.ticket)
                 if held is None:
-                    return False  # it would have to be read
+                    return False  # it is on a disk, and would have to be read to move it
                 before = last.ticket
                 if last.at is None:
                     self._place(last, held, tier + 1)
                 else:
                     self._leave_room(nbytes - last.nbytes)
-                    with on(last.at):  # what filled it, and what the next tier has to come after
+                    with on(last.at):  # the copy of the next tier must come after the work that fills the tensor
                         self._place(last, held, tier + 1)
                 self.stores[tier].drop(before)
             return True
@@ -407,9 +420,9 @@ class Tiered(Store):
     def _make_way(self, nbytes: int) -> None:
         """Make room for a new tensor of ``nbytes``, which is on the device already.
 
-        A tensor that moves down takes memory of the device until it is copied. So that nobody waits for the copy, the
-        move begins before the limit is reached: in up to an eighth of the limit, a tensor of the largest size can be on
-        its way while the next one comes.
+        A tensor that moves down takes memory of the device until it is copied. The move begins before the limit is
+        reached, so that the computation need not wait for the copy: in a window of up to an eighth of the limit, a
+        tensor of the largest size can be on its way while the next one comes (decision 85).
         """
         first = self.stores[0]
         limit = first.budget.limit if isinstance(first, OnDevice) else None
@@ -417,13 +430,16 @@ class Tiered(Store):
             return
         self._largest[0] = max(self._largest[0], nbytes)
         early = limit - min(limit // 8, 2 * self._largest[0])
-        with contextlib.suppress(StoreError):  # the tiers below are full: putting the new tensor says so
+        with contextlib.suppress(StoreError):  # if the tiers below are full, `put` of the new tensor raises it
             while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
                 pass
         self._leave_room(nbytes)
 
     def _leave_room(self, nbytes: int) -> None:
-        """Limit what the tiers below hold on the device to what the first tier leaves of its limit, less ``nbytes``."""
+        """Limit the bytes that the tiers below hold on the device, for a new tensor of ``nbytes``.
+
+        They may hold what the first tier leaves of its limit, less ``nbytes`` (decision 85).
+        """
         first = self.stores[0]
         if not isinstance(first, OnDevice) or first.budget.limit is None:
             return
@@ -434,7 +450,7 @@ class Tiered(Store):
             store.set_device_limit(max(0, room - sum(held) + own))
 
     def _look_ahead(self, following: Sequence[Placed]) -> None:
-        """Have the tensors that will be read next brought nearer."""
+        """Ask the tiers to bring the tensors that backward reads next nearer."""
         most = _AHEAD
         for placed in following:
             most -= placed.nbytes if placed.tier > 0 else 0
@@ -451,7 +467,7 @@ class Tiered(Store):
 
     @contextlib.contextmanager
     def _at(self, placed: Placed) -> Iterator[None]:
-        """Hold the lock of ``placed``; if it is dropped meanwhile, drop it at the end."""
+        """Hold the lock of ``placed``. If it is dropped meanwhile, its tier drops it at the end."""
         try:
             with placed.lock:
                 yield
@@ -459,7 +475,7 @@ class Tiered(Store):
             self._let_go(placed)
 
     def _let_go(self, placed: Placed) -> None:
-        """Drop it from its tier if it was dropped, unless another thread holds its lock and will do so."""
+        """Let the tier of ``placed`` drop it if it was dropped, unless another thread holds its lock and will do so."""
         while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
             try:
                 tier, placed.tier = placed.tier, -1
