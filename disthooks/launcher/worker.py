@@ -220,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def _run(command: Command, record: failure_report.Record, session: Session) -> NoReturn:
     """Run the script, and write the record.
 
-    If the script fails, the record is written before the hooks are taken off. Otherwise it is written after that,
-    because it contains the outcomes of the hooks.
+    If the script raises an error or is interrupted, the record is written before the hooks are taken off. Otherwise it
+    is written after that, because it contains the outcomes of the hooks.
     """
     here = os.getpid()
     try:
