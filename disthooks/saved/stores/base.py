@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -302,6 +302,12 @@ class Functions(Store):
         """Do nothing: the value of ``pack`` goes with the graph node that holds it."""
 
 
+class Debtor(Protocol):
+    """An object that remembers how many bytes of a :class:`ByteBudget` it has to give back."""
+
+    owed: int
+
+
 class ByteBudget:
     """Bytes in use under a limit. ``release`` takes no lock, so destructors may call it.
 
@@ -355,8 +361,13 @@ class ByteBudget:
         """
         return -(-count // self._grain) * self._grain
 
-    def reserve(self, count: int) -> None:
+    def reserve(self, count: int, debtor: Debtor | None = None) -> None:
         """Take ``size(count)`` bytes for one tensor; ``release(budget.size(count))`` gives them back.
+
+        Args:
+            count: the bytes of the tensor.
+            debtor: gets ``size(count)`` as its ``owed`` in the moment in which the bytes are taken, so that no
+                interrupt comes between the two. If the bytes are not taken, its ``owed`` stays 0.
 
         Raises:
             StoreError: if that would pass the limit. It has ``wanted`` and ``free``, in bytes.
@@ -374,9 +385,14 @@ class ByteBudget:
                         wanted=count,
                         free=free,
                     )
+                # No interrupt comes between these lines, nor between the two lines below. See [Note: interrupts].
                 self._taken += count
                 taken = count
+                if debtor is not None:
+                    debtor.owed = count
         except BaseException:
+            if debtor is not None:
+                debtor.owed = 0
             self.release(taken)  # an interrupt came after the bytes were taken
             raise
 

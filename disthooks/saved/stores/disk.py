@@ -493,8 +493,7 @@ class OnDisk(Store):
         stored = _Stored(mover, mover.ticket(content, device), self.budget)
         stored.ticket.at = home
         try:
-            self.budget.reserve(content.nbytes)
-            stored.ticket.owed = self.budget.size(content.nbytes)
+            self.budget.reserve(content.nbytes, stored.ticket)
             mover.put(stored.ticket)
         except BaseException as error:
             stored.drop()
