@@ -40,7 +40,7 @@ class SavedTensorEvent(NamedTuple):
     outcome: str
 
 
-#: Who is called with every event; see [Note: listeners are replaced].
+#: The functions that are called with every event. See [Note: listeners are replaced].
 listeners: tuple[Callable[[SavedTensorEvent], None], ...] = ()
 
 

@@ -92,7 +92,7 @@ class LocalRules:
 
     @torch.no_grad()
     def rewrite(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """What takes the gradient's place; None where there is no rule for it."""
+        """The gradient that takes its place; None if no rule applies to it."""
         rules, shard = self.of(index), self._engine.shards[index]
         if not rules:
             return None

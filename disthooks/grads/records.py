@@ -89,7 +89,7 @@ class DeferredErrors:
 
 
 class PendingRecord(NamedTuple):
-    """What was measured in a logged step, on its way to the host.
+    """The numbers of a logged step, on their way to the host.
 
     Attributes:
         step: which step.
