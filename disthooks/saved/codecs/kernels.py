@@ -15,7 +15,7 @@ to nearest; the launch forbids fusing a product and a sum. A tile that is not fu
 have no masks, which would make loads narrow. Places are counted from the tile's first, which is of 64 bits.
 """
 
-# ruff: noqa: SIM108, C901 (Triton takes statements, and what is constant is no branch)
+# ruff: noqa: SIM108 (Triton takes statements, and what is constant is no branch)
 
 from __future__ import annotations
 
