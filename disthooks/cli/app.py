@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import typer
 from typer.core import TyperCommand
 
-from disthooks._version import __version__
+from disthooks import __version__
 from disthooks.cli.check import check
 from disthooks.cli.env import env
 from disthooks.cli.explain import explain
