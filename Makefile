@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -61,6 +61,10 @@ bench-overhead: $(READY)
 # Some 6 minutes on 2 cores; peers that are not installed are named.
 bench-gradients: $(READY)
 	$(RUN) benchmarks/gradients.py $(ARGS)
+
+# The first three of these beside those of an older commit, in turn:  make bench-before COMMIT=v0.1.0
+bench-before: $(READY)
+	$(RUN) benchmarks/before.py $(COMMIT) $(ARGS)
 
 # Whether thousands of saved tensors that share something take time in proportion to their number.
 bench-growth: $(READY)

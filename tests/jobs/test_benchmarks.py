@@ -234,3 +234,38 @@ def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
     for row in found["results"].values():
         assert row["moved_bytes"] > 0
         assert min(row["growth"], row["growth_with_nothing"], row["ratio_to_nothing"]) > 0
+
+
+def test_a_benchmark_stands_beside_the_one_of_another_commit(tmp_path: pathlib.Path) -> None:
+    if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True).returncode:
+        pytest.skip("an older commit is needed, and this folder is no checkout of git")
+    out = tmp_path / "before.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "before.py"), "HEAD", "--only", "overhead"]
+    done = subprocess.run(
+        [*script, "--turns", "2", "--rounds", "1", "--json", str(out)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    rows = found["results"]["overhead"]
+    assert found["turns"] == 2
+    assert "microseconds a tensor, pack and unpack: kept" in rows
+    for row in rows.values():
+        assert 0 < row["least"] <= row["ratio"] <= row["most"]
+    listed = subprocess.check_output(["git", "-C", str(ROOT), "worktree", "list"], text=True)
+    assert "disthooks-before-" not in listed, "the temporary checkout is still registered"
+
+
+def test_ratios_are_taken_turn_by_turn() -> None:
+    from before import compared, figures
+
+    before = [{"a": 1.0, "gone": 1.0}, {"a": 10.0, "gone": 1.0}, {"a": 2.0, "gone": 1.0}]
+    now = [{"a": 2.0}, {"a": 10.0}, {"a": 1.0}]
+    row = compared(before, now)["a"]
+    assert compared(before, now).keys() == {"a"}
+    assert (row["before"], row["now"], row["ratio"], row["least"], row["most"]) == (2.0, 2.0, 1.0, 0.5, 2.0)
+    result = {"results": {"way": {"step_seconds": 2, "gradients_identical": True}}, "machine": {"cores": 2}}
+    assert dict(figures(result)) == {"way: step_seconds": 2.0}
