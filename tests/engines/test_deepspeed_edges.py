@@ -18,7 +18,7 @@ from disthooks.engines.detect import detect_engine
 from disthooks.engines.skip import exclude_from_step
 from disthooks.errors import DisthooksError
 from tests.support import needs
-from tests.support.engines import close
+from tests.support.engines import Fork, close
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import LR, Shared, engine_of, kept, loss_of, near, step, truth, weights_of
 
@@ -125,18 +125,6 @@ def _autocast(rank: int, stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_under_autocast_with_a_grad_scaler(ranks: Ranks, stage: int) -> None:
     assert ranks(_autocast, stage) == [[True] * 3] * 2
-
-
-class Fork(nn.Module):
-    """Rank 1 does not use ``left``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.right(x) + (self.left(x) if both else 0)
 
 
 def _unused(rank: int, stage: int) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +11,10 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.grads.rules import Rule
-from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded
+from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, unsynced
 from tests.support.ranks.harness import Ranks
 
 LOCAL = ["plain", *ENGINES]
-
-
-@contextlib.contextmanager
-def unsynced(model: nn.Module) -> Iterator[None]:
-    if hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        yield
 
 
 def flip(name: str, grad: torch.Tensor) -> torch.Tensor:
@@ -60,7 +45,7 @@ def _accumulated(rank: int, engine: str, scaled: bool) -> dict[str, dict[str, to
         local = [dh.only(["embed.*", "head.*"], rule, at="local") for rule in (rules if key == "sanitize" else [rules])]
         with dh.gradients(model, optimizer, rules=local, scaler=scaler):
             for batch in range(2):
-                with unsynced(model) if batch == 0 else contextlib.nullcontext():
+                with unsynced(model, batch == 0):
                     loss = loss_of(model, batch, engine, rank, scale=10.0)
                     (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is None:
@@ -120,7 +105,7 @@ def _noisy(rank: int, engine: str, alike: bool) -> list[dict[str, torch.Tensor]]
         for step in range(2):
             optimizer.zero_grad()
             for batch in range(2):
-                with unsynced(model) if batch == 0 else contextlib.nullcontext():
+                with unsynced(model, batch == 0):
                     loss_of(model, step, engine, rank).backward()
                 if batch == 0 and hasattr(model, "module"):
                     added.append({"embed.weight": model.module.embed.weight.grad.clone()})

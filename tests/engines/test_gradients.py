@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +13,10 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
-from tests.support.engines import ENGINES, close, grads_of, loss_of, make, sharded, train
+from tests.support.engines import ENGINES, Fork, close, grads_of, loss_of, make, sharded, train, unsynced
 from tests.support.ranks.harness import Ranks
 
 pytestmark = pytest.mark.dist
-
-
-@contextlib.contextmanager
-def unsynced(model: nn.Module) -> Iterator[None]:
-    if hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-    else:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
 
 
 # --- "local"
@@ -152,20 +139,8 @@ def test_attached_after_an_evaluation(ranks: Ranks) -> None:
     assert all(close(found, truth) for found in ranks(_after_evaluation))
 
 
-class Branch(nn.Module):
-    """Rank 1 never uses ``left``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.right(x) + (self.left(x) if both else 0)
-
-
 def _unused(rank: int) -> list[Any]:
-    model = nn.parallel.DistributedDataParallel(Branch(), find_unused_parameters=True)
+    model = nn.parallel.DistributedDataParallel(Fork(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with dh.gradients(model, optimizer, rules=[dh.ClipNorm(0.1)], stats=[stats.Norm(), stats.NonFinite()]) as watch:
         model(torch.ones(2, 3) + rank, rank == 0).sum().backward()
@@ -174,7 +149,7 @@ def _unused(rank: int) -> list[Any]:
 
 
 def test_a_parameter_unused_on_one_rank(ranks: Ranks) -> None:
-    model = Branch()
+    model = Fork()
     ((model(torch.ones(2, 3), True).sum() + model(torch.ones(2, 3) + 1, False).sum()) / 2).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     for record, grads in ranks(_unused):

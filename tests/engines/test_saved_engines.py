@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import disthooks as dh
+from tests.support.engines import unsynced
 from tests.support.models import Tiny, identical, stores, tokens
 from tests.support.ranks.harness import Ranks
 
@@ -45,7 +46,7 @@ def _train(model: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
     found = []
     for i in range(3):
         if accumulate:
-            with model.no_sync() if hasattr(model, "no_sync") else _unsynced(model):
+            with unsynced(model):
                 model(tokens(seed=100 + 10 * i + rank)).float().square().mean().backward()
         torch.manual_seed(i)
         model(tokens(seed=10 * i + rank)).float().square().mean().backward()
@@ -54,17 +55,6 @@ def _train(model: nn.Module, rank: int, accumulate: bool) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return found
-
-
-class _unsynced:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.model.set_requires_gradient_sync(True)
 
 
 def _run(rank: int, engine: str, how: str, kind: str | None, folder: str, accumulate: bool) -> tuple[list, int, int]:

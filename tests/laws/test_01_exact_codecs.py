@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import math
 import pathlib
-import threading
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import disthooks as dh
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import StoredContent
 from tests.support.models import CASES, build, identical, step
+from tests.support.threads import together
 
 ALL = dh.AtLeast(0)
 LOSSLESS = {
@@ -362,27 +362,18 @@ def test_codecs_work_in_many_threads(tmp_path: pathlib.Path) -> None:
     Every gradient is close, and every error is counted.
     """
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-    wrong: list[object] = []
     with dh.save_activations(net, "", dh.pipeline(ALL, dh.Quantize(8), dh.Compact(), dh.OnDisk(tmp_path))) as saved:
 
-        def work(seed: int) -> None:
-            try:
-                x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-                (grad,) = torch.autograd.grad(net(x).square().sum(), x)
-                hidden = net[0](x).tanh()
-                truth = 2 * (net[2](hidden) @ net[2].weight * (1 - hidden.square())) @ net[0].weight
-                if (grad - truth).norm() > 0.05 * truth.norm():
-                    wrong.append(seed)
-            except BaseException as error:
-                wrong.append(error)
+        def is_close(seed: int) -> bool:
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            (grad,) = torch.autograd.grad(net(x).square().sum(), x)
+            hidden = net[0](x).tanh()
+            truth = 2 * (net[2](hidden) @ net[2].weight * (1 - hidden.square())) @ net[0].weight
+            return bool((grad - truth).norm() <= 0.05 * truth.norm())
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = together([lambda seed=seed: is_close(seed) for seed in range(8)])
         report = saved.report()
-    assert wrong == []
+    assert found == [True] * 8
     assert report.held == 0
     assert 0 < report.errors[repr(dh.Quantize(8))] < 0.02
 

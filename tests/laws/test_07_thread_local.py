@@ -13,7 +13,7 @@ import contextlib
 import gc
 import pathlib
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -26,34 +26,12 @@ from disthooks.saved.stores.base import Store
 from tests.support.models import Tiny, identical, step, tokens
 from tests.support.replicas import replicate
 from tests.support.stores.pairs import Pair, ones
+from tests.support.threads import together
 
 pytestmark = pytest.mark.any_device
 
 
 # --- Threads and replicas
-
-
-def _in_threads(functions: list[Callable[[], object]]) -> list[object]:
-    """What each function returned in a thread of its own, or the exception.
-
-    Each thread is checked for hooks that were left.
-    """
-    results: list[object] = [None] * len(functions)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = functions[i]()
-        except BaseException as error:
-            results[i] = error
-        if top_hooks(True) is not None:
-            results[i] = AssertionError("hooks were left in the thread")
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 class Shards(nn.Module):
@@ -85,7 +63,7 @@ def test_replicas_save_inside_their_own_forward(how: str, tmp_path: pathlib.Path
     else:
         model, attached = plain, dh.save_activations(plain, "", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path)))
     copies = replicate(model, 2)
-    outputs = _in_threads([lambda c=c, x=x: c(x) for c, x in zip(copies, halves, strict=True)])
+    outputs = together([lambda c=c, x=x: c(x) for c, x in zip(copies, halves, strict=True)])
     # Per replica: the two layers' inputs; Tanh's output is the second of them. No weights.
     assert attached.report().moved == 2 * 2 * halves[0].nbytes
     assert attached.report().kept_by["parameter"] > 0
@@ -109,7 +87,7 @@ def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) ->
     """This is why the wrapper is needed: a block around the call does not reach into other threads."""
     copies = replicate(Shards(), 2)
     with dh.saving(dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saved:
-        _in_threads([lambda c=c: c(torch.randn(8, 64)) for c in copies])
+        together([lambda c=c: c(torch.randn(8, 64)) for c in copies])
     assert saved.report().moved == 0
 
 
@@ -117,7 +95,7 @@ def test_hooks_entered_outside_do_nothing_in_replicas(tmp_path: pathlib.Path) ->
 def test_an_exception_leaves_no_hook(value: float, kind: type[BaseException], tmp_path: pathlib.Path) -> None:
     model = dh.SaveToDisk(Shards(), tmp_path, at_least=0)
     bad = torch.full((8, 64), value)
-    results = _in_threads([lambda c=c, x=x: c(x) for c, x in zip(replicate(model, 2), (bad, bad / value), strict=True)])
+    results = together([lambda c=c, x=x: c(x) for c, x in zip(replicate(model, 2), (bad, bad / value), strict=True)])
     assert isinstance(results[0], kind)
     assert isinstance(results[1], torch.Tensor)
     with pytest.raises(kind):
@@ -154,8 +132,8 @@ def test_many_threads_train_their_own_models(tmp_path: pathlib.Path) -> None:
         return [p.grad.clone() for p in model.parameters()]
 
     alone = [train(seed) for seed in range(16)]
-    together = _in_threads([lambda seed=seed: train(seed) for seed in range(16)])
-    assert all(identical(a, b) for a, b in zip(alone, together, strict=True))
+    at_once = together([lambda seed=seed: train(seed) for seed in range(16)])
+    assert all(identical(a, b) for a, b in zip(alone, at_once, strict=True))
 
 
 @pytest.mark.gpu

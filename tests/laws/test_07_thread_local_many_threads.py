@@ -13,7 +13,6 @@ import queue
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,10 +20,10 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks._torch import top_hooks
 from tests.support.models import Block, Conv, Recurrent, Tiny, identical
 from tests.support.replicas import replicate
 from tests.support.stores.copies import Copies
+from tests.support.threads import together
 
 
 @pytest.fixture(autouse=True)
@@ -59,30 +58,6 @@ def collecting() -> Iterator[None]:
         stop.set()
         thread.join()
         gc.unfreeze()
-
-
-def together(functions: list[Callable[[], object]], limit: float = 60) -> list:
-    """What each returned in a thread of its own, or the exception it raised; none hangs or leaves hooks."""
-    results: list = [None] * len(functions)
-    start = threading.Barrier(len(functions))
-
-    def run(i: int) -> None:
-        start.wait(limit)
-        try:
-            results[i] = functions[i]()
-        except BaseException as error:
-            results[i] = error
-        if top_hooks(True) is not None:
-            results[i] = AssertionError("hooks were left in the thread")
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    return results
 
 
 def _filled(model: nn.Module, seed: int) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from tests.support.engines import close, train
-from tests.support.optimizers import backward, net, same
+from tests.support.optimizers import backward, closed, net, same
 from tests.support.ranks.harness import Ranks
 
 # --- In one process
@@ -171,16 +171,6 @@ def test_on_gradient_comes_before_the_rules(begun: bool) -> None:
     assert hook.report() == {"0.weight": 3, "2.weight": 3}
 
 
-def _closed(model: nn.Module, optimizer: Any, step: int, spoiled: bool = False, seen: list[float] | None = None) -> Any:
-    def closure() -> torch.Tensor:
-        backward(model, step, spoiled)
-        if seen is not None:
-            seen.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))  # type: ignore[union-attr]
-        return torch.tensor(float(step))
-
-    return optimizer.step(closure)
-
-
 def test_on_gradient_sees_each_call_of_lbfgs() -> None:
     model, other = net(), net()
     optimizer, plain = (torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, other))
@@ -193,7 +183,7 @@ def test_on_gradient_sees_each_call_of_lbfgs() -> None:
         return torch.tensor(1.0)
 
     with dh.on_gradient(model, "0.weight", torch.zeros_like) as hook:
-        _closed(model, optimizer, 0)
+        closed(model, optimizer, 0)
         plain.step(closure)
     assert hook.report() == {"0.weight": len(calls)}
     assert len(calls) > 1

@@ -18,19 +18,9 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks.errors import UsageError
-from tests.support.optimizers import MAKE, Own, Raises, backward, everything, net, same, small
+from tests.support.optimizers import MAKE, Own, Raises, backward, closed, everything, net, same, small
 
 # --- Closures
-
-
-def _closed(model: nn.Module, optimizer: Any, step: int, spoiled: bool = False, seen: list[float] | None = None) -> Any:
-    def closure() -> torch.Tensor:
-        backward(model, step, spoiled)
-        if seen is not None:
-            seen.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))  # type: ignore[union-attr]
-        return torch.tensor(float(step))
-
-    return optimizer.step(closure)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Counts", "AdamW fused"])
@@ -40,7 +30,7 @@ def test_rules_act_when_the_closure_is_done(kind: str) -> None:
     rules = [dh.SkipNonFinite(), dh.only("0.*", dh.Freeze()), dh.ClipValue(0.01)]
     with dh.gradients(model, optimizer, rules=rules, every=1) as watch, dh.gradients(other, plain, rules=rules):
         for step in range(4):
-            assert float(_closed(model, optimizer, step, step in (0, 2))) == step  # step() returns the loss
+            assert float(closed(model, optimizer, step, step in (0, 2))) == step  # step() returns the loss
             backward(other, step, step in (0, 2))
             plain.step()
             assert same(everything(model, optimizer)[:4], everything(other, plain)[:4])
@@ -61,9 +51,9 @@ def test_an_optimizer_that_moves_before_its_closure_cannot_skip() -> None:
     model = net()
     optimizer = Looks(model.parameters())
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite(), dh.ClipNorm(0.5)], every=1) as watch:
-        _closed(model, optimizer, 0)
+        closed(model, optimizer, 0)
         with pytest.raises(UsageError, match=r"Looks changed its parameters.*before it called the closure"):
-            _closed(model, optimizer, 1, True)
+            closed(model, optimizer, 1, True)
     assert watch.latest["grad_norm_clipped"] <= 0.5 or math.isnan(watch.latest["grad_norm_clipped"])
 
 
@@ -76,7 +66,7 @@ def test_a_parameter_that_has_become_nan_is_no_change() -> None:
             parameter.view(-1)[0] = math.nan
     before = copy.deepcopy(list(model.parameters()))
     with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], every=1) as watch:
-        _closed(model, optimizer, 0)
+        closed(model, optimizer, 0)
     assert watch.latest["skipped"] == 1
     for mine, was in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(mine, was, rtol=0, atol=0, equal_nan=True)
@@ -91,8 +81,8 @@ def test_statistics_of_lbfgs_are_of_its_first_call() -> None:
     with dh.gradients(model, optimizer, stats=[dh.stats.Norm()], sinks=[records.append], every=1):
         for step in range(3):
             seen: list[float] = []
-            _closed(model, optimizer, step, seen=seen)
-            _closed(other, plain, step)
+            closed(model, optimizer, step, seen=seen)
+            closed(other, plain, step)
             assert len(seen) > 1
             firsts.append(seen[0])
     assert same(list(model.parameters()), list(other.parameters()))
@@ -103,7 +93,7 @@ def test_rules_for_lbfgs_are_refused_before_anything_moves() -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters())
     with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]), pytest.raises(UsageError, match="more than once"):
-        _closed(model, optimizer, 0)
+        closed(model, optimizer, 0)
     assert same(list(model.parameters()), list(net().parameters()))
     assert not optimizer.state
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,34 @@ ENGINES = ["ddp", "fsdp2", "hsdp", "fsdp1", "fsdp1flat"]
 #: Those of the first tier; ZeRO-2 has files of its own.
 FIRST = ("plain", "dp", "ddp", "fsdp2")
 BOTH = [0, 1]
+
+
+@contextlib.contextmanager
+def unsynced(model: Any, wanted: bool = True) -> Iterator[None]:
+    """No reduction of gradients in the backwards inside, in the engine's own way; if not ``wanted``, nothing."""
+    if not wanted:
+        yield
+    elif hasattr(model, "no_sync"):
+        with model.no_sync():
+            yield
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+class Fork(nn.Module):
+    """One rank may leave ``left`` without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.right(x) + (self.left(x) if both else 0)
 
 
 class Net(nn.Module):

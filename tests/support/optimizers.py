@@ -147,3 +147,15 @@ def small(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+def closed(model: nn.Module, optimizer: Any, step: int, spoiled: bool = False, seen: list[float] | None = None) -> Any:
+    """A step by a closure, which appends the norm of its gradients to ``seen`` and returns the number of the step."""
+
+    def closure() -> torch.Tensor:
+        backward(model, step, spoiled)
+        if seen is not None:
+            seen.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))  # type: ignore[union-attr]
+        return torch.tensor(float(step))
+
+    return optimizer.step(closure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import nn
 import disthooks as dh
 from disthooks._torch import StorageRef
 from disthooks.saved.report import SavedReport
+from tests.support.engines import unsynced
 from tests.support.models import identical, stores, tokens
 from tests.support.ranks.harness import Ranks
 
@@ -141,18 +141,6 @@ def trainer(rank: int, accumulate: bool = False, steps: int = 2, autocast: bool 
         return found
 
     return train
-
-
-@contextlib.contextmanager
-def unsynced(model: Any) -> Any:
-    """No reduction of gradients in this backward, in the engine's own way."""
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
-            yield
 
 
 def alive(model: nn.Module, call: Callable[[], Any]) -> tuple[int, int]:

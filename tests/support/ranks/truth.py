@@ -6,16 +6,15 @@ truth: the same losses, of all shares, in one process without any engine.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import disthooks as dh
-from tests.support.engines import flat, is_fsdp1, where, whole
+from tests.support.engines import flat, is_fsdp1, unsynced, where, whole
 from tests.support.engines import gathered as gathered_flat
 
 Micro = tuple[torch.Tensor, bool]  # data, and whether the branch is taken
@@ -179,25 +178,10 @@ def optimizer_for(model: nn.Module, situation: str, lr: float) -> torch.optim.Op
     return torch.optim.SGD(chosen, lr=lr, foreach=False)
 
 
-@contextlib.contextmanager
-def synced(model: nn.Module, wanted: bool) -> Iterator[None]:
-    if wanted:
-        yield
-    elif hasattr(model, "no_sync"):
-        with model.no_sync():
-            yield
-    elif hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-    else:
-        yield
-
-
 def backward(model: nn.Module, work: Sequence[tuple[Micro, float]], situation: str) -> None:
     """All micro-batches of this rank, with the weight of each in the mean over the ranks."""
     for i, (micro, weight) in enumerate(work):
-        with synced(model, situation != "no_sync" or i == len(work) - 1):
+        with unsynced(model, situation == "no_sync" and i < len(work) - 1):
             loss(model, micro, weight).backward()
 
 

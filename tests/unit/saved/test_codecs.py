@@ -18,6 +18,7 @@ import disthooks as dh
 from disthooks.errors import ConfigError, StoreError, UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error
+from tests.support.threads import together
 
 HAVE_LIBRARIES = all(importlib.util.find_spec(name) for name in ("zstandard", "lz4"))
 needs_libraries = pytest.mark.skipif(not HAVE_LIBRARIES, reason="needs disthooks[compress]")
@@ -329,25 +330,17 @@ def test_a_seed_repeats_a_process_and_ranks_differ(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
 def test_in_many_threads(name: str) -> None:
     codec = made(LOSSLESS | LOSSY, name)
-    wrong: list[object] = []
 
-    def work(seed: int) -> None:
-        try:
-            for i in range(15):
-                x = torch.relu(torch.randn(1000 + 37 * i, generator=torch.Generator().manual_seed(seed)))
-                back = round_trip(codec, x)
-                error = float(relative_error(back, x))
-                if error > (0.25 if codec.lossy else 0):
-                    wrong.append((seed, i, error))
-        except BaseException as error:
-            wrong.append(error)
+    def wrong(seed: int) -> list[tuple[int, float]]:
+        found = []
+        for i in range(15):
+            x = torch.relu(torch.randn(1000 + 37 * i, generator=torch.Generator().manual_seed(seed)))
+            error = float(relative_error(round_trip(codec, x), x))
+            if error > (0.25 if codec.lossy else 0):
+                found.append((i, error))
+        return found
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert together([lambda seed=seed: wrong(seed) for seed in range(8)]) == [[]] * 8
 
 
 def test_threads_share_no_random_numbers() -> None:
