@@ -1,15 +1,15 @@
-"""Where saved tensors live between forward and backward, and what happens to gradients before the step."""
+"""Hooks for training: on saved tensors, between forward and backward, and on gradients, before the step."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The build reads this line and runs nothing, so that it needs no torch.
+# The build reads this line without running the file, so that it does not need torch.
 __version__ = "0.1.0"
 
-#: The module of each public name that is no registered kind; kinds are in ``_kinds.py``.
-#: ``python docs/generate.py --write`` writes the imports for type checkers and ``__all__`` from both.
+#: The module of each public name that is not a registered kind; the kinds are in ``_kinds.py``.
+#: ``python docs/generate.py --write`` writes the imports for type checkers and ``__all__`` from both tables.
 _MODULES = {
     "AtLeast": "disthooks.saved.pipeline",
     "Attachment": "disthooks._handles",
@@ -41,7 +41,7 @@ _MODULES = {
     "trace": "disthooks.watch.trace",
     "unwrap": "disthooks.saved.wrap",
 }
-#: Modules of the package that ``disthooks.NAME`` imports when it is asked for, and that ``import *`` does not give.
+#: Modules that ``disthooks.NAME`` imports when it is first used, and that ``import *`` does not import.
 _ASKED_FOR = ("config", "integrations", "testing")
 
 
@@ -132,7 +132,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for, so that ``disthooks --help`` does not wait for torch."""
+    """Import a public name when it is first used, so that ``disthooks --help`` does not wait for torch."""
     if name in _ASKED_FOR:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in __all__:
@@ -141,14 +141,14 @@ def __getattr__(name: str) -> Any:
     from disthooks._kinds import module_of
 
     with importing:  # see [Note: forks]
-        globals()[name] = found = _named(_MODULES.get(name) or module_of(name), name)
+        module = _MODULES.get(name) or module_of(name)
+        # A public name is in its module, or is a submodule. `hasattr` of this package itself would call this function.
+        if module != __name__ and hasattr(parent := importlib.import_module(module), name):
+            found = getattr(parent, name)
+        else:
+            found = importlib.import_module(f"{module}.{name}")
+        globals()[name] = found
     return found
-
-
-def _named(module: str, name: str) -> Any:
-    if module != __name__ and hasattr(found := importlib.import_module(module), name):
-        return getattr(found, name)
-    return importlib.import_module(f"{module}.{name}")
 
 
 def __dir__() -> list[str]:

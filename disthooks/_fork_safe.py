@@ -1,4 +1,4 @@
-"""Locks, and what threads share under them: safe at a fork, at Ctrl-C, and in destructors."""
+"""Locks, and the base classes of objects that threads share: safe at a fork, at Ctrl-C, and in destructors."""
 
 from __future__ import annotations
 
@@ -18,66 +18,70 @@ from typing import Any, ClassVar, Generic, TypeVar
 from disthooks.errors import StoreError
 
 # [Note: the order of locks]
-# Every lock of the library is made in this file and has a place in ``Order``. A thread that holds a lock asks only
-# for locks that come later. So threads cannot wait for each other in a circle: whichever thread holds the last of all
-# the locks that are held waits for nobody. Two locks of the same place are never held together, with two exceptions:
+# Every lock of the library is made in this file and has a place in ``Order``. A thread that holds a lock takes only
+# locks of later places. So threads cannot wait for each other in a circle: the thread that holds the lock of the latest
+# place waits for no lock. A thread never holds two locks of the same place, with two exceptions:
 #
 # - A packed value that is computed again takes the locks of the values that it is computed from. Those are older in
 #   the graph.
-# - A tensor that moves down in a ``Tiered`` may push another one out of the tier below, never one out of a tier
-#   above.
+# - A tensor that moves down in a ``Tiered`` may push another tensor out of the tier below, never out of a tier above.
 #
-# Shared locks are reentrant, so a signal handler may call ``report()`` at any time. ``tests/laws`` records which
-# locks are asked for under which, and forks under each pair.
+# Shared locks are reentrant, so a signal handler may call ``report()`` at any time. A test in ``tests/laws`` records
+# each pair of a held lock and a lock that is taken under it, and another one forks under each pair.
 
 # [Note: destructors]
-# A collection of garbage may begin in any line, so also in a thread that holds any of the locks, or in the middle of
-# a method of the very object that the destructor belongs to. So a destructor takes no lock and waits for nothing. It
-# appends to a deque what it releases; ``deque.append`` is one C function, which is atomic. The next thread that takes
-# the lock drains the queue (``_drain_releases``) before it reads or changes anything else.
+# Python may collect garbage in any line: in a thread that holds some of the locks, or inside a method of the object to
+# which the destructor belongs. So a destructor takes no lock and waits for nothing. It appends a release to a deque;
+# ``deque.append`` is one C function, which is atomic. The next thread that takes the lock drains the queue
+# (``_drain_releases``) before it reads or changes anything else.
 #
-# There is no way to *try* for the lock in a destructor: Ctrl-C could come after the lock was taken and before the
-# line that releases it. The body of a generator that a collection ends is a destructor in this sense, too. When
-# Python ends, the names of a module may be gone before its objects are: a destructor uses only its arguments and
-# attributes.
+# A destructor cannot *try* to take the lock either: Ctrl-C could come after the lock was taken and before the line that
+# releases it. The end of a generator's body is such a destructor too, if a collection of garbage ends the generator.
+# When Python exits, the names of a module may be gone before its objects are. So a destructor uses only its arguments
+# and attributes.
 
 # [Note: interrupts]
-# Ctrl-C raises KeyboardInterrupt in the main thread. CPython looks for it when a Python function begins, when a loop
-# goes round, and after a call has returned, *before* the result is stored. So:
+# Ctrl-C raises KeyboardInterrupt in the main thread. CPython checks for it when a Python function begins, when a loop
+# jumps back, and after a call has returned, *before* the result is stored. So:
 #
 # - ``with lock:`` is safe, because the lock is taken and released in C. A context manager that is written in Python
-#   could be interrupted between the lock and its own ``return``, so there is none: methods say ``with self._lock:``
-#   and then ``self._drain_releases()``.
-# - ``x = queue.popleft()`` may lose what it removes: the call has returned, and x is not stored yet.
-# - Lines without calls between them are done together: ``total += queue[0]`` and then ``queue.popleft()``.
+#   could be interrupted between taking the lock and its own ``return``. So there is none: methods say
+#   ``with self._lock:`` and then ``self._drain_releases()``.
+# - ``x = queue.popleft()`` may lose an item: the call has removed and returned it, and x is not stored yet.
+# - No interrupt comes between two lines if the first one has no call: ``total += queue[0]``, then ``queue.popleft()``.
 #
-# A release that takes more than such lines can be interrupted half way. There are two ways out, and each class says
-# by ``_may_repeat`` which one is right for it. Either the release is removed after it was applied. Then an interrupt
-# makes it be applied once more, and the second time ``_apply_release`` has to do nothing. Or it is removed before,
-# and an interrupt loses it. That is right where twice would be wrong, because a block of memory would be given to two
-# tensors, and where a lost release costs only a little memory.
+# Applying a release takes more than such lines, so an interrupt may come in the middle. There are two ways to handle
+# it, and the ``_may_repeat`` of each class says which one it uses. True: the release is removed after it was applied.
+# After an interrupt it is applied once more, so ``_apply_release`` must do nothing the second time. False: the release
+# is removed first, and an interrupt loses it. That is right if a repetition would do harm, such as giving a block of
+# memory to two tensors, and if a lost release costs only a little memory.
 
 # [Note: forks]
-# A child has only the thread that forked. A lock that another thread holds at that moment would be held in the child
-# for ever, and what it guards might be half changed. So ``os.fork`` takes all shared locks first, in their order, and
-# releases them afterwards in both processes. The locks of single tensors are not taken: there are too many of them. A
-# lock that another thread makes during the fork is not among those that were taken, and is made anew in the child.
+# A child process has only the thread that forked. If another thread held a lock at that moment, the lock would be held
+# in the child for ever, and the data under it might be half changed. So the handlers of ``os.fork`` take all shared
+# locks before the fork, in their order, and release them afterwards in both processes. They do not take the locks of
+# single tensors, because there are too many of them. They cannot take a lock that another thread makes during the fork:
+# the child resets such a lock.
 #
-# Python has a lock for each module that is being imported, and does not free it in a child. Whoever uses a public
-# name there whose module another thread of the parent was just importing would wait for ever. So the import of a
-# public name holds one of our locks, and a fork waits until it is over.
+# Python has a lock for each module that is being imported, and does not free it in a child. If another thread of the
+# parent was importing the module of a public name, a child that uses this name would wait for ever. So disthooks holds
+# a lock of its own while it imports a public name, and a fork waits until the import is over.
 #
-# Last, the child calls ``after_fork`` of every ``ForkSafe`` object, which forgets threads and devices of the parent.
+# Before the child releases the locks, it calls ``after_fork`` of every ``ForkSafe`` object, which forgets the threads
+# and devices of the parent.
 
 
 class Order(enum.IntEnum):
-    """The places of locks: a thread that holds one asks only for later ones. See [Note: the order of locks]."""
+    """The places of locks: a thread that holds a lock takes only locks of later places.
 
-    IMPORT = 0  # modules of public names, which are imported when they are first asked for
+    The comments name the data under each lock. See [Note: the order of locks].
+    """
+
+    IMPORT = 0  # modules of public names, which are imported when they are first used
     ATTACH = 1  # attaching: one thread at a time
     CLASSES = 2  # the classes of attached modules
     PACKED = 3  # one packed value
-    PLACE = 4  # what Recompute has proven
+    PLACE = 4  # the verifications of Recompute
     PLACED = 5  # one tensor of a Tiered
     OPENING = 6  # the movers and scratch files of OnDisk that exist
     MOVER = 7  # the queues of a mover (OnDisk) or of a courier (OnCpu)
@@ -87,27 +91,27 @@ class Order(enum.IntEnum):
     TURNS = 11  # the order in which the tensors of a Tiered are read
     QUEUE = 12  # the tensors of one tier
     POOL = 13  # memory that is used again
-    SCRATCH_FILE = 14  # which parts of a file are used
+    SCRATCH_FILE = 14  # the used parts of a file
     BUDGET = 15  # bytes under a limit
     IO_STATS = 16  # the time during which threads move bytes
-    WATCH = 17  # what a watcher has seen
-    COUNTERS = 18  # the counts of an attachment, and what is packed
+    WATCH = 17  # the records of a watcher
+    COUNTERS = 18  # the counts of an attachment, and the set of its packed values
 
 
 def _make(order: Order, again: bool) -> Any:
     return threading.RLock() if again else threading.Lock()
 
 
-#: Makes every lock; tests put one here that records.
+#: Makes every lock. Tests put another function here, which records when locks are taken.
 make: Callable[[Order, bool], Any] = _make
 
-# Reads, writes and removals of a dict are atomic: to register a lock takes none.
+# Each read, write and removal of a dict is atomic, so registering a lock needs no lock.
 _shared: dict[int, tuple[Order, weakref.ref[Any]]] = {}
 _numbers = itertools.count()
 
 
 def shared_lock(order: Order) -> Any:
-    """A lock for what several threads use. Its thread may take it again, and ``os.fork`` takes it.
+    """A reentrant lock for data that several threads use. The handlers of ``os.fork`` take it.
 
     >>> lock = shared_lock(Order.COUNTERS)
     >>> with lock, lock:
@@ -121,7 +125,7 @@ def shared_lock(order: Order) -> Any:
 
 
 def tensor_lock(order: Order, again: bool = True) -> Any:
-    """A lock for one tensor; its thread may take it ``again``. ``os.fork`` does not take it."""
+    """A lock for one tensor; reentrant if ``again``. The handlers of ``os.fork`` do not take it."""
     return make(order, again)
 
 
@@ -138,7 +142,9 @@ Released = TypeVar("Released")
 
 
 class ForkSafe(Generic[Released]):
-    """What several threads share: a lock, and a queue of releases that destructors fill without the lock.
+    """The base of objects that several threads share: a lock, and a queue of releases.
+
+    Destructors append to the queue without the lock.
 
     A method takes the lock and drains the queue before it does anything else::
 
@@ -148,12 +154,12 @@ class ForkSafe(Generic[Released]):
     Args:
         order: the place of the lock.
 
-    A subclass calls this ``__init__`` when it has all attributes that its ``after_fork`` uses: another thread may fork
-    from then on.
+    A subclass sets all attributes that its ``after_fork`` uses before it calls this ``__init__``, because another
+    thread may fork right after that.
 
     Attributes:
-        release: has ``_apply_release`` called with its argument by the next thread that takes the lock. It is a C
-            function, for destructors. See [Note: destructors].
+        release: a function for destructors. It appends its argument to the queue, and the next thread that takes the
+            lock calls ``_apply_release`` with it. It is a C function; see [Note: destructors].
 
     >>> class Pool(ForkSafe[str]):
     ...     def _apply_release(self, release):
@@ -176,15 +182,16 @@ class ForkSafe(Generic[Released]):
         _fork_safe.add(self)
 
     def after_fork(self) -> None:
-        """Called in the child of a fork, before any of its other code runs; this thread holds all shared locks."""
+        """Forget threads and devices of the parent. It is called in the child of a fork, under all shared locks."""
 
     def _apply_release(self, release: Released) -> None:
-        """Make the change that a destructor could not make; called under the lock, for one release at a time."""
+        """Make the change that a destructor has asked for. It is called under the lock, with one release at a time."""
         raise NotImplementedError
 
     def _drain_releases(self) -> None:
-        """Apply the releases, the oldest first; called under the lock."""
-        # A signal handler may call report() in the middle of this: it leaves the rest of the releases to this call.
+        """Apply the releases, the oldest first. The caller holds the lock."""
+        # A signal handler may call report() while this thread drains, and so this method again. The inner call then
+        # leaves the rest of the releases to the outer one.
         if not self._releases or self._is_draining:
             return
         self._is_draining = True
@@ -200,10 +207,10 @@ class ForkSafe(Generic[Released]):
 
 
 class DeferredSum:
-    """A number that destructors change; whoever asks for it does so under a lock.
+    """A number that destructors change. A reader of the number holds a lock of its own.
 
     Attributes:
-        change: adds its argument. It is a C function, for destructors. See [Note: destructors].
+        change: a function for destructors, which adds its argument. It is a C function; see [Note: destructors].
 
     >>> held = DeferredSum()
     >>> held.change(5); held.change(-2)
@@ -222,16 +229,16 @@ class DeferredSum:
         """The sum of all changes so far."""
         try:
             while self._changes:
-                # Each change is added once: no interrupt comes between these lines. See [Note: interrupts].
+                # No interrupt comes between these lines, so each change is added once. See [Note: interrupts].
                 self._total += self._changes[0]
                 self._changes.popleft()
-        except IndexError:  # a signal handler asked, too, after the loop had looked whether there are any
+        except IndexError:  # after the loop's check, a signal handler called this method and emptied the deque
             return self.total()
         return self._total
 
 
 class _TakenForFork(threading.local):
-    """The locks that this thread took for a fork."""
+    """The locks that this thread has taken for a fork."""
 
     def __init__(self) -> None:
         self.locks: list[Any] = []
@@ -242,15 +249,17 @@ _taken = _TakenForFork()
 
 
 def _before() -> None:
-    # Two threads may fork at once: both take the locks in their order. See [Note: forks].
+    # Two threads may fork at once, and both take the locks in their order. See [Note: forks].
     for _, lock in shared_locks():
-        _taken.locks.append(lock)  # first: Ctrl-C may come between these lines, and a lock must not stay taken
+        # Ctrl-C may come between these lines. The lock is in the list before it is taken, so `_after` releases it.
+        _taken.locks.append(lock)
         lock.acquire()
 
 
 def _after() -> None:
     while _taken.locks:
-        with contextlib.suppress(RuntimeError):  # an interrupt came before it was taken, or after it was released
+        # `release` raises an error if an interrupt came before the lock was taken, or after it was released.
+        with contextlib.suppress(RuntimeError):
             _taken.locks[-1].release()
         _taken.locks.pop()
 
@@ -258,16 +267,17 @@ def _after() -> None:
 def _after_in_child() -> None:
     taken = set(map(id, _taken.locks))
     for _, lock in shared_locks():
-        if id(lock) not in taken:  # another thread made it meanwhile, and may have had it
+        if id(lock) not in taken:  # another thread made this lock during the fork, and may have held it
             lock._at_fork_reinit()
-    for one in list(_fork_safe):
-        one.after_fork()
+    for shared in list(_fork_safe):
+        shared.after_fork()
     _after()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_after_in_child)
-    # Ctrl-C that comes during the fork ends what runs first after it, and every lock would stay taken: once more.
+    # If Ctrl-C comes during the fork, it ends the first handler that runs after the fork, and locks would stay taken.
+    # This second handler releases them.
     os.register_at_fork(after_in_parent=_after, after_in_child=_after)
 
 
@@ -275,53 +285,46 @@ Job = TypeVar("Job")
 
 
 _IDLE = 1.0  # seconds after which a thread without work ends
-
-_LOOK = 0.1  # seconds after which a waiter looks whether the threads are alive
-
-_REMEDY = (
-    "The process, its user or its container has as many threads as it may have: raise the limit (ulimit -u, pids.max, "
-    "docker run --pids-limit), or use fewer (OMP_NUM_THREADS, workers of a DataLoader). What was saved so far is still "
-    "in memory, and its backward can run"
-)
+_LOOK = 0.1  # seconds after which a waiter checks whether the threads are alive
 
 
 class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
-    """Up to ``most`` threads, started when there is work, ended when there is none for a second.
+    """Up to ``most`` threads. They start when there is work, and end after a second without work.
 
-    A waiter calls :meth:`_wait`, which notices when a thread has died and hands its job to :meth:`_lost`. So nobody
-    waits for a thread that is gone.
+    A thread that waits for a job calls :meth:`_wait`. If the thread of that job has died, ``_wait`` calls :meth:`_lost`
+    with the job, so no thread waits for ever.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._jobs: dict[threading.Thread, Job | None] = {}  # what each thread is at
+        self._jobs: dict[threading.Thread, Job | None] = {}  # the job of each thread; None while it waits for one
         self._closed = False
         super().__init__(Order.MOVER)
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         _workers.add(self)
 
-    # -- what there is to do, asked and told under the lock
+    # -- for subclasses; all but `_do` are called under the lock
 
     @abstractmethod
     def _next(self) -> Job | None:
-        """The next thing to do."""
+        """The next job; None if there is none now."""
 
     def _pause(self) -> float | None:
-        """Seconds until there is something to do, if there is nothing now; None if that is not known."""
+        """The seconds until the next job will be there; None if that is not known. Called if there is no job now."""
         return None
 
     @abstractmethod
     def _do(self, job: Job) -> None:
-        """Do ``job``, in one of the threads and without the lock. This must not raise."""
+        """Do ``job``, in one of the threads and without the lock. This method must not raise an error."""
 
     @abstractmethod
     def _lost(self, job: Job) -> None:
-        """The thread that did ``job`` has died."""
+        """Handle a ``job`` whose thread has died."""
 
-    # -- for all
+    # -- for every thread, without the lock
 
     def after_fork(self) -> None:
-        """Forget the threads: a child has none of them."""
+        # A child has none of the threads, and another thread may have held the lock of a condition.
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         self._jobs.clear()
 
@@ -337,21 +340,22 @@ class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
         _join(ending)
 
     def close(self) -> None:
-        """The process ends: threads finish their jobs and begin no others."""
+        """End the threads when the process ends. They finish their jobs and begin no others."""
         with self._lock:
             self._closed = True
             threads = list(self._jobs)
             self._work.notify_all()
         _join(threads)
 
-    # -- under the lock
+    # -- for subclasses, which hold the lock
 
     def _call_for_work(self) -> None:
-        """Have a thread do the next job: wake one, or start one.
+        """Wake or start a thread for the next job.
 
         Raises:
-            StoreError: when there is no thread, and the system lets none start.
+            StoreError: if there is no thread, and the system starts none.
         """
+        # An error outside of `_do`, such as a MemoryError, ends a thread. Forget the thread, and hand on its job.
         for thread, job in list(self._jobs.items()):
             if not thread.is_alive():
                 del self._jobs[thread]
@@ -365,22 +369,28 @@ class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
             except RuntimeError as error:
                 del self._jobs[thread]
                 if not self._jobs:
-                    raise StoreError(f"no thread can be started to move saved tensors: {error}. {_REMEDY}") from error
+                    raise StoreError(
+                        f"no thread can be started to move saved tensors: {error}. The process, its user or its "
+                        "container has reached its limit of threads. Raise the limit (ulimit -u, pids.max, docker run "
+                        "--pids-limit), or use fewer threads (OMP_NUM_THREADS, workers of a DataLoader). The tensors "
+                        "that were saved before are still in memory, and their backward can run"
+                    ) from error
         self._work.notify()
 
     def _is_over(self, job: Job) -> None:
-        """``job`` is done, even if its thread has not come back for the next one."""
+        """Remember that ``job`` is done, before its thread has come back for the next one."""
         for thread, at in self._jobs.items():
             if at is job:
                 self._jobs[thread] = None
 
     def _wait(self) -> None:
-        """Wait until a job is done, or for a while."""
+        """Wait until some job is done, for a tenth of a second at most, and notice threads that have died."""
         self._call_for_work()
         try:
             self._done.wait(_LOOK)
         except BaseException:
-            # An interrupt came while the lock was not held: the "with" around this call will release it.
+            # An interrupt may come while `wait` does not hold the lock. The caller's `with` will release the lock, so
+            # it must be held here.
             if not self._lock._is_owned():
                 self._lock.acquire()
             raise
@@ -399,7 +409,8 @@ class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
                     if self._work.wait(_IDLE if pause is None else pause) or pause is not None:
                         continue
                 if job is None:
-                    job = self._next() if me in self._jobs and not self._closed else None  # in the last moment
+                    # A job may have come while `wait` returned without it: look once more before the thread ends.
+                    job = self._next() if me in self._jobs and not self._closed else None
                 if job is None:
                     self._jobs.pop(me, None)
                     return
@@ -408,7 +419,7 @@ class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
             with self._lock:
                 if me in self._jobs:
                     self._jobs[me] = None
-            job = None  # nothing is held while there is nothing to do
+            job = None  # the thread must not hold the job, and so its tensors, while it waits for the next one
 
 
 _workers: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
@@ -416,7 +427,8 @@ _workers: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
 
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
-        if thread.ident is not None and thread is not threading.current_thread():  # Ctrl-C may come before it starts
+        # A thread that Ctrl-C prevented from starting has no ident and cannot be joined.
+        if thread.ident is not None and thread is not threading.current_thread():
             thread.join(_IDLE)
 
 

@@ -1,15 +1,15 @@
-"""The handle that everything attached gives back, hooks that do not follow copies, and events of saved tensors."""
+"""``Attachment``, the handle of attached hooks; hooks that copies of a model do not have; events of saved tensors."""
 
 # [Note: hooks must not keep models]
-# A hook that is a bound method keeps its object, and the object often keeps the model. Python's collector finds such a
-# cycle only if it can look into every holder. It cannot look into torch's list of hooks on all optimizers, nor into
-# parameters that DDP's C++ reducer or FSDP holds. A hook there gets `weak_method`, and does nothing once its object is
-# gone. For the same reason a hook on a module is an `UncopiedHook`: a deep copy or pickle of the model would copy the
-# attachment with it, and the copy's hooks would report to an attachment that nobody has.
+# A hook that is a bound method keeps its object alive, and the object often keeps the model alive. Python's collector
+# finds such a cycle only if it can look into every holder. It cannot look into torch's list of hooks on all optimizers,
+# nor into parameters that DDP's C++ reducer or FSDP holds. A hook there is a `weak_method`, which does nothing after
+# its object is gone. A hook on a module is an `UncopiedHook`: a deep copy or pickle of the model would otherwise copy
+# the attachment too, and the hooks of the copy would report to an attachment that no user has.
 #
 # [Note: listeners are replaced]
-# The tuple of listeners is read on the hot path as `if listeners:`. It is replaced as a whole and never changed in
-# place, so a reader needs no lock. No event is built if nobody listens.
+# The hot path reads the tuple of listeners as `if listeners:`. The tuple is replaced as a whole and never changed in
+# place, so a reader needs no lock. No event is built if there is no listener.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SavedTensorEvent(NamedTuple):
         kind: "pack" or "unpack".
         module_name: the name of the module whose forward saved the tensor, as its attachment knows it.
         tensor: the tensor itself, as autograd gave it or gets it back.
-        outcome: what became of the tensor: "stored", "shared" or "kept".
+        outcome: "stored", "shared" or "kept".
     """
 
     kind: str
@@ -72,9 +72,9 @@ A = TypeVar("A", bound="Attachment")
 
 
 class Attachment:
-    """What was attached, and how to take it off again: ``remove()``, or the end of a ``with`` block.
+    """The handle of attached hooks. ``remove()``, or the end of a ``with`` block, takes the hooks off again.
 
-    Removing twice is allowed and does nothing the second time. Subclasses add ``report()``.
+    A second ``remove()`` does nothing. Subclasses add ``report()``.
 
     >>> log = []
     >>> with Attachment() as attached:
@@ -88,7 +88,7 @@ class Attachment:
         self._undo = contextlib.ExitStack()
 
     def on_remove(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` on removal; what was given last is called first."""
+        """Call ``undo`` on removal. The function that was given last is called first."""
         self._undo.callback(undo)
 
     def at_exit(self, method: Callable[[], object]) -> None:
@@ -139,13 +139,13 @@ class UncopiedHook:
 
 
 def _nothing(*args: Any) -> None:
-    """The hook of a copy."""
+    """The hook that a copy gets. Pickles refer to it by its name."""
 
 
 def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``method`` while its object lives, and then does nothing.
 
-    It is for hooks whose holder the collector cannot look into; see [Note: hooks must not keep models].
+    It is for hooks in a holder that the collector cannot look into; see [Note: hooks must not keep models].
 
     >>> attached = Attachment()
     >>> remove = weak_method(attached.remove)

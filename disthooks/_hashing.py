@@ -1,15 +1,15 @@
 """Hashes of numbers and of tensors: SplitMix64, random numbers made by a hash, and checksums.
 
-Every function gives the same bits on every device and in every process, and none waits for a device. There is no
-generator to share or to advance: a random number is the hash of a key and of the element's index, so streams, threads
-and kernels need not agree on an order, and torch's own generators stay where they are.
+Every function gives the same bits on every device and in every process, and none waits for a device. No generator is
+shared or advanced: a random number is the hash of a key and of the element's index. So streams, threads and kernels
+need no common order, and torch's own generators do not advance.
 """
 
 # [Note: hashes in int64]
-# torch has no arithmetic for uint64 on every device. An int64 tensor that overflows wraps around modulo 2**64, so
-# addition and multiplication give the bits that unsigned numbers would. Only the shift to the right differs: torch
-# repeats the sign bit, so each shift is followed by a mask that clears the bits that came in. Constants above 2**63
-# have to be written as the signed number with the same bits (`signed64`).
+# Not every device has arithmetic for uint64 in torch. An int64 tensor that overflows wraps around modulo 2**64, so
+# addition and multiplication give the same bits as for unsigned numbers. Only the shift to the right differs: torch
+# repeats the sign bit, so a mask after each shift clears the bits that came in. A constant above 2**63 is written as
+# the signed number with the same bits (`signed64`).
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def odd_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
 # -- the random numbers with which codecs round
 
 #: Multipliers of the 32-bit hash "lowbias32" (Ellis 2018, nullprogram.com/blog/2018/07/31), as signed numbers. A second
-#: key goes in half way, so that no two tensors have the same numbers at other places.
+#: key is mixed in between them. Otherwise two tensors could have the same numbers, shifted by some elements.
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 #: The lowest bit of either half of a word.
 ODD = 0x0001_0001
@@ -87,15 +87,14 @@ _counts: dict[tuple[int, str], tuple[int, itertools.count[int]]] = {}
 def draw_key(device: torch.device) -> tuple[int, int]:
     """Two signed 32-bit numbers for the next tensor on ``device``, from this process's seed and its count there."""
     place = os.getpid(), str(device)  # a forked child draws keys of its own
-    seed, count = _counts.get(place) or _counts.setdefault(place, (_seed(place[1]), itertools.count()))
+    if place not in _counts:
+        # The text is hashed, so that the numbers differ from those that torch's generators draw from the same seed.
+        text = f"{torch.initial_seed()} {os.environ.get('RANK', 0)} {device}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        _counts.setdefault(place, (seed, itertools.count()))  # another thread may have been first
+    seed, count = _counts[place]
     mixed = mix64(seed + next(count) * GOLDEN)
     return _signed32(mixed), _signed32(mixed >> 32)
-
-
-def _seed(device: str) -> int:
-    # The text is hashed, so that the numbers are not those that torch's own generators draw from the same seed.
-    text = f"{torch.initial_seed()} {os.environ.get('RANK', 0)} {device}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _signed32(number: int) -> int:
@@ -103,10 +102,11 @@ def _signed32(number: int) -> int:
 
 
 def rounding_noise(count: int, key: tuple[int, int], first: int, device: torch.device) -> torch.Tensor:
-    """``count`` odd int16, for elements from ``first`` (even) on: over 2**16, evenly in (-1/2, 1/2), never either end.
+    """``count`` odd int16 numbers, for the elements from ``first`` (an even index) on.
 
-    So an integer that gets one added and is rounded stays what it is, 0 among them. Elements 2 i and 2 i + 1 have the
-    halves of word i, and words repeat after 2**32 of them.
+    Divided by 2**16 they are uniform in (-1/2, 1/2) and never reach either end. So an integer, such as 0, stays the
+    same if such a number is added and the sum is rounded. Elements 2 i and 2 i + 1 have the two halves of word i, and
+    the words repeat after 2**32 of them.
 
     >>> rounding_noise(3, (1, 2), 0, torch.device("cpu"))[2:], rounding_noise(1, (1, 2), 2, torch.device("cpu"))
     (tensor([27463], dtype=torch.int16), tensor([27463], dtype=torch.int16))
@@ -120,29 +120,30 @@ def rounding_noise(count: int, key: tuple[int, int], first: int, device: torch.d
 
 
 def _mix_down(words: torch.Tensor, by: int) -> torch.Tensor:
-    # See [Note: hashes in int64]; int32 is no different.
+    # See [Note: hashes in int64]; the same holds for int32.
     return words.bitwise_xor_((words >> by).bitwise_and_(2 ** (32 - by) - 1))
 
 
 # -- checksums of tensors
 
 # [Note: how a checksum is made]
-# A checksum is a weighted sum of the tensor's 8-byte words, because sums can be computed in any order, on any device,
-# in blocks that fit into memory. A plain sum would lose much: two flipped signs cancel, since twice the highest bit is
-# nothing. So each word is multiplied by an odd number and its high bits are brought down, neither of which loses a bit;
-# then it gets the odd weight of its column, and each row of words the odd weight of its row, so that order counts.
-# An odd factor is invertible modulo 2**64: a single word that differs always changes the sum.
+# A checksum is a weighted sum of the tensor's 8-byte words, because a sum can be computed in any order, on any device,
+# in blocks that fit into memory. A plain sum would miss many differences: two flipped signs cancel each other, because
+# twice the highest bit is 0 modulo 2**64. So each word is multiplied by an odd number, and its high bits are mixed into
+# the low ones; both steps are invertible. Then the word is multiplied by the odd weight of its column, and each row of
+# words by the odd weight of its row, so that the order of the words changes the sum. An odd factor is invertible modulo
+# 2**64, so a difference in a single word always changes the sum.
 
-_ROW = 1 << 15  # words of 8 bytes, 256 KiB: a row stays in a processor's cache
-_ROWS_ON_DEVICE = 64  # rows at a time elsewhere, where the launch of a kernel costs more than its memory
+_ROW = 1 << 15  # words of 8 bytes: a row of 256 KiB stays in the cache of a CPU
+_ROWS_ON_DEVICE = 64  # rows at a time on other devices, where launching a kernel costs more than the memory
 
 
 class Checksums:
-    """Checksums of tensors, in order and bit for bit: -0.0 is not 0.0, and one NaN is not another.
+    """Computes checksums of tensors from their bits: -0.0 differs from 0.0, and NaNs with other bits differ.
 
-    Two tensors of one size that differ in up to 8 neighbouring bytes (an element, or a word of one) never have
-    the same; others do with a probability of less than 1e-9. Memory for it is 1 MiB, on a GPU about 50 MiB; a
-    tensor that is not contiguous is copied. See [Note: how a checksum is made].
+    Two tensors of one size that differ only in 8 neighbouring bytes (an element, or a word of one) never have the same
+    checksum. Any other two have it with a probability of less than 1e-9. A checksum takes 1 MiB of memory, on a GPU
+    about 50 MiB, and a copy of a tensor that is not contiguous. See [Note: how a checksum is made].
 
     >>> checksum = Checksums()
     >>> bool(checksum(torch.tensor([1.0, 2.0, 3.0])) == checksum(torch.tensor([1.0, 2.0, 3.0])))
@@ -152,12 +153,12 @@ class Checksums:
     """
 
     def __init__(self, rows: int | None = None) -> None:
-        self._rows = rows  # how many are summed at a time; it changes no checksum
+        self._rows = rows  # the number of rows that are summed at a time; it does not change a checksum
         self._weights: dict[torch.device, torch.Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An int64 tensor without dimensions, on the device of ``tensor``, which is strided and of any dtype."""
+        """The checksum of ``tensor`` (strided, any dtype): an int64 tensor without dimensions, on its device."""
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         block = 8 * _ROW * (self._rows or (1 if content.device.type == "cpu" else _ROWS_ON_DEVICE))
         if 0 < content.numel() <= block:
@@ -168,9 +169,10 @@ class Checksums:
         return total
 
     def _block(self, words: torch.Tensor, first: int) -> torch.Tensor:
-        """The sum of some rows, of which the first is row ``first`` of its tensor."""
+        """The sum of the rows in ``words``; the first of them is row ``first`` of its tensor."""
         full = words.numel() // _ROW
-        if words.numel() <= _ROW:  # on the CPU, and for most parameters: a number is quicker than a tensor of one
+        # One row, as on the CPU and for most parameters: a weight that is a number is faster than a tensor of one.
+        if words.numel() <= _ROW:
             return self._sum_rows(words.view(1, -1))[0] * (splitmix64(first) | 1)
         rows, rest = words[: full * _ROW].view(full, _ROW), words[full * _ROW :]
         last = self._sum_rows(rest.view(1, -1))[0] * (splitmix64(first + full) | 1)
@@ -185,7 +187,7 @@ class Checksums:
 
 
 def _words(content: torch.Tensor) -> torch.Tensor:
-    """Some bytes as int64, with zeros up to a multiple of 8; copied where they are not aligned to 8 bytes."""
+    """Some bytes as int64, with zeros up to a multiple of 8; a copy if they are not aligned to 8 bytes."""
     short = -content.numel() % 8
     if short:
         content = torch.cat((content, content.new_zeros(short)))

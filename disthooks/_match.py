@@ -1,13 +1,14 @@
 """Patterns that choose modules and parameters by name, by type or by a predicate; and what wrappers hide.
 
 An engine wraps the user's model in a module of its own, and so do torch.compile, Fabric and activation checkpointing.
-Names and modules here are those of the user's own model: wrappers are looked through.
+The functions here look through such wrappers: names and modules are those of the user's own model.
 """
 
 # [Note: classes are known by their names]
-# A wrapper is recognised by the name of its class, anywhere in its method resolution order. To compare with the class
-# itself its framework would have to be imported: DeepSpeed takes seconds, FSDP1 needs torch.distributed, and a user who
-# has none of them should pay for none. A class of the user's own with such a name would be taken for the engine's.
+# A wrapper is recognised by the name of its class, anywhere in its method resolution order. A comparison with the class
+# itself would need an import of its framework: DeepSpeed takes seconds to import, FSDP1 needs torch.distributed, and a
+# user of neither should not wait for them. The price: a class of the user's own with such a name is taken for the
+# engine's.
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from disthooks.errors import MatchError, UsageError
 Pattern = str | type | Callable[[str, Any], bool]
 T = TypeVar("T")
 
-#: What wrappers put into the names of parameters and modules; none of it is the user's.
+#: The parts that wrappers put into the names of parameters and modules.
 _FOREIGN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-#: Around a module that an engine returned: what torch.compile and Fabric.setup return, and where they hold it.
+#: The wrappers that torch.compile and Fabric.setup put around an engine's module, and the attribute that holds it.
 _AROUND_ENGINES = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
 
-#: Around the user's model: what an engine returns, and where it holds the model.
+#: The wrappers that engines put around the user's model, and the attribute that holds it.
 _ENGINES = dict.fromkeys(("DataParallel", "DistributedDataParallel", "DeepSpeedEngine", "_FabricModule"), "module")
 
 
@@ -53,12 +54,13 @@ def is_of_class(value: object, *names: str) -> bool:
 
 
 def unwrap_engine(model: nn.Module) -> nn.Module:
-    """The user's own model inside the wrapper that an engine put around all of it.
+    """The user's own model, inside the wrapper that an engine put around all of it.
 
-    FSDP1's wrappers stay, since they may be around any of its parts; :func:`canonical_name` takes them out of names.
+    FSDP1's wrappers stay, because they may be around any part of the model; :func:`canonical_name` takes them out of
+    names.
 
     Raises:
-        UsageError: when ``model`` is no module.
+        UsageError: if ``model`` is not a module.
 
     >>> layer = nn.Linear(2, 2)
     >>> unwrap_engine(nn.DataParallel(layer)) is layer
@@ -89,7 +91,7 @@ def as_patterns(patterns: Pattern | Iterable[Pattern]) -> tuple[Pattern, ...]:
     """One pattern or several, as a tuple.
 
     Raises:
-        UsageError: when there is none, or one is no pattern, such as a module itself.
+        UsageError: if there is no pattern, or one of them is not a pattern, such as a module.
 
     >>> as_patterns("*.mlp"), as_patterns([nn.Linear, "head"])[1], as_patterns({"b", "a"})
     (('*.mlp',), 'head', ('a', 'b'))
@@ -125,12 +127,11 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
 
     Args:
         items: pairs of a name and a value.
-        patterns: each a glob over the whole name (``*`` crosses dots too), a type, or a predicate of name
-            and value.
-        what: "module" or "parameter", for the error message.
+        patterns: each is a glob over the whole name (``*`` matches dots too), a type, or a predicate of name and value.
+        what: "module" or "parameter", for the error text.
 
     Raises:
-        MatchError: when one of the patterns matches nothing; the message lists the nearest names.
+        MatchError: if one of the patterns matches nothing; the message has the nearest names.
 
     >>> match([("fc.bias", 1), ("fc.weight", 2)], ["*.bias"], "parameter")
     [('fc.bias', 1)]
@@ -140,7 +141,11 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
     for pattern in patterns:
         hits = {i for i, (name, value) in enumerate(named) if is_match(pattern, name, value)}
         if not hits:
-            raise MatchError(_miss(pattern, [name for name, _ in named], what))
+            names = [name for name, _ in named]
+            shown = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) if isinstance(pattern, str) else []
+            hint = f"near names: {', '.join(near)}" if near else f"there are: {', '.join(n for n in names[:8] if n)}"
+            raise MatchError(f"{shown} matches no {what} of {len(names)}; {hint}. '*' matches any text, dots included")
         chosen |= hits
     return [named[i] for i in sorted(chosen)]
 
@@ -148,7 +153,7 @@ def match(items: Iterable[tuple[str, T]], patterns: Iterable[Pattern], what: str
 def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
     """The submodules of ``model`` that any of ``patterns`` matches; the model itself is named ``""``.
 
-    An engine's wrapper is looked through: names are those of the user's own model.
+    Names are those of the user's own model, without an engine's wrapper.
     """
     return match(unwrap_engine(model).named_modules(), patterns, "module")
 
@@ -156,10 +161,3 @@ def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[s
 def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
     """The parameters of ``model`` that any of ``patterns`` matches, with names as :func:`match_modules` gives them."""
     return match(unwrap_engine(model).named_parameters(), patterns, "parameter")
-
-
-def _miss(pattern: Pattern, names: list[str], what: str) -> str:
-    shown = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
-    near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) if isinstance(pattern, str) else []
-    hint = f"near names: {', '.join(near)}" if near else f"there are: {', '.join(n for n in names[:8] if n)}"
-    return f"{shown} matches no {what} of {len(names)}; {hint}. '*' matches any text, dots included"

@@ -1,4 +1,4 @@
-"""Which rank this process is, how many there are, and whether it trains alone; and texts that ranks can compare."""
+"""The rank of this process, the number of ranks, whether a process trains alone, and texts that ranks can compare."""
 
 # [Note: who says which rank this is]
 # Once torch.distributed is initialised, its default process group knows the rank and the number of ranks. Before that,
@@ -11,10 +11,9 @@
 
 # [Note: what ranks compare]
 # Ranks must not compare the `repr` of a value: the order of a set of strings depends on the hash seed of its process, a
-# tensor shows its device and its values, an object without a repr shows its address. So each kind of value has its own
-# text here. A tensor is described by its dtype alone: a mask that a user gives to a function is this rank's own, has
-# the shape of this rank's part, and lies on this rank's device. Of an object that is none of the kinds known here only
-# the class counts.
+# tensor shows its device and its values, an object without a repr shows its address. So `describe` has a text for each
+# kind of value. It describes a tensor by its dtype alone: a mask that a user gives to a function may have the shape of
+# this rank's part, and is on this rank's device. It describes an object of any other kind by its class alone.
 
 from __future__ import annotations
 
@@ -81,24 +80,24 @@ def launched_rank() -> int:
 
 
 def launched_world_size() -> int:
-    """How many processes the launcher says that it started; 1 if it does not say."""
+    """How many processes the launcher has started, by its variable WORLD_SIZE; 1 if that is not set."""
     return number_in_environment("WORLD_SIZE", 1)
 
 
 def local_rank() -> str:
-    """This process's number on its node as the launcher wrote it; "0" if none did."""
+    """The text of the variable LOCAL_RANK, this process's number on its node; "0" if the variable is not set."""
     return os.environ.get("LOCAL_RANK", "0")
 
 
 def local_world_size() -> int:
-    """How many processes the launcher started on this node; 1 if it does not say."""
+    """How many processes the launcher has started on this node, by LOCAL_WORLD_SIZE; 1 if that is not set."""
     return max(1, number_in_environment("LOCAL_WORLD_SIZE", 1))
 
 
 def trains_alone() -> bool:
-    """Whether several processes were started and this one is in a group with none of the others.
+    """Whether several processes were started and this one shares a process group with none of the others.
 
-    Each such process trains a model of its own, and whatever should be reduced over ranks is of one rank only.
+    Each such process trains a model of its own, and a number that should be reduced over ranks is of one rank only.
     """
     return world_size() == 1 and launched_world_size() > 1
 
@@ -115,9 +114,9 @@ def number_in_environment(variable: str, otherwise: int) -> int:
 
 
 def describe(value: Any, _inside: tuple[int, ...] = ()) -> str:
-    """A text that says what ``value`` was made of, equal in every process that made it alike.
+    """A text for ``value`` that is the same in every process that made the value in the same way.
 
-    It goes into containers, dataclasses and partial functions; see [Note: what ranks compare].
+    It describes the parts of containers, dataclasses and partial functions too; see [Note: what ranks compare].
 
     >>> describe({"*.weight", "*.bias"})
     "{'*.bias', '*.weight'}"

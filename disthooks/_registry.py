@@ -1,6 +1,6 @@
-"""The registry: which class each ``kind:`` of a configuration stands for, of this library and of other packages.
+"""The registry: the class for each ``kind:`` of a configuration, from this library and from other packages.
 
-A new kind needs nothing but ``@register("codec")`` on its class. The class then has its ``kind:`` in a configuration
+A new kind needs only ``@register("codec")`` on its class. The class then has its ``kind:`` in a configuration
 and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``disthooks.stats.<Name>``, a sink
 ``disthooks.sinks.<Name>``), and docs/reference.md has a row for it. See [Note: where kinds are looked for].
 """
@@ -14,7 +14,7 @@ and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``dist
 # 2. The classes that ``@register`` has decorated in this process: those of a script.
 # 3. The entry points of installed packages, in groups such as ``disthooks.codecs``. They are read only when a name is
 #    in neither of the first two, or when all names are listed, because reading them takes tens of milliseconds. A
-#    package is imported only when one of its kinds is used, so a broken package is an error for nobody else.
+#    package is imported only when one of its kinds is used, so a broken package is an error only for its own users.
 #
 # [Note: kinds that a file can name]
 #
@@ -140,7 +140,7 @@ def register(
         hidden: the parameters that no file can hold.
 
     Raises:
-        UsageError: when there is no such noun, or another class of this noun has the name.
+        UsageError: if there is no such noun, or another class of this noun has the name.
 
     >>> @register("sink")
     ... class Forget:
@@ -156,8 +156,12 @@ def register(
         kind = Kind(name or target.__name__, noun, build or target, cls, given, tuple(hidden))
         first = _registered[noun].get(kind.name)
         own = KINDS[noun].get(kind.name, f"{target.__module__}:{target.__qualname__}")
-        # A notebook may import a module anew, which registers the same class again: that is no error.
-        if own != f"{target.__module__}:{target.__qualname__}" or (first and not _is_same(first, kind)):
+        is_taken = own != f"{target.__module__}:{target.__qualname__}"
+        if first is not None:
+            # A notebook may import a module again, and so register a class with the same name and module: no error.
+            old, new = first.made or first.target, kind.made or kind.target
+            is_taken = is_taken or (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__)
+        if is_taken:
             raise UsageError(f"register: there is a {noun} {kind.name!r} already: {own if first is None else first}")
         _registered[noun][kind.name] = kind
         return target
@@ -165,21 +169,13 @@ def register(
     return decorate
 
 
-def _is_same(one: Kind, other: Kind) -> bool:
-    def place(kind: Kind) -> tuple[str, str]:
-        named: Any = kind.made or kind.target
-        return named.__module__, named.__qualname__
-
-    return place(one) == place(other)
-
-
 def find_kind(noun: str, name: str) -> Kind | None:
-    """The kind of this name, whose module is imported; None when there is none.
+    """The kind with this name; None if there is none. Its module is imported.
 
     See [Note: where kinds are looked for].
 
     Raises:
-        UnknownKindError: when the package that has it cannot be imported, or several packages have it.
+        UnknownKindError: if the package that has the kind cannot be imported, or several packages have it.
 
     >>> find_kind("codec", "Cast").target.__name__, find_kind("codec", "OnCpu")
     ('Cast', None)
@@ -210,24 +206,24 @@ def own_kinds(noun: str) -> list[Kind]:
     >>> [kind.name for kind in own_kinds("recompute")]
     ['Recompute']
     """
-    return _found(noun, KINDS[noun])
+    return _find_kinds(noun, KINDS[noun])
 
 
 def other_kinds(noun: str) -> list[Kind]:
     """The kinds of a script and of installed packages.
 
     Raises:
-        UnknownKindError: when one of the packages cannot be imported.
+        UnknownKindError: if one of the packages cannot be imported.
     """
-    return _found(noun, {*kind_names(noun)} - {*KINDS[noun]})
+    return _find_kinds(noun, {*kind_names(noun)} - {*KINDS[noun]})
 
 
-def _found(noun: str, names: Iterable[str]) -> list[Kind]:
+def _find_kinds(noun: str, names: Iterable[str]) -> list[Kind]:
     return [kind for name in sorted(names) if (kind := find_kind(noun, name)) is not None]
 
 
 def kind_of_object(value: object) -> Kind | None:
-    """The kind whose objects are of exactly the class of ``value``; None if there is none that every process finds.
+    """The kind whose objects have exactly the class of ``value``; None if no other process would find such a kind.
 
     See [Note: kinds that a file can name].
     """
@@ -238,15 +234,12 @@ def kind_of_object(value: object) -> Kind | None:
                     return kind
                 points = [point for point in _entry_points(noun) if point.name == name]
                 return kind if points and _load(noun, points[0]).made is kind.made else None
-    return _of_entry_points(value)
-
-
-def _of_entry_points(value: object) -> Kind | None:
-    made = type(value)
+    # An installed package may have made the object without a use of its entry point. The names are compared first, so
+    # that no other package is imported.
+    named = f"{type(value).__module__}:{type(value).__qualname__}"
     for noun in NOUNS:
         for point in _entry_points(noun):
-            # The class is here already, so comparing names imports nothing.
-            if point.value.replace(" ", "") == f"{made.__module__}:{made.__qualname__}":
+            if point.value.replace(" ", "") == named:
                 return _load(noun, point)
     return None
 
@@ -271,7 +264,7 @@ def noun_of(value: object) -> str | None:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """The end of an error text: the known name that is nearest to ``name``, or else all known names."""
+    """The end of an error text: the known name nearest to ``name``; if none is near, all known names."""
     known = list(known)
     close = nearest(name, known)
     return f"; did you mean {close!r}?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
@@ -295,7 +288,7 @@ def _load(noun: str, point: importlib.metadata.EntryPoint) -> Kind:
     """The kind of an entry point. If its class is decorated too, the arguments of the decorator hold.
 
     Raises:
-        UnknownKindError: when it cannot be imported, or is neither a class nor a function.
+        UnknownKindError: if it cannot be imported, or is neither a class nor a function.
     """
     try:
         target = point.load()

@@ -1,8 +1,8 @@
-"""Streams and events of whatever accelerator there is, by torch's generic names: CUDA, ROCm, XPU, ...
+"""Streams and events of any accelerator (CUDA, ROCm, XPU, ...), by torch's generic names.
 
-What is ordered on streams goes through here, so nothing else in the house says ``torch.cuda`` about that. The current
-stream is asked for at each use: engines change it (FSDP2 runs parts of a forward on its own), and a remembered one
-orders the wrong work.
+All code that orders work on streams uses these functions, so that no other file names ``torch.cuda`` for it. The
+current stream is asked for at each use, because engines change it: FSDP2 runs parts of a forward on streams of its own.
+A stream that was remembered from an earlier use would order the wrong work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disthooks.errors import AttachError
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` lives on a device that runs behind the host, on streams.
+    """Whether ``tensor`` is on a device that works on streams, behind the host.
 
     >>> on_accelerator(torch.ones(1))
     False
@@ -23,86 +23,94 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu and is_accelerator(tensor.device)
 
 
+@functools.cache  # every saved tensor asks for it
 def is_accelerator(device: torch.device) -> bool:
-    """The same of a device; False for ``cpu`` and ``meta``."""
-    if device.type in ("cpu", "meta"):
-        return False
-    return _is_accelerator(device.type)
-
-
-@functools.cache  # asked for every saved tensor
-def _is_accelerator(kind: str) -> bool:
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == kind
+    """Whether ``device`` works on streams; False for ``meta``."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that this thread now works on."""
+    """The stream of ``device`` on which this thread puts its work now."""
     stream: torch.Stream = torch.accelerator.current_stream(device)
     return stream
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A stream beside the others; make it the current one by :func:`on`."""
+    """A new stream of ``device``. It becomes the current stream inside :func:`on`."""
     return torch.Stream(device)
 
 
 def on(stream: torch.Stream) -> torch.Stream:
-    """A context manager inside which this thread works on ``stream``.
+    """A context manager: inside it, ``stream`` is the current stream of this thread.
 
-    It is an object of its own for the same stream: one that is entered already, by this thread or another, cannot be
-    entered again (pytorch#176560).
+    It is a new object for the same stream. A stream object can be entered only once at a time, and another thread, or
+    this one, may have entered ``stream`` itself (pytorch#176560).
     """
     return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def work_for(device: torch.device) -> None:
-    """Have this thread, which is one of our own, be on ``device`` from now on.
+    """Make ``device`` the current device of this thread. Only threads that disthooks has started may call this.
 
-    A thread begins on the first device. When it waits for another, or lets go of an event there, CUDA goes back to the
-    first and makes a context on it: hundreds of MB, for each process of the node.
+    A new thread has the first device as its current device. When such a thread waits for another device or frees an
+    event of it, CUDA then returns to the first device and makes a context there. The context takes hundreds of MB of
+    that device's memory, once for each process of the node.
     """
     if torch.accelerator.current_device_index() != device.index:
         torch.accelerator.set_device_index(device)
 
 
 def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
-    """What happens when all that ``stream`` was given so far is done."""
+    """An event that happens when all work that is now queued on ``stream`` is done.
+
+    Args:
+        stream: the stream.
+        timed: whether the time between this event and another one can be measured.
+    """
     event = torch.Event(stream.device, enable_timing=timed)
     event.record(stream)
     return event
 
 
-#: Without it torch has nothing to ask.
+#: Whether this build of torch has CUDA graphs. Builds without them do not have the function that `capturing` calls.
 _HAS_GRAPHS = torch.version.cuda is not None or torch.version.hip is not None
 
 
 def capturing() -> bool:
-    """Whether what this thread gives its current device is recorded in a graph, to be run again without Python.
+    """Whether a CUDA graph records the work that this thread gives to its current device, to replay it without Python.
 
     >>> capturing()
     False
     """
-    # Asked without a driver, or in a fork, CUDA raises; who captures has used it in this process.
+    # The last call raises an error if there is no driver, or in a fork. If a graph is being captured, this process has
+    # initialized CUDA.
     return _HAS_GRAPHS and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
 def is_capturing(device: torch.device) -> bool:
-    """The same of ``device``; False where there are no graphs."""
+    """Whether :func:`capturing` is true and ``device`` is a device that has graphs."""
     return device.type == "cuda" and capturing()
 
 
 def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Once ``tensor`` is freed, have its memory used again only after what ``stream`` was given until then.
+    """Tell the allocator that ``stream`` uses ``tensor``.
 
-    For memory that was allocated on ``stream`` that is so anyway, and allocators do nothing. Who frees memory of which
-    it is not known has it be right by this, at the price of a look at an event when it is freed.
+    After ``tensor`` is freed, the allocator reuses its memory only when all work that was queued on ``stream`` until
+    then is done. If the memory was allocated on ``stream``, the allocator waits anyway, and this call does nothing.
+    Otherwise it costs one query of an event after ``tensor`` is freed. So call it also if it is not known on which
+    stream the memory was allocated.
     """
     tensor.record_stream(stream)
 
 
 def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
-    """``tensor``, which was filled in the order of ``made_on``, for what the current stream is given from now on."""
+    """``tensor``, ready for use on the current stream: work queued there from now on waits until it is filled.
+
+    Args:
+        tensor: a tensor on an accelerator.
+        made_on: the stream on which the work that fills ``tensor`` is queued.
+    """
     stream = current_stream(tensor.device)
     if stream != made_on:
         stream.wait_event(event_on(made_on))
@@ -111,25 +119,25 @@ def handed_over(tensor: torch.Tensor, made_on: torch.Stream) -> torch.Tensor:
 
 
 def refuse_capture(who: str, instead: str) -> None:
-    """Nothing, or an error while a graph is captured.
+    """Raise an error if a CUDA graph is being captured now.
 
     Args:
-        who: what would not run when the graph is replayed.
-        instead: what to do.
+        who: the part of disthooks that would not run in a replay of the graph, for the error text.
+        instead: what the user can do, for the error text.
 
     Raises:
-        AttachError: a replay runs no Python: copies would go to and from memory that is somebody else's by then, and
-            nothing would be counted or decided.
+        AttachError: if a graph is being captured. A replay runs no Python. It would copy to and from memory that other
+            tensors use by then, and it would count and decide nothing.
     """
     if capturing():
         raise AttachError(
-            f"{who}: a CUDA graph is being captured (torch.cuda.graph, make_graphed_callables), and its replays run no "
-            f"Python, so the hooks would act in the capture and never again; {instead}"
+            f"{who}: a CUDA graph is being captured (torch.cuda.graph, make_graphed_callables). Its replays run no "
+            f"Python, so the hooks would act during the capture and never again; {instead}"
         )
 
 
 def stream_of(tensor: torch.Tensor) -> torch.Stream | None:
-    """The stream that this thread now works on, of the accelerator that ``tensor`` is on, if it is on one.
+    """The current stream of the device of ``tensor``; None if that device has no streams.
 
     >>> stream_of(torch.ones(1)) is None
     True

@@ -1,11 +1,11 @@
-"""Facts about tensors: sizes in bytes, storages and their regions, layouts, the local part of a distributed one."""
+"""Facts about tensors: sizes in bytes, layouts, storages and their regions, the local part of a distributed tensor."""
 
 # [Note: whole or compact]
-# A saved tensor may cover a part of its storage only. If it covers half of the storage or more, all of the storage is
-# kept: other views of it are likely to need the rest, and the strides need no care. If it covers less than half, only
-# the elements that it covers are kept, as a `StorageRegion` (decision 3). The elements are kept in the order of the
-# storage, not of the view, so that a transposed or reshaped view of the same elements has the same region and finds it
-# again.
+# A saved tensor may cover only a part of its storage. If it covers half of the storage or more, disthooks keeps all of
+# the storage: other views are likely to need the rest of it, and the strides stay as they are. If the tensor covers
+# less than half, disthooks keeps only the elements that the tensor covers, as a `StorageRegion` (decision 3). These are
+# in the order of the storage, not of the view. So a transposed or reshaped view of the same elements has the same
+# region, and its elements are kept only once.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
         what: the name of the argument, for the error text.
 
     Raises:
-        UsageError: when ``size`` is negative, or is no size.
+        UsageError: if ``size`` is negative, or is not a size.
 
     >>> parse_bytes("4 KiB"), parse_bytes("1.5 kB"), parse_bytes(17)
     (4096, 1500, 17)
@@ -55,7 +55,7 @@ def parse_bytes(size: int | str, what: str = "size") -> int:
 
 
 def format_bytes(count: float) -> str:
-    """``count`` bytes as text, in the largest binary unit of which there is at least one.
+    """``count`` bytes as text, in the largest binary unit that is not larger than ``count``.
 
     >>> format_bytes(0), format_bytes(1536), format_bytes(3 * 2**30)
     ('0 B', '1.5 KiB', '3.0 GiB')
@@ -69,7 +69,7 @@ def format_bytes(count: float) -> str:
 
 
 class Layout(NamedTuple):
-    """How a strided tensor lies over its storage.
+    """Where the elements of a strided tensor are in its storage.
 
     ``size``, ``stride`` and ``offset`` count elements of ``dtype``. ``conj`` and ``neg`` are the bits with which torch
     marks a lazy conjugate and a lazy negative.
@@ -93,11 +93,11 @@ class Layout(NamedTuple):
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        # This takes half the time of `Layout(...)`, and every saved tensor has a layout.
+        # `tuple.__new__` takes half the time of `Layout(...)`, and every saved tensor has a layout.
         return tuple.__new__(Layout, fields)
 
     def end(self) -> int:
-        """The number of elements from the start of the storage to the last one that this layout covers.
+        """The number of elements from the start of the storage to the last one of this layout, both included.
 
         >>> Layout.of(torch.zeros(4, 5)[1:3, 2]).end()
         13
@@ -113,17 +113,17 @@ class Layout(NamedTuple):
         """The tensor with this layout over ``storage``.
 
         Args:
-            storage: the memory; it may be a copy of the end of the storage of which this is the layout.
-            shift: the offset, in elements of that storage, at which ``storage`` begins.
+            storage: the original storage, or a copy of it that may lack its first elements.
+            shift: the number of elements of the original storage that come before ``storage``.
 
         Raises:
-            StoreError: when ``storage`` is too short.
+            StoreError: if ``storage`` is too short.
 
         >>> x = torch.arange(6.0).view(2, 3).t()[1:]
         >>> torch.equal(Layout.of(x).over(x.untyped_storage()), x)
         True
         """
-        # `set_` would lengthen a storage that is too short, with bytes that nobody wrote.
+        # `set_` would lengthen a storage that is too short, and its new bytes would have any value.
         if (self.end() - shift) * self.dtype.itemsize > storage.nbytes():
             raise StoreError(
                 f"the memory of a saved tensor of shape {tuple(self.size)} was taken away: its storage has "
@@ -145,7 +145,7 @@ class Layout(NamedTuple):
         (torch.Size([3, 2]), tensor(6.), 1)
         """
         if self.dtype is whole.dtype and not (self.conj or self.neg):
-            if self.offset == shift:  # the third argument of `as_strided` would take a quarter of its time
+            if self.offset == shift:  # without its third argument `as_strided` takes a quarter less time
                 return whole.as_strided(self.size, self.stride)
             return whole.as_strided(self.size, self.stride, self.offset - shift)
         # `detach` shares the version counter, and setting `data` keeps it.
@@ -164,9 +164,10 @@ def resident(tensor: torch.Tensor) -> int:
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy of it if its storage is larger than the tensor.
+    """``tensor``, or a copy of it if its storage has more bytes than ``tensor``.
 
-    A store counts the bytes of the tensors that it holds. The rest of a larger storage would be held and not counted.
+    A store counts the bytes of the tensors that it holds. It would hold the rest of a larger storage without counting
+    it.
 
     >>> x = torch.zeros(10, 4)
     >>> alone(x) is x, resident(alone(x[:, 1]))
@@ -176,7 +177,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def exotic(tensor: torch.Tensor) -> str | None:
-    """The reason, in one word, why ``tensor`` is not plain bytes of a storage; None if it is.
+    """One word that says why ``tensor`` is not plain bytes in a storage; None if it is plain bytes.
 
     >>> exotic(torch.ones(2)), exotic(torch.ones(2).to_sparse()), exotic(torch.ones(2, device="meta"))
     (None, 'sparse', 'meta')
@@ -201,9 +202,9 @@ def exotic(tensor: torch.Tensor) -> str | None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of ``tensor`` that is on this rank: the local tensor of a DTensor; any other tensor itself.
 
-    It shares memory with ``tensor``, so an in-place change of one is a change of both.
+    The result shares memory with ``tensor``, so an in-place change of one is a change of both.
     """
-    # A DTensor is known by this attribute, so torch.distributed.tensor need not be imported.
+    # The attribute tells a DTensor from other tensors, so that torch.distributed.tensor need not be imported.
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor
 
@@ -211,12 +212,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def storages_of(module: nn.Module) -> dict[int, tuple[str, StorageRef]]:
     """The storages of a module's parameters and buffers, and of the copies that a DataParallel replica has.
 
-    Parameters that a lazy module has not made yet are left out; see :func:`is_waiting`.
+    The dict lacks the parameters that a lazy module has not made yet; see :func:`is_waiting`.
 
     Returns:
-        For the address of each storage: "parameter" or "buffer", and a weak reference. The references must be kept as
-        long as addresses are compared. Engines exchange the storages of weights during forward, and without a
-        reference another tensor could get the address of a storage that is gone (decision 26).
+        For the address of each storage: "parameter" or "buffer", and a weak reference. The caller keeps the references
+        as long as it compares addresses. Engines exchange the storages of weights during forward, and without a
+        reference a new tensor could get the address of a storage that is gone (decision 26).
 
     >>> [kind for kind, _ in storages_of(nn.Linear(2, 2)).values()]
     ['parameter', 'parameter']
@@ -264,7 +265,7 @@ class StorageRegion(NamedTuple):
         return torch.Size(self.size).numel() * self.dtype.itemsize
 
     def raw(self) -> StorageRegion:
-        """The same region in a dtype of the same size that torch can copy. torch cannot copy each (``torch.int4``)."""
+        """The same region in a dtype of the same size that torch can copy. It cannot copy ``torch.int4``, for one."""
         return self._replace(dtype=_RAW[self.dtype.itemsize])
 
 
@@ -273,9 +274,9 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 def is_most_of(layout: Layout, covered: int, nbytes: int) -> bool:
-    """Whether a tensor with ``layout`` and ``covered`` bytes is at least half of its storage of ``nbytes``.
+    """Whether a tensor with ``layout`` and ``covered`` bytes covers at least half of its storage of ``nbytes``.
 
-    A stride of 0 counts one element several times, so the answer is False then.
+    With a stride of 0 ``covered`` counts one element several times, so the answer is False then.
     """
     return covered * 2 >= nbytes and 0 not in layout.stride
 
@@ -293,20 +294,18 @@ def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     itemsize = layout.dtype.itemsize
     if is_most_of(layout, layout.size.numel() * itemsize, nbytes):
         return None
-    # A dimension of one element, or with stride 0, adds no element. The others are sorted from the largest stride.
-    dims = sorted(
-        ((step, n) for n, step in zip(layout.size, layout.stride, strict=True) if n > 1 and step),
-        reverse=True,
-    )
+    # A dimension of one element, or with stride 0, adds no element. The others are sorted from the smallest stride.
+    dims = sorted((step, n) for n, step in zip(layout.size, layout.stride, strict=True) if n > 1 and step)
     merged: list[tuple[int, int]] = []
     covered = 1  # elements of the storage from the first to the last of the dimensions so far
-    for step, n in reversed(dims):
-        if step < covered:  # the windows overlap, as those of `unfold` do: keep the run of elements around them
+    for step, n in dims:
+        if step < covered:
+            # The dimensions overlap, as the windows of `unfold` do. Keep all elements from the first to the last.
             length = 1 + sum((n - 1) * step for step, n in dims)
-            return (
-                None if length * itemsize * 2 >= nbytes else StorageRegion(layout.dtype, layout.offset, (length,), (1,))
-            )
-        # Two dimensions that lie without a gap are one, so that reshaped views have the same region.
+            if length * itemsize * 2 >= nbytes:
+                return None
+            return StorageRegion(layout.dtype, layout.offset, (length,), (1,))
+        # Two dimensions without a gap between them become one, so that reshaped views have the same region.
         if merged and step == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0], merged[-1][1] * n)
         else:

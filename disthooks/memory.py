@@ -1,4 +1,4 @@
-"""Resident memory of this process, and the allocator setting without which it does not fall."""
+"""The resident memory of this process, and a setting of the allocator that returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from disthooks._tensors import parse_bytes
 
 __all__ = ["peak_resident", "release_promptly", "reset_peak_resident", "resident", "unreturned"]
 
-_M_MMAP_THRESHOLD = -3  # the number that glibc's malloc.h gives to this mallopt parameter
+_M_MMAP_THRESHOLD = -3  # the number of this parameter of `mallopt`, from glibc's malloc.h
 
 
 def release_promptly(threshold: int | str = "1 MiB") -> bool:
-    """Have glibc give freed blocks of at least ``threshold`` bytes back to the system at once.
+    """Make glibc return each freed block of at least ``threshold`` bytes to the system at once.
 
-    Without it, glibc raises its own threshold to the size of the blocks it sees freed and keeps them: on a
-    CPU-only machine the tensors that were moved to disk stay resident, and moving them saves nothing. The
-    price is that every large block is mapped and zeroed anew: measured on a two-core machine, a training
-    step took about 1.5 times as long, with or without disthooks. Call it once, before the first step. On a
-    GPU it makes no difference to device memory.
+    Without this setting glibc raises its own threshold to the size of the blocks that the program frees, and keeps such
+    blocks. Then, on a machine with only a CPU, the memory of tensors that were moved to disk stays resident, and the
+    move saves nothing. With the setting the system maps and zeroes every large block anew: on a machine with two cores
+    a training step took about 1.5 times as long, with or without disthooks. Call this function once, before the first
+    step. It does not change how the memory of a GPU is used.
+
+    Args:
+        threshold: bytes, or text such as ``"1 MiB"``.
 
     Returns:
-        True when the setting was made, False where the C library has no ``mallopt`` (macOS, musl).
+        True if the setting was made; False if the C library has no ``mallopt`` (macOS, musl).
 
     Raises:
-        UsageError: when ``threshold`` is not a size.
+        UsageError: if ``threshold`` is not a size.
 
     >>> release_promptly("1 MiB") in (True, False)
     True
@@ -39,7 +42,11 @@ def release_promptly(threshold: int | str = "1 MiB") -> bool:
 
 
 def reset_peak_resident() -> bool:
-    """Start the peak of resident memory anew from what is resident now; False where Linux will not."""
+    """Start the peak of resident memory anew, from the memory that is resident now.
+
+    Returns:
+        True if the peak was reset; False if the system does not allow it, or is not Linux.
+    """
     try:
         pathlib.Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -48,7 +55,9 @@ def reset_peak_resident() -> bool:
 
 
 def peak_resident() -> int:
-    """The largest resident memory of this process, in bytes, since its start or the last reset.
+    """The largest resident memory of this process since its start or the last reset, in bytes.
+
+    It is 0 if the system does not report it.
 
     >>> now = resident()
     >>> peak_resident() >= now > 2**20
@@ -58,7 +67,7 @@ def peak_resident() -> int:
 
 
 def resident() -> int:
-    """The resident memory of this process now, in bytes; 0 where the system does not tell."""
+    """The resident memory of this process now, in bytes; 0 if the system does not report it."""
     return _status("VmRSS")
 
 
@@ -69,20 +78,21 @@ class _MallInfo(ctypes.Structure):
 
 
 def unreturned() -> int:
-    """Bytes that this process has freed and glibc has not given back to the system; 0 where it does not tell.
+    """Bytes that this process has freed and that glibc has not returned to the system; 0 without glibc 2.33 or later.
 
     >>> unreturned() >= 0
     True
     """
     try:
-        ask = ctypes.CDLL(None).mallinfo2
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):
         return 0
-    ask.restype = _MallInfo
-    return int(ask().fordblks)
+    mallinfo2.restype = _MallInfo
+    return int(mallinfo2().fordblks)
 
 
 def _status(name: str) -> int:
+    """The bytes of one line of Linux's ``/proc/self/status``; 0 if there is no such file or line."""
     try:
         found = re.search(rf"{name}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
     except OSError:

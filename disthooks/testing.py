@@ -343,7 +343,7 @@ class StoreTests:
                 store.drop(mine)
             finally:
                 os._exit(code)  # the child must not run pytest's own end
-        assert _code_of(child) == 0, "1: the child raised; 2: what it got is not what it put; -9: it hung"
+        assert _exit_code(child) == 0, "1: the child raised; 2: what it got is not what it put; -9: it hung"
         assert same_bits(store.get(ticket), tensor), "the child changed what its parent has put"
         store.drop(ticket)
 
@@ -357,8 +357,8 @@ class StoreTests:
         _check_file("store", store)
 
 
-def _code_of(child: int) -> int:
-    """The exit code of a forked child. A child that hangs is killed, and its code is -9."""
+def _exit_code(child: int) -> int:
+    """The exit code of a forked child. A child that hangs is killed, and its exit code is -9."""
     alarm = threading.Timer(MOST, os.kill, (child, 9))
     alarm.start()
     try:
