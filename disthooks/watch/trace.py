@@ -5,12 +5,13 @@
 """
 
 # [Note: a pair of hooks that only looks]
-# torch calls the innermost pair of saved-tensor hooks alone. A trace must not change what becomes of a tensor, so its
-# pair calls the outer one, and keeps what that returns; where there is none, it does what torch does without hooks:
-# it keeps the tensor and checks its version at unpack. It keeps an alias, because the tensor itself would make a cycle
-# with the node that saves it. A Parameter is kept itself: an alias would keep alive what ZeRO-3 gathers.
-# Inside a module to which disthooks' own hooks are attached, those are innermost and hide the trace's. They tell what
-# became of each tensor as an event (`_handles.SavedTensorEvent`), which takes the place of what the trace would see.
+# torch calls the innermost pair of saved-tensor hooks only. A trace must not change what becomes of a tensor, so its
+# pair calls the outer pair and keeps what that returns. If there is no outer pair, it does what torch does without
+# hooks: it keeps the tensor and checks its version at unpack. It keeps an alias, because the tensor itself would make a
+# cycle with the node that saves it. A Parameter is kept itself, because an alias would keep alive the memory that
+# ZeRO-3 gathers for it. Inside a module to which disthooks' own hooks are attached, those are innermost and hide the
+# trace's pair. They report what became of each tensor as an event (`_handles.SavedTensorEvent`), and the trace records
+# that event instead.
 #
 # [Note: seen contents]
 # Two saved tensors are the same content if they have one storage at one version. The storage is known by its address,
@@ -26,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,19 +57,19 @@ class TraceEvent(NamedTuple):
 
     Attributes:
         kind: one of ``disthooks.watch.trace.KINDS``.
-        name: of the module, or of the parameter for "tensor_hook" and "post_accumulate".
+        name: the name of the module; for "tensor_hook" and "post_accumulate", the name of the parameter.
         type: the class name of that module or parameter.
-        shape: a tuple of ints for one tensor; for a structure, that structure with such tuples in it. Of the
-            input for "forward_pre", the output for "forward", the saved tensor for "pack" and "unpack", the
-            gradient for the others; None where there is none.
-        dtype: of the first of those tensors.
-        device: likewise; it tells the replicas of DataParallel apart.
-        nbytes: of all of those tensors; for "forward", bytes saved for backward while it ran, each content once and
-            weights not counted.
-        seconds: host time in the forward, hooks and what it waited for included; 0.0 for other kinds.
-        note: for "pack" and "unpack" what became of the tensor: "saved" (where it is), "parameter" (a weight,
-            not a copy), "shared" (saved before), or "stored", "shared", "kept" by disthooks' own hooks; for
-            "forward" the error it raised.
+        shape: the shape of the input for "forward_pre", of the output for "forward", of the saved tensor for "pack" and
+            "unpack", and of the gradient for the other kinds. It is a tuple of ints for one tensor; for a structure of
+            tensors it is that structure with such tuples in it; None if there is no tensor.
+        dtype: the dtype of the first of those tensors.
+        device: its device, which tells the replicas of DataParallel apart.
+        nbytes: the bytes of all of those tensors. For "forward", the bytes that were saved for backward while it ran;
+            each content counts once, and weights do not count.
+        seconds: host time in the forward, with its hooks and its waiting; 0.0 for other kinds.
+        note: for "pack" and "unpack" what became of the tensor: "saved" (it stays where it is), "parameter" (it is a
+            weight, and no copy is made), "shared" (it was saved before), or "stored", "shared", "kept" by disthooks'
+            own hooks. For "forward" the error that it raised.
     """
 
     kind: str
@@ -85,24 +86,19 @@ class TraceEvent(NamedTuple):
     def of(
         kind: str, name: str, type_name: str, value: Any, nbytes: int | None, seconds: float, note: str
     ) -> TraceEvent:
-        """The record of ``value``, of which nothing is kept."""
+        """The event about ``value``; it keeps no tensor of it. Without ``nbytes``, the bytes of all its tensors."""
         tensors = tensors_of(value)
-        size = sum(map(_nbytes, tensors)) if nbytes is None else nbytes
+        if nbytes is None:
+            # A sparse tensor counts the elements that it has in memory, not the zeros between them.
+            counts = (each._nnz() if "sparse" in str(each.layout) else each.numel() for each in tensors)
+            nbytes = sum(count * each.element_size() for count, each in zip(counts, tensors, strict=True))
         if not tensors:
-            return TraceEvent(kind, name, type_name, None, None, None, size, seconds, note)
-        dtype, device = tensors[0].dtype, tensors[0].device
-        return TraceEvent(kind, name, type_name, _shape(value), dtype, device, size, seconds, note)
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    return pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, value)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    count = tensor._nnz() if "sparse" in str(tensor.layout) else tensor.numel()
-    return count * tensor.element_size()
+            return TraceEvent(kind, name, type_name, None, None, None, nbytes, seconds, note)
+        if isinstance(value, torch.Tensor):  # the usual case, without pytree
+            shape: Any = tuple(value.shape)
+        else:
+            shape = pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, value)
+        return TraceEvent(kind, name, type_name, shape, tensors[0].dtype, tensors[0].device, nbytes, seconds, note)
 
 
 def format_event(event: TraceEvent, width: int, with_kind: bool) -> str:
@@ -118,7 +114,7 @@ def format_event(event: TraceEvent, width: int, with_kind: bool) -> str:
 
 
 class TraceRow(NamedTuple):
-    """One module: calls, host seconds in all of them, bytes they saved, the shape last returned."""
+    """One module: its calls, the host seconds and saved bytes of all of them, and the shape of its last output."""
 
     name: str
     type: str
@@ -130,7 +126,7 @@ class TraceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TraceReport:
-    """A row for each module that ran, in the order they first returned; ``str()`` is a table."""
+    """A row for each module that ran, in the order in which modules first returned; ``str()`` gives a table."""
 
     rows: tuple[TraceRow, ...]
 
@@ -146,7 +142,7 @@ class TraceReport:
 
 
 def summarise(events: Iterable[TraceEvent]) -> TraceReport:
-    """The "forward" events by module."""
+    """A report of the "forward" events, by module."""
     rows: dict[str, TraceRow] = {}
     for event in events:
         if event.kind == "forward":
@@ -159,29 +155,31 @@ def summarise(events: Iterable[TraceEvent]) -> TraceReport:
 _autograd: Any = torch._C._autograd
 
 
-class SavedTensorListener(Protocol):
-    """Is given "pack" or "unpack", the module's name, the tensor, and what became of it."""
-
-    def __call__(self, kind: str, name: str, tensor: torch.Tensor, fate: str) -> None:
-        """Record it."""
+#: A function that is called with "pack" or "unpack", the module's name, the tensor, and what became of the tensor.
+SavedTensorListener = Callable[[str, str, torch.Tensor, str], None]
 
 
 class OuterHooks(threading.local):
-    """What disthooks' own hooks said of the tensor that this thread has just given to the outer pair."""
+    """What disthooks' own hooks said of the tensor that this thread has just given to the outer pair.
+
+    Attributes:
+        active: whether this thread is calling the outer pair now.
+        fate: what became of the tensor; None if the outer pair is not disthooks'.
+    """
 
     active = False
     fate: str | None = None
 
 
 class SeenContents:
-    """Knows the contents that were saved before, and weights from activations; see [Note: seen contents]."""
+    """Tells which tensors are weights, and which contents were saved before; see [Note: seen contents]."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int | None], StorageRef] = {}
         self._lock = shared_lock(Order.WATCH)
 
     def fate(self, tensor: torch.Tensor, weights: frozenset[int]) -> str:
-        """What becomes of ``tensor``: "parameter", "shared" or "saved"."""
+        """Say what becomes of a tensor that autograd saves: "parameter", "shared" or "saved"."""
         if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
             return "parameter"
         if exotic(tensor) is not None:
@@ -195,14 +193,14 @@ class SeenContents:
 
 
 def replica_weights(module: nn.Module) -> frozenset[int]:
-    """Addresses of the storages of a DataParallel replica's weights, which are no Parameters there."""
+    """The addresses of a DataParallel replica's weights, which are no Parameters; empty for any other module."""
     if not getattr(module, "_is_replica", False):
         return frozenset()
     return frozenset(address for address, (kind, _) in storages_of(module).items() if kind == "parameter")
 
 
 class ObservedTensor:
-    """What autograd holds of a tensor: the outer pair's value, or else the tensor and its version."""
+    """The object that autograd keeps for a saved tensor: the value of the outer pair, or the tensor and its version."""
 
     __slots__ = ("fate", "name", "value", "version")
 
@@ -216,9 +214,9 @@ class SavedTensorObserver:
     Args:
         module: the module whose forward opens the pair.
         name: gives the name of the innermost watched module of this thread.
-        told: called with every tensor.
-        contents: the contents that were seen; all forwards of one trace share it.
-        chained: what the outer pair says; all forwards of one trace share it.
+        told: the function that records each tensor that is packed or unpacked.
+        contents: the contents that were saved before; all forwards of one trace share this object.
+        chained: what disthooks' own hooks say if they are the outer pair; all forwards of one trace share this object.
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class SavedTensorObserver:
         self._open = False
 
     def open(self) -> None:
-        """Become the innermost pair of this thread, if hooks are allowed there and would see anything."""
+        """Make this the innermost pair of this thread, if torch allows hooks there and they would see anything."""
         self._outer = top_hooks(True)
         # Under checkpoint's own pair nothing is saved, and a wrapper inside would no longer find it on top.
         checkpoint = self._outer is not None and self._outer[0].__module__ == "torch.utils.checkpoint"
@@ -244,11 +242,9 @@ class SavedTensorObserver:
             self._open = True
 
     def close(self) -> None:
-        """Take the pair off.
-
-        An interrupt may have left it open while the ``with`` of the outer pair ended. That took off the topmost pair,
-        which was this one, and left the outer one: then the outer one is taken off here.
-        """
+        """Take the pair off."""
+        # After an interrupt the pair may still be on when the ``with`` of the outer pair ends. That takes off the
+        # topmost pair, which is this one, and leaves the outer one. So the outer one is taken off here if it is on top.
         top = top_hooks(True)
         if self._open and top is not None and (top[0] == self._pack or top == self._outer):
             _autograd._pop_saved_tensors_default_hooks()
@@ -272,7 +268,13 @@ class SavedTensorObserver:
             tensor: torch.Tensor = self._chain(self._outer[1], packed.value)[1]
         else:
             tensor = packed.value
-            _check(packed)
+            # torch checks the version of what it saves itself, and leaves the check to hooks where there are some.
+            if packed.version is not None and tensor._version != packed.version:
+                raise MutationError(
+                    f"a tensor of shape {tuple(tensor.shape)} that {display_name(packed.name)!r} saved for backward "
+                    f"was changed in place after it was saved (version {tensor._version}, saved at {packed.version}); "
+                    "use an operator that is not in place, or change a clone()"
+                )
         self._told("unpack", packed.name, tensor, packed.fate)
         return tensor
 
@@ -283,16 +285,6 @@ class SavedTensorObserver:
             return self._chained.fate, result
         finally:
             self._chained.active = False
-
-
-def _check(packed: ObservedTensor) -> None:
-    """Check the version as torch does without hooks; with hooks it leaves the check to them."""
-    if packed.version is not None and packed.value._version != packed.version:
-        raise MutationError(
-            f"a tensor of shape {tuple(packed.value.shape)} that {display_name(packed.name)!r} saved for backward was "
-            f"changed in place after it was saved (version {packed.value._version}, saved at {packed.version}); "
-            "use an operator that is not in place, or change a clone()"
-        )
 
 
 __all__ = ["KINDS", "Trace", "trace"]
@@ -351,11 +343,11 @@ class Trace(Attachment):
 
     @property
     def events(self) -> list[TraceEvent]:
-        """What fired so far, in order; with several threads, in the order it was written down."""
+        """The events so far, in the order in which they were recorded, also those of several threads."""
         return list(self._events)
 
     def report(self) -> TraceReport:
-        """For each module that ran: calls, host seconds, bytes saved and the shape last returned."""
+        """One row for each module that ran: calls, host seconds, saved bytes and the shape of the last output."""
         return summarise(self._events)
 
     def __enter__(self) -> Trace:
@@ -372,27 +364,31 @@ class Trace(Attachment):
 
     # -- hooks
 
-    def _attach(self, name: str, module: nn.Module, full_backward: bool) -> None:
-        def keep(handle: Any) -> None:
-            self.on_remove(handle.remove)
+    def _attach(self, model: nn.Module, chosen: dict[str, nn.Module], full_backward: bool) -> None:
+        def hook(function: Callable[..., Any], *args: object) -> UncopiedHook:
+            return UncopiedHook(functools.partial(function, *args))
 
-        # The first hook before forward and the last after it, so that the module's other hooks run in between, and two
-        # traces close in the reverse order of their opening.
-        pre = UncopiedHook(functools.partial(self._begin, name))
-        keep(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        keep(module.register_forward_hook(UncopiedHook(functools.partial(self._finish, name)), always_call=True))
-        if full_backward:
-            before = functools.partial(self._backward, "full_backward_pre", name)
-            keep(module.register_full_backward_pre_hook(UncopiedHook(before)))
-            after = functools.partial(self._backward, "full_backward", name)
-            keep(module.register_full_backward_hook(UncopiedHook(after)))
-
-    def _attach_parameter(self, name: str, parameter: Any) -> None:
-        kind = type(parameter).__name__
-        tensor_hook = UncopiedHook(functools.partial(self._gradient, "tensor_hook", name, kind))
-        self.on_remove(parameter.register_hook(tensor_hook).remove)
-        done = UncopiedHook(lambda leaf: self._gradient("post_accumulate", name, kind, leaf.grad))
-        self.on_remove(parameter.register_post_accumulate_grad_hook(done).remove)
+        for name, module in chosen.items():
+            # The first hook before forward and the last after it, so that the module's other hooks run in between, and
+            # two traces close in the reverse order of their opening.
+            before = module.register_forward_pre_hook(hook(self._begin, name), prepend=True, with_kwargs=True)
+            self.on_remove(before.remove)
+            self.on_remove(module.register_forward_hook(hook(self._finish, name), always_call=True).remove)
+            if full_backward:
+                begins = hook(self._backward, "full_backward_pre", name)
+                self.on_remove(module.register_full_backward_pre_hook(begins).remove)
+                ends = hook(self._backward, "full_backward", name)
+                self.on_remove(module.register_full_backward_hook(ends).remove)
+        followed = {id(leaf) for module in chosen.values() for leaf in module.parameters()}
+        leaf: Any
+        for name, leaf in unwrap_engine(model).named_parameters():
+            # torch puts no hook on a parameter that has no shape yet.
+            if id(leaf) in followed and not nn.parameter.is_lazy(leaf) and leaf.requires_grad and leaf.is_leaf:
+                about = canonical_name(name), type(leaf).__name__
+                self.on_remove(leaf.register_hook(hook(self._gradient, "tensor_hook", *about)).remove)
+                done = hook(self._accumulated, *about)
+                self.on_remove(leaf.register_post_accumulate_grad_hook(done).remove)
+        self.on_remove(_handles.add_listener(self._heard))
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frames = self._threads.frames
@@ -414,25 +410,27 @@ class Trace(Attachment):
         error = sys.exc_info()[1]
         note = f"raised {type(error).__name__}" if error is not None and error is not frame.error else ""
         self._add("forward", name, type(module).__name__, output, frame.saved, seconds, note)
-        self._watch_nodes(name, module, output)
-
-    def _watch_nodes(self, name: str, module: nn.Module, output: Any) -> None:
+        # A gradient of an output is complete when the node that made it is about to run. A node may make several.
         nodes: dict[Any, int] = {}
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 nodes.setdefault(tensor.grad_fn, tensor.output_nr)
-        for node, index in nodes.items():
-            hook = functools.partial(self._output_grad, name, type(module).__name__, index)
+        for node, position in nodes.items():
+            hook = functools.partial(self._output_grad, name, type(module).__name__, position)
             self.on_remove(node.register_prehook(hook).remove)
 
     def _output_grad(self, name: str, kind: str, index: int, grads: tuple[Any, ...]) -> None:
-        self._gradient("output_grad", name, kind, grads[index])
+        self._add("output_grad", name, kind, grads[index])
 
     def _backward(self, kind: str, name: str, module: nn.Module, grads: tuple[Any, ...], *_: object) -> None:
         self._add(kind, name, type(module).__name__, _single(grads))
 
+    # Hooks return None, because torch would put anything else in the place of the gradient.
     def _gradient(self, kind: str, name: str, type_name: str, grad: torch.Tensor | None) -> None:
         self._add(kind, name, type_name, grad)
+
+    def _accumulated(self, name: str, type_name: str, leaf: torch.Tensor) -> None:
+        self._add("post_accumulate", name, type_name, leaf.grad)
 
     # -- saved tensors
 
@@ -447,9 +445,9 @@ class Trace(Attachment):
                 frame.saved += event.nbytes
 
     def _heard(self, event: _handles.SavedTensorEvent) -> None:
-        """Record what disthooks' own hooks tell; see [Note: a pair of hooks that only looks]."""
+        """Record an event of disthooks' own hooks; see [Note: a pair of hooks that only looks]."""
         if self._chained.active:
-            self._chained.fate = event.outcome
+            self._chained.fate = event.outcome  # `_pack` or `_unpack` of the observer records the tensor
         elif event.kind == "pack" and self._threads.frames:
             self._module_names[event.module_name] = self._innermost()
             self._saved("pack", self._innermost(), event.tensor, event.outcome)
@@ -513,20 +511,20 @@ def trace(
     in backward, as torch raises without saved-tensor hooks. Hooks around the model keep working.
     A trace does not see what a module saves under saved-tensor hooks that it opens itself (``save_on_cpu``,
     checkpointing), what is saved under a checkpoint around the model, and ``tensor_hook`` under FSDP, where torch
-    never calls it. It is made to follow a few steps: the events, without their tensors, stay in memory.
+    never calls it. A trace is meant for a few steps, because all its events stay in memory, without their tensors.
 
     Args:
         model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
         patterns: globs over module names, module classes or predicates; every module when there are none.
             Their parameters are followed, and those of the modules in them.
-        depth: only modules at most so deep: 0 is the model, 1 its children too; None for all. What deeper
-            modules save counts for the module above them.
-        print: called with each line as it happens; None prints nothing.
+        depth: the depth of the deepest modules that are watched: 0 is the model alone, 1 the model and its children;
+            None for all. The tensors that a deeper module saves count for the watched module around it.
+        print: the function that gets each line when the event happens; None prints nothing.
         show: the kinds to print, names or globs: ``"forward"`` is one line for each module, ``"*"`` everything.
-        saved_tensors: follow ``pack`` and ``unpack``. False for a model that uses ``torch.func.grad`` or ``vjp`` in
-            its forward, which torch refuses while there are saved-tensor hooks.
-        full_backward: also use torch's full backward hooks. They pass inputs and outputs through views, so
-            that torch raises where a module changes one in place, such as ``nn.ReLU(inplace=True)``.
+        saved_tensors: whether to record ``pack`` and ``unpack``. Give False for a model that uses ``torch.func.grad``
+            or ``vjp`` in its forward, because torch refuses these while there are saved-tensor hooks.
+        full_backward: whether to use torch's full backward hooks too. They pass inputs and outputs through views, so
+            torch raises if a module changes one of them in place, as ``nn.ReLU(inplace=True)`` does.
 
     Returns:
         An attachment with ``events`` and ``report()``; it ends with a ``with`` block or by ``remove()``.
@@ -550,19 +548,8 @@ def trace(
     chosen = choose_modules(model, patterns or ["*"], depth)
     made = Trace(chosen, print, {kind for kind, _ in kinds}, saved_tensors)
     try:
-        _attach(made, model, chosen, full_backward)
+        made._attach(model, chosen, full_backward)
     except BaseException:
         made.remove()
         raise
     return made
-
-
-def _attach(made: Trace, model: nn.Module, chosen: dict[str, nn.Module], full_backward: bool) -> None:
-    for name, module in chosen.items():
-        made._attach(name, module, full_backward)
-    followed = {id(leaf) for module in chosen.values() for leaf in module.parameters()}
-    for name, parameter in unwrap_engine(model).named_parameters():
-        lazy = nn.parameter.is_lazy(parameter)  # torch puts no hook on a parameter that has no shape yet
-        if id(parameter) in followed and not lazy and parameter.requires_grad and parameter.is_leaf:
-            made._attach_parameter(canonical_name(name), parameter)
-    made.on_remove(_handles.add_listener(made._heard))
