@@ -1,20 +1,21 @@
 """``blame``: the first module whose output was not finite, and on which rank."""
 
 # [Note: who is blamed]
-# The first output that is not finite need not be of the module that made it. If code in a module's own forward, between
-# calls of its children, makes a NaN, the next child sees it first, as an input. So two calls are kept: the first with a
-# non-finite output, and the first of those that were given finite inputs. If the second is of a module around the first
-# in the same forward, that module's code made the NaN and it is blamed; otherwise the first is.
-# A call is looked at when it returns, so a child's output comes before its parent's.
+# The module with the first non-finite output is not always the module that made it. If the code of a module's own
+# forward makes a NaN between calls of its children, the next child gets it as an input and returns it first. So two
+# calls are kept: the first with a non-finite output, and the first of those whose inputs were finite. If the module of
+# the second call is around the module of the first, in the same forward, then its code made the NaN and it is blamed;
+# otherwise the first is blamed. A call is looked at when it returns, so a child's output comes before its parent's.
 #
 # [Note: what is looked at once]
-# Within one outermost forward, each tensor is looked at once at each version, and each module's weights once. Flags are
-# not kept longer, because not everything that writes into weights or into a batch counts up a version.
+# Within one outermost forward, each version of a tensor is looked at once, and each module's weights once. Flags are
+# not kept longer, because some code writes into weights or into a batch without counting up the version.
 
 from __future__ import annotations
 
 import collections
 import functools
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from disthooks.grads import collectives
 from disthooks.watch.features import choose_modules, display_name
 from disthooks.watch.finite import FiniteFlags, FirstNonFinite, ModuleCall, floats_of, made_or_passed_on
 
-_BYTES = 128  # of each text that is sent
+_BYTES = 128  # the length of each text that is sent to other ranks; a multiple of 8
+_LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,14 @@ class Blamed:
 
     Attributes:
         rank: the global rank.
-        forward: which forward of the model since attaching, from 0.
-        module: canonical name; ``""`` is the model itself.
-        kind: its class.
-        call: which call of it in that forward, from 0.
-        inputs_finite: whether its inputs were finite, except for ``-inf``, which masks have. If not, it passed on what
-            came into the model.
-        weights_finite: whether its own parameters and buffers were.
-        seen: name of the module whose output was the first to be non-finite.
+        forward: the number of the model's forward since attaching, from 0.
+        module: the canonical name of the module; ``""`` is the model itself.
+        kind: the name of its class.
+        call: the number of its call in that forward, from 0.
+        inputs_finite: whether its inputs were finite, except for ``-inf``, which masks have. If not, the non-finite
+            value came into the model with its inputs.
+        weights_finite: whether its own parameters and buffers were finite.
+        seen: the name of the module whose output was the first to be non-finite.
         masked: whether its inputs had ``-inf`` in them.
 
     >>> print(Blamed(3, 0, "block.fc", "Linear", 0, True, False, "block.fc"))
@@ -83,10 +85,13 @@ class Blamed:
         return f"{head}its inputs were finite{mask}{' ' if mask else comma}{weights}{where}"
 
     def numbers(self) -> list[int]:
-        """The same as int64 numbers, always as many, for an all-gather."""
+        """The same as int64 numbers for an all-gather. Their count is always the same, so long names are cut."""
         inputs = int(self.inputs_finite) + int(self.masked)
-        flags = [1, self.rank, self.forward, self.call, inputs, int(self.weights_finite)]
-        return flags + [number for text in (self.module, self.kind, self.seen) for number in _packed(text)]
+        numbers = [1, self.rank, self.forward, self.call, inputs, int(self.weights_finite)]
+        for text in (self.module, self.kind, self.seen):
+            content = text.encode()[-_BYTES:].ljust(_BYTES, b"\0")  # the end of a name says most
+            numbers += struct.unpack(f"<{_BYTES // 8}q", content)
+        return numbers
 
     @staticmethod
     def of(numbers: Sequence[int]) -> Blamed | None:
@@ -99,8 +104,9 @@ class Blamed:
         found, rank, forward, call, inputs, weights, *rest = numbers
         if not found:
             return None
-        size = _BYTES // 8
-        module, kind, seen = (_unpacked(rest[i : i + size]) for i in (0, size, 2 * size))
+        content = struct.pack(f"<{len(rest)}q", *rest)
+        texts = (content[i * _BYTES : (i + 1) * _BYTES].rstrip(b"\0") for i in range(3))
+        module, kind, seen = (text.decode(errors="replace") for text in texts)
         return Blamed(rank, forward, module, kind, call, bool(inputs), bool(weights), seen, inputs == 2)
 
 
@@ -135,20 +141,7 @@ class BlameReport:
         return "\n".join([*lines, *(f"not looked at: {note}" for note in self.notes)])
 
 
-def _packed(text: str) -> list[int]:
-    """The last bytes of ``text`` as int64."""
-    content = text.encode()[-_BYTES:].ljust(_BYTES, b"\0")
-    return [int.from_bytes(content[i : i + 8], "little", signed=True) for i in range(0, _BYTES, 8)]
-
-
-def _unpacked(numbers: Sequence[int]) -> str:
-    content = b"".join(number.to_bytes(8, "little", signed=True) for number in numbers)
-    return content.rstrip(b"\0").decode(errors="replace")
-
-
 __all__ = ["Blame", "blame"]
-
-_LOW = (1 << 32) - 1
 
 
 class RunningCall:
@@ -190,18 +183,28 @@ class Blame(Attachment):
         super().__init__()
         self.forwards = self.calls = 0
         self._model, self._raise = model, raise_error
-        self._names = [(name, _class_of(module)) for name, module in chosen.items()]
+        self._names: list[tuple[str, str]] = []  # the name and the class of each watched module
         self._unknown: set[str] = set()
         self._threads = PerThread(only_nan, self._unknown)
         self._first_calls: dict[torch.device, FirstNonFinite] = {}
         self._lock = shared_lock(Order.WATCH)
-        self._order = 0  # of calls that returned in this forward
+        self._order = 0  # how many calls have returned in this forward
         self._calls: collections.Counter[int] = collections.Counter()  # in this forward, by module
-        self._passed = 0
-        self._attach(chosen)
+        self._passed = 0  # calls that were not looked at, because torch.func or a tracer made them
+        # Each replica of DataParallel calls the hooks of the model inside, so forwards are counted on the wrapper.
+        root = model if is_of_class(model, "DataParallel") else unwrap_engine(model)
+        self.on_remove(root.register_forward_pre_hook(UncopiedHook(self._begin_forward), prepend=True).remove)
+        for index, (name, module) in enumerate(chosen.items()):
+            kind = type(module)
+            if any(base.__name__ == "FSDPModule" for base in kind.__bases__):
+                kind = kind.__bases__[-1]  # `fully_shard` derives a class from FSDPModule and the user's class
+            self._names.append((name, kind.__name__))
+            before, after = (UncopiedHook(functools.partial(hook, index)) for hook in (self._begin, self._finish))
+            self.on_remove(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self.on_remove(module.register_forward_hook(after, always_call=True).remove)
 
     def report(self, all_ranks: bool = False) -> BlameReport:
-        """The first module call whose output was not finite; waits for the device.
+        """Find the first module call whose output was not finite. This waits for the device.
 
         See [Note: who is blamed].
 
@@ -217,21 +220,21 @@ class Blame(Attachment):
         found: list[Blamed | None] = [mine]
         if len(everyone) > 1:
             group = collectives.group_of(everyone)
-            device = collectives.device_for(group, self._device())
+            here = next((tensor.device for tensor in self._model.parameters()), torch.device("cpu"))
+            device = collectives.device_for(group, here)
             numbers = torch.tensor(nobody() if mine is None else mine.numbers(), device=device)
             found = [Blamed.of(row) for row in collectives.gather(group, numbers)]
-        return BlameReport(tuple(f for f in found if f is not None), self.forwards, self.calls, self._notes())
+        notes = [f"tensors of kind {kind}" for kind in sorted(self._unknown)]
+        if self._passed:
+            notes.append(f"{self._passed} module calls inside torch.func or a tracer")
+        if not self.calls:
+            notes.append(
+                "anything: no module returned a floating-point tensor since attaching, or torch.compile ran the model "
+                "without Python (run it uncompiled)"
+            )
+        return BlameReport(tuple(f for f in found if f is not None), self.forwards, self.calls, tuple(notes))
 
     # -- hooks
-
-    def _attach(self, chosen: dict[str, nn.Module]) -> None:
-        # Each replica of DataParallel calls the hooks of the model inside, so forwards are counted on the wrapper.
-        root = self._model if is_of_class(self._model, "DataParallel") else unwrap_engine(self._model)
-        self.on_remove(root.register_forward_pre_hook(UncopiedHook(self._begin_forward), prepend=True).remove)
-        for index, module in enumerate(chosen.values()):
-            before, after = (UncopiedHook(functools.partial(hook, index)) for hook in (self._begin, self._finish))
-            self.on_remove(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            self.on_remove(module.register_forward_hook(after, always_call=True).remove)
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not getattr(module, "_is_replica", False) and not in_backward():
@@ -251,13 +254,26 @@ class Blame(Attachment):
         if not self._threads.frames:
             self._threads.begin()
         frame.inputs = self._threads.looked(floats_of((args, kwargs) if kwargs else args))
-        frame.weights = self._weights_finite(module)
+        weights = self._threads.weights
+        if id(module) not in weights:
+            copies = getattr(module, "_former_parameters", {})  # a DataParallel replica has its weights there
+            own = [*module._parameters.values(), *module._buffers.values(), *copies.values()]
+            weights[id(module)] = self._threads.looked(floats_of(own), known=False)
+        frame.weights = weights[id(module)]
         self._threads.frames.append(frame)
 
     def _finish(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        frame = None if in_backward() else self._pop(module)
-        outputs = self._threads.looked(floats_of(output)) if frame is not None else None
-        if frame is None or outputs is None:
+        if in_backward():
+            return
+        # Find the call that ends. Calls inside it that never ended, because they raised, end with it.
+        frames = self._threads.frames
+        position = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
+        if position is None:
+            return
+        frame = frames[position]
+        del frames[position:]
+        outputs = self._threads.looked(floats_of(output))
+        if outputs is None:
             return
         with self._lock:
             self.calls += 1
@@ -269,92 +285,53 @@ class Blame(Attachment):
         if self._raise and bool(made_or_passed_on(outputs, inputs)):
             raise NonFiniteError(f"{self.report()}\n(raised by blame(raise_error=True) on rank {global_rank()})")
 
-    def _pop(self, module: nn.Module) -> RunningCall | None:
-        """Take off the call that ends, and calls inside it that never ended."""
-        frames = self._threads.frames
-        index = next((i for i in reversed(range(len(frames))) if frames[i].module is module), None)
-        if index is None:
-            return None
-        frame = frames[index]
-        del frames[index:]
-        return frame
-
-    def _weights_finite(self, module: nn.Module) -> torch.Tensor | None:
-        """The flag of a module's own parameters and buffers, found once in a forward."""
-        flags = self._threads.weights
-        if id(module) not in flags:
-            copies = getattr(module, "_former_parameters", {})  # a DataParallel replica has its weights there
-            own = [*module._parameters.values(), *module._buffers.values(), *copies.values()]
-            flags[id(module)] = self._threads.looked(floats_of(own), known=False)
-        return flags[id(module)]
-
     # -- reading
 
     def _found(self) -> Blamed | None:
+        """The call to blame on this rank. See [Note: who is blamed]."""
         with self._lock:
-            books = list(self._first_calls.values())
-        read = [book.read() for book in books]
+            devices = list(self._first_calls.values())
+        # Two rows from each device: the first call with a non-finite output, and the first with finite inputs besides.
+        read = [each.read() for each in devices]
         first, made = ([rows[i] for rows in read if rows[i][0] >= 0] for i in (0, 1))
         if not first:
             return None
-        seen = min(first)
-        around = [row for row in made if row[0] >> 32 == seen[0] >> 32 and self._is_in(seen, row)]
-        return self._blamed(min(around) if around else seen, seen)
-
-    def _is_in(self, row: list[int], outer: list[int]) -> bool:
-        """Whether the module of ``row`` is that of ``outer``, or inside it."""
-        name, other = self._names[row[1] >> 32][0], self._names[outer[1] >> 32][0]
-        return not other or f"{name}.".startswith(f"{other}.")
-
-    def _blamed(self, row: list[int], seen: list[int]) -> Blamed:
-        when, where, inputs, weights = row
-        name, kind = self._names[where >> 32]
+        seen = blamed = min(first)
+        seen_in = self._names[seen[1] >> 32][0]
+        for row in sorted(made):
+            outer = self._names[row[1] >> 32][0]
+            # The same forward, and the same module or one around it; the name of the model itself is empty.
+            if row[0] >> 32 == seen[0] >> 32 and (not outer or f"{seen_in}.".startswith(f"{outer}.")):
+                blamed = row
+                break
+        when, where, inputs, weights = blamed
+        module, kind = self._names[where >> 32]
         return Blamed(
             rank=global_rank(),
             forward=when >> 32,
-            module=name,
+            module=module,
             kind=kind,
             call=where & _LOW,
             inputs_finite=bool(inputs),
             weights_finite=bool(weights),
-            seen=self._names[seen[1] >> 32][0],
+            seen=seen_in,
             masked=inputs == 2,
         )
-
-    def _notes(self) -> tuple[str, ...]:
-        notes = [f"tensors of kind {kind}" for kind in sorted(self._unknown)]
-        if self._passed:
-            notes.append(f"{self._passed} module calls inside torch.func or a tracer")
-        if not self.calls:
-            notes.append(
-                "anything: no module returned a floating-point tensor since attaching, or torch.compile ran the model "
-                "without Python (run it uncompiled)"
-            )
-        return tuple(notes)
 
     def _ranks(self) -> tuple[int, ...]:
         try:
             ranks = detect_engine(self._model).ranks
-        except AttachError:  # DeepSpeed: the hooks of modules work there, and no rank is left out
+        except AttachError:  # such as the model inside a DeepSpeed engine: its hooks work, and every rank takes part
             return world_ranks()
         return ranks if len(ranks) > 1 else world_ranks()
 
-    def _device(self) -> torch.device:
-        return next((tensor.device for tensor in self._model.parameters()), torch.device("cpu"))
-
-
-def _class_of(module: nn.Module) -> str:
-    """The name of the user's class; ``fully_shard`` gives a module a class of its own with the user's as a base."""
-    kind = type(module)
-    return kind.__bases__[-1].__name__ if "FSDPModule" in (base.__name__ for base in kind.__bases__) else kind.__name__
-
 
 def blame(model: nn.Module, *, raise_error: bool = False, only_nan: bool = False) -> Blame:
-    """Watch every module's output, and say afterwards which was the first to be infinite or NaN.
+    """Watch the output of every module, and report which module's output was the first to be infinite or NaN.
 
-    The module that made a non-finite value is told from those that passed it on: it is the first with finite inputs and
-    a non-finite output. Nothing waits for the device before ``report()``; outputs, gradients and memory stay as they
-    are. While it is attached, each output is read once more, and each weight once in a forward.
+    The report tells the module that made a non-finite value from the modules that passed it on: it is the first with
+    finite inputs and a non-finite output. Nothing waits for the device before ``report()``; outputs, gradients and
+    memory stay as they are. While it is attached, each output is read once more, and each weight once in a forward.
 
     It may be attached before or after DDP, FSDP (1 or 2), DeepSpeed or checkpointing take the model; a checkpoint's
     second forward is not looked at. Of ``nn.DataParallel`` pass the wrapper, so that forwards are counted. Gradients
@@ -362,12 +339,14 @@ def blame(model: nn.Module, *, raise_error: bool = False, only_nan: bool = False
 
     Args:
         model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
-        raise_error: raise in the forward itself, at the first non-finite output. This waits for the device at
-            every module call, and stops this rank alone: others wait for it in their next collective. For debugging.
-        only_nan: let infinities pass, for a model whose modules return them on purpose, such as masks of ``-inf``.
+        raise_error: whether to raise in the forward itself, at the first non-finite output. This is for debugging: it
+            waits for the device at every module call, and it stops this rank only, while the other ranks wait for this
+            one in their next collective.
+        only_nan: whether infinities count as finite, for a model whose modules return them on purpose, such as masks of
+            ``-inf``.
 
     Returns:
-        A handle with ``report()``, ``remove()`` and ``with``. What was found can be read after it is removed.
+        A handle with ``report()``, ``remove()`` and ``with``. Its report can be read after it is removed.
 
     Raises:
         AttachError: when a part of the model is compiled or scripted, so that it calls no hooks.
