@@ -1,4 +1,4 @@
-"""``features``: what chosen modules returned, by name; and how the modules that are watched are chosen."""
+"""``features`` keeps the outputs of chosen modules by name; ``choose_modules`` finds the modules for every watcher."""
 
 # [Note: modules without hooks]
 # torch calls forward hooks in Python, from `Module.__call__`. Scripted code never calls them, and compiled code calls
@@ -38,46 +38,37 @@ def choose_modules(model: nn.Module, patterns: Iterable[Pattern], depth: int | N
         MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
         AttachError: when a module that matches runs without Python hooks.
     """
-    root = unwrap_engine(model)
-    # Of a wrapper and the module in it, named_modules gives the inner one last.
+    # named_modules gives a wrapper before the module in it, so the dict keeps the inner one under their common name.
     chosen = dict(match_modules(model, as_patterns(patterns)))
     if depth is not None:
-        chosen = {name: module for name, module in chosen.items() if _depth(name) <= depth}
+        chosen = {name: module for name, module in chosen.items() if (name.count(".") + 1 if name else 0) <= depth}
         if not chosen:
             raise MatchError(f"every module that matches is deeper than depth={depth}; raise depth or leave it out")
-    dead = {id(part): why for part, why in _without_hooks(root)}
+    reasons: dict[int, str] = {}
+    for module in unwrap_engine(model).modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            reasons[id(module)] = "scripted code calls no Python hooks; watch the module from before torch.jit"
+        elif "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
+            why = (
+                "code compiled before calls no new hooks; watch and call the module from before "
+                "torch.compile (model._orig_mod), or watch a module around it"
+            )
+            reasons |= {id(part): why for part in module.modules()}
     for name, module in chosen.items():
-        if id(module) in dead:
-            raise AttachError(f"{display_name(name)!r} ({type(module).__name__}): {dead[id(module)]}")
+        if id(module) in reasons:
+            raise AttachError(f"{display_name(name)!r} ({type(module).__name__}): {reasons[id(module)]}")
     return chosen
 
 
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
-
-
-def _without_hooks(root: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for module in root.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            yield module, "scripted code calls no Python hooks; watch the module from before torch.jit"
-        elif "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
-            for part in module.modules():
-                yield (
-                    part,
-                    "code compiled before calls no new hooks; watch and call the module from before "
-                    "torch.compile (model._orig_mod), or watch a module around it",
-                )
-
-
 def tensors_of(value: object) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and whatever else is registered with torch's pytree."""
+    """The tensors in nested tuples, lists, dicts and all other containers that torch's pytree knows."""
     if isinstance(value, torch.Tensor):  # the usual case, ten times as fast without pytree
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """The count of in-place changes; None for a tensor without one, which was made under ``inference_mode``."""
+    """The number of in-place changes of ``tensor``; None if torch does not count them (``inference_mode``)."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -85,15 +76,17 @@ __all__ = ["Seen", "features"]
 
 
 class _Run(NamedTuple):
+    """One call that returned: its output, and the tensors in it with their versions at that time."""
+
     output: Any
     versions: tuple[tuple[torch.Tensor, int | None], ...]
 
 
 class Seen(Attachment, Mapping[str, Any]):
-    """Canonical module name to the output of its last call; what :func:`features` returns.
+    """What :func:`features` returns: a mapping from canonical module names to the output of the module's last call.
 
-    As a mapping it has the watched modules that have run, in the model's order. What was seen stays readable
-    after the ``with`` block or ``remove()``.
+    The mapping has the watched modules that have run, in the model's order. The outputs stay readable after the
+    ``with`` block or ``remove()``.
     """
 
     def __init__(self, names: tuple[str, ...], keep: int | None) -> None:
@@ -128,7 +121,7 @@ class Seen(Attachment, Mapping[str, Any]):
         return bool(self._runs.get(name)) if isinstance(name, str) else False
 
     def calls(self, name: str) -> tuple[Any, ...]:
-        """The outputs that are kept for ``name``, oldest first; those of replicas by device.
+        """The outputs that are kept for ``name``, oldest first; replicas follow each other in the order of devices.
 
         Raises:
             NotSeenError: when the module has not run.
@@ -140,7 +133,7 @@ class Seen(Attachment, Mapping[str, Any]):
         return tuple(_read(name, run) for run in kept)
 
     def count(self, name: str) -> int:
-        """How many calls of ``name`` returned, kept or not.
+        """The number of calls of ``name`` that returned, also those whose outputs are no longer kept.
 
         Raises:
             NotSeenError: when no such module is watched.
@@ -162,10 +155,24 @@ class Seen(Attachment, Mapping[str, Any]):
             )
         return self._runs[name]
 
-    def _add(self, name: str, replica: torch.device | None, run: _Run) -> None:
+    def _remember(self, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
+        """The forward hook of a watched module."""
+        if in_backward():  # a checkpoint computes again what was seen
+            return
+
+        def alias(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach() if detach else tensor
+            return kept.clone() if copy else kept
+
+        single = isinstance(output, torch.Tensor)
+        kept = alias(output) if single else pytree.tree_map_only(torch.Tensor, alias, output)
+        versions = tuple((tensor, version_of(tensor)) for tensor in tensors_of(kept))
+        replica: torch.device | None = None
+        if getattr(module, "_is_replica", False):
+            replica = versions[0][0].device if versions else torch.device("cpu")
         with self._lock:
             fresh: collections.deque[_Run] = collections.deque(maxlen=self._keep)
-            self._runs[name].setdefault(replica, fresh).append(run)
+            self._runs[name].setdefault(replica, fresh).append(_Run(kept, versions))
             self._counts[name] += 1
 
 
@@ -174,27 +181,27 @@ def features(
 ) -> Seen:
     """Keep what the matching modules return, under their names, without changing it or waiting for a device.
 
-    Tensors are kept as aliases, which cost no memory beyond what they keep alive. An alias that is changed in
-    place later (``nn.ReLU(inplace=True)``, ``out += x``) no longer shows what the module returned, so reading it
-    raises; ``copy=True`` keeps a copy, made on the device.
+    Tensors are kept as aliases, which cost no memory beyond what they keep alive. If an output is changed in place
+    later (``nn.ReLU(inplace=True)``, ``out += x``), its alias no longer shows what the module returned, and reading it
+    raises. ``copy=True`` keeps a copy instead, made on the device.
 
-    A module that is called several times shows its last call; ``seen.calls(name)`` has the last ``keep`` calls and
-    ``seen.count(name)`` their number. In ``nn.DataParallel`` each replica keeps its own part of the batch:
-    ``seen.calls(name)`` has one part for each device, and ``seen[name]`` raises. Under DDP and FSDP it is this
-    rank's part of the batch. What a checkpoint computes again in backward is no further call.
+    ``seen[name]`` is the output of the module's last call; ``seen.calls(name)`` has the last ``keep`` calls, and
+    ``seen.count(name)`` is the number of all calls. In ``nn.DataParallel`` each replica keeps its own part of the
+    batch: ``seen.calls(name)`` has one part for each device, and ``seen[name]`` raises. Under DDP and FSDP an output is
+    for this rank's part of the batch. The second forward of a checkpoint, in backward, does not count as a call.
 
     Args:
         model: the model; names are those inside it when it is wrapped by DDP or DataParallel.
         patterns: globs over module names (``*`` crosses dots; ``""`` is the model itself), module classes or
             predicates of name and module.
-        detach: without the graph, so that keeping the output does not keep what it was computed from.
-            Tensors are found in tuples, lists, dicts, named tuples and types known to torch's pytree; any other
+        detach: whether to keep tensors without their graph, so that they do not keep alive what they were computed
+            from. Tensors are found in tuples, lists, dicts, named tuples and types known to torch's pytree; any other
             object is kept as it is.
-        copy: keep copies.
+        copy: whether to keep copies instead of aliases.
         keep: how many calls of each module to keep; None for all of them.
 
     Returns:
-        A mapping that is also an attachment: the hooks leave at the end of a ``with`` block or by ``remove()``.
+        A mapping that is also an attachment: the end of a ``with`` block or ``remove()`` takes the hooks off.
 
     Raises:
         UsageError: without patterns, or when ``keep`` is not positive.
@@ -214,29 +221,9 @@ def features(
     chosen = choose_modules(model, patterns)
     seen = Seen(tuple(chosen), keep)
     for name, module in chosen.items():
-        hook = UncopiedHook(functools.partial(_see, seen, name, detach, copy))
+        hook = UncopiedHook(functools.partial(seen._remember, name, detach, copy))
         seen.on_remove(module.register_forward_hook(hook).remove)
     return seen
-
-
-def _see(seen: Seen, name: str, detach: bool, copy: bool, module: nn.Module, args: object, output: Any) -> None:
-    if in_backward():  # a checkpoint computes again what was seen
-        return
-
-    def alias(tensor: torch.Tensor) -> torch.Tensor:
-        kept = tensor.detach() if detach else tensor
-        return kept.clone() if copy else kept
-
-    single = isinstance(output, torch.Tensor)
-    kept = alias(output) if single else pytree.tree_map_only(torch.Tensor, alias, output)
-    versions = tuple((tensor, version_of(tensor)) for tensor in tensors_of(kept))
-    seen._add(name, _replica(module, versions), _Run(kept, versions))
-
-
-def _replica(module: nn.Module, versions: tuple[tuple[torch.Tensor, int | None], ...]) -> torch.device | None:
-    if not getattr(module, "_is_replica", False):
-        return None
-    return versions[0][0].device if versions else torch.device("cpu")
 
 
 def _order(device: torch.device | None) -> tuple[str, int]:

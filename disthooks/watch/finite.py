@@ -16,16 +16,16 @@ from disthooks.watch.features import version_of
 
 # [Note: masks]
 # A mask of `-inf` is an input that somebody made on purpose. If it counted as an input that is not finite, a module
-# that gets a mask could never be the one that made a NaN, and a module inside it, which only got the result first,
-# would be named. So of inputs only NaN and `+inf` count. `+inf` counts although a mask might have it: an overflow in
+# that gets a mask could never be named as the one that made a NaN, and a module inside it would be named, which only
+# got the NaN first. So of inputs only NaN and `+inf` count. `+inf` counts although a mask might have it: an overflow in
 # code between two modules gives it, and the second of them must not be named for that. A module that was given `-inf`
 # and returns `-inf` has passed it on.
 #
 # [Note: flags that add up]
 # A tensor's flag is 0, `-inf` or NaN, a tensor without dimensions on the device of the tensor. The sum of several flags
 # is the flag of all their tensors together: NaN and anything is NaN, and 0 and `-inf` is `-inf`. So the outputs of a
-# call need one number on the device. A flag is made of the extremes of a tensor (decision 50): that is one pass over
-# its memory, makes no temporary of its size, and neither extreme loses a NaN.
+# call need one number on the device. A flag is made of the smallest and the largest element of a tensor (decision 50):
+# they take one pass over its memory and no temporary of its size, and both are NaN if an element is NaN.
 #
 # [Note: calls are compared on the device]
 # Reading a flag would make the host wait for the device, in each call of each module. So the flags of 256 calls are put
@@ -44,26 +44,26 @@ def floats_of(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         part = local_part(value)
         return [part] if part.is_floating_point() or part.is_complex() else []
+    # The usual containers need no pytree, which takes longer than looking at a small tensor.
+    inside: Iterable[object]
+    if isinstance(value, (tuple, list)):
+        inside = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif value is None or isinstance(value, (int, float, str)):
+        inside = ()
+    else:
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != 1 or leaves[0] is not value:  # pytree knows this container
+            inside = leaves
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        else:
+            inside = ()
     found: list[torch.Tensor] = []
-    for inner in _inside(value):
+    for inner in inside:
         found += floats_of(inner)
     return found
-
-
-def _inside(value: object) -> Iterable[object]:
-    # The usual containers need no pytree, which takes longer than looking at a small tensor.
-    if isinstance(value, (tuple, list)):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if value is None or isinstance(value, (int, float, str)):
-        return ()
-    leaves = pytree.tree_leaves(value)
-    if len(leaves) != 1 or leaves[0] is not value:  # pytree knows this container
-        return leaves
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return ()
-    return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
 
 
 @torch.no_grad()
@@ -83,7 +83,11 @@ def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | 
     >>> [float(zero_or_nan(torch.tensor([1.0, other]))) for other in (torch.inf, -torch.inf, 1.0)]
     [nan, -inf, 0.0]
     """
-    dense = _dense(tensor.detach())
+    dense = tensor.detach()
+    if dense.layout is torch.sparse_coo:
+        dense = dense._values()  # `values()` refuses tensors that are not coalesced
+    elif dense.layout is not torch.strided or dense.is_nested:
+        dense = dense.values()
     # FSDP frees the storage of a gathered parameter, and leaves its shape.
     if dense.numel() == 0 or dense.is_meta or dense.untyped_storage().nbytes() == 0:
         return None
@@ -100,14 +104,6 @@ def zero_or_nan(tensor: torch.Tensor, only_nan: bool = False) -> torch.Tensor | 
     return (low.clamp(max=least) - least) + (high - high)
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values()  # `values()` refuses tensors that are not coalesced
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.values()
-    return tensor
-
-
 class FiniteFlags:
     """Flags of tensors. The flag of each tensor is found once, as the output of one module is the input of the next.
 
@@ -118,34 +114,31 @@ class FiniteFlags:
 
     def __init__(self, only_nan: bool, unknown: set[str]) -> None:
         self._only_nan, self._unknown = only_nan, unknown
-        self._flags: Any = WeakIdKeyDictionary()
+        self._flags: Any = WeakIdKeyDictionary()  # by tensor: its version, and its flag at that version
 
     def __call__(self, tensors: Iterable[torch.Tensor], known: bool = True) -> torch.Tensor | None:
         """:func:`zero_or_nan` of all tensors together, on the device of the first; None if no tensor has a flag.
 
         Args:
             tensors: any number of tensors.
-            known: whether a flag from before holds while the tensor has the same version. It must be False for
-                weights, because engines fill their memory anew without a new version.
+            known: whether an earlier flag of a tensor holds while the tensor has the same version. It must be False
+                for weights, because engines write into their memory without counting up the version.
         """
         total: torch.Tensor | None = None
         for tensor in tensors:
-            flag = self._flag(tensor, known)
+            version = version_of(tensor) if known else None
+            before = None if version is None else self._flags.get(tensor)
+            if before is not None and before[0] == version:
+                flag = before[1]
+            else:
+                flag = self._look(tensor)
+                if version is not None:
+                    self._flags[tensor] = (version, flag)
             if total is None:
                 total = flag
             elif flag is not None:
                 total = total + flag.to(total.device, non_blocking=True)
         return total
-
-    def _flag(self, tensor: torch.Tensor, known: bool) -> torch.Tensor | None:
-        version = version_of(tensor)
-        if not known or version is None:
-            return self._look(tensor)
-        before = self._flags.get(tensor)
-        if before is None or before[0] != version:
-            before = self._flags[tensor] = (version, self._look(tensor))
-        flag: torch.Tensor | None = before[1]
-        return flag
 
     def _look(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor).__name__ != "FakeTensor":
@@ -216,7 +209,13 @@ class FirstNonFinite:
         calls, self._pending = self._pending, []
         # Pinned memory is copied without waiting for the device.
         numbers = torch.tensor([[call.when, call.where] for call in calls], pin_memory=self._device.type == "cuda")
-        outputs, inputs, weights = (self._there([call[i] for call in calls]) for i in range(3))
+        # The flags as three vectors on the device; a call without a flag counts as finite.
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        columns = []
+        for flags in zip(*((call.outputs, call.inputs, call.weights) for call in calls), strict=True):
+            there = [zero if flag is None else flag.to(zero, non_blocking=True) for flag in flags]
+            columns.append(torch.stack(there))
+        outputs, inputs, weights = columns
         given = (~inputs.isnan()).to(torch.int64) + inputs.isneginf()
         facts = torch.stack((given, weights.isfinite().to(torch.int64)), 1)
         rows = torch.cat((numbers.to(self._device, non_blocking=True), facts), 1)
@@ -225,12 +224,6 @@ class FirstNonFinite:
         before = self._found
         # A call that was found earlier stays: only a row without a call (-1) is replaced.
         self._found = now if before is None else torch.where(before[:, :1] < 0, now, before)
-
-    def _there(self, flags: list[Any]) -> torch.Tensor:
-        """Flags as a vector on the device; a tensor that has no flag counts as finite."""
-        zero = torch.zeros((), device=self._device)
-        there = [zero if flag is None else flag.to(self._device, torch.float32, non_blocking=True) for flag in flags]
-        return torch.stack(there)
 
 
 def _first(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
