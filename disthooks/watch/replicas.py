@@ -1,17 +1,17 @@
-"""``check_replicas``: are the copies of one tensor on several ranks still the same, and if not, whose is different?
+"""``check_replicas`` compares the copies of one tensor on several ranks, and names the ranks whose copy is different.
 
-:class:`TensorsToCompare` are the tensors of a model and its optimizer that should be the same on several ranks.
+:class:`TensorsToCompare` has the tensors of a model and its optimizer that should be the same on several ranks.
 """
 
 # [Note: one sum says that all copies are the same]
 # Each rank multiplies the checksum of its copy by a factor, and the factors of the ranks that should have the same
 # tensor add up to zero. So the sum over all ranks is zero exactly if their checksums are equal, and it does not matter
 # which tensor is on which ranks: groups of copies that cross one another (a two-dimensional mesh) go into one sum, and
-# what is sent does not grow with their number. The tensors are added up in 512 sums; each tensor has a factor of its
-# own, so that two differences do not cancel. A difference goes unnoticed with a probability of about 2**-60. Only if a
-# sum is not zero, a second collective of that sum's tensors tells which ranks differ.
-# Before that, all ranks must hold tensors of the same names, shapes and dtypes, in one order. A hash of these goes
-# through the same collective, so that ranks that do not agree raise alike and none waits.
+# the bytes that are sent do not grow with their number. The tensors are added up in 512 sums; each tensor has a factor
+# of its own, so that two differences do not cancel. A difference goes unnoticed with a probability of about 2**-60.
+# Only if a sum is not zero, a second collective of that sum's tensors tells which ranks differ. All ranks must hold
+# tensors of the same names, shapes and dtypes, in one order. A hash of these goes through the same collective, so if
+# ranks do not agree, every rank raises the same error and no rank waits for another.
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from disthooks._hashing import Checksums, signed64, splitmix64
 from disthooks._match import canonical_name
 from disthooks._ranks import global_rank, world_ranks
 from disthooks._tensors import exotic, local_part
-from disthooks.engines.base import Engine, Shard
+from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import UsageError
 from disthooks.grads import collectives
@@ -41,7 +41,7 @@ Ranks = tuple[int, ...]
 class ReplicatedTensor(NamedTuple):
     """One tensor of this rank, and the ranks that should have the same.
 
-    ``shape`` is the shape of the whole tensor; ``part`` is what is here of it, plain and strided.
+    ``shape`` is the shape of the whole tensor; ``part`` is this rank's part of it, a plain strided tensor.
     """
 
     name: str
@@ -77,7 +77,7 @@ class TensorsToCompare:
             self._add(canonical_name(name), buffer, self._everyone, tuple(buffer.shape))
 
     def add_state(self, optimizer: Any) -> None:
-        """Add what ``optimizer`` keeps for each parameter, tensors and numbers; they are on the parameter's ranks."""
+        """Add the tensors and numbers that ``optimizer`` keeps for each parameter, on the ranks of that parameter."""
         if not self._engine.has_named_state:
             raise UsageError(
                 f"check_replicas(optimizer=...): the optimizer of {self._engine.label} keeps its state in partitions, "
@@ -91,20 +91,18 @@ class TensorsToCompare:
             seen.add(id(shard.parameter))
             if shard.sharding == "sharded" and not hasattr(shard.parameter, "device_mesh"):
                 # A rank without any element of the parameter may have no state, so states are not compared.
-                self._must_be_alone(shard)
+                if len(shard.replica_ranks) > 1:
+                    raise UsageError(
+                        f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat "
+                        f"parameters ({self._engine.label}), and not every rank has the same entries of it: leave the "
+                        "optimizer out"
+                    )
                 continue
             for key, value in _leaves(inner.state.get(shard.parameter, {})):
                 self._add(f"{shard.name}: {key}", value, self._replica_ranks(shard.replica_ranks), tuple(value.shape))
 
-    def _must_be_alone(self, shard: Shard) -> None:
-        if len(shard.replica_ranks) > 1:
-            raise UsageError(
-                f"check_replicas(optimizer=...): the state of {shard.name!r} lies in ranges of flat parameters "
-                f"({self._engine.label}), and not every rank has the same entries of it: leave the optimizer out"
-            )
-
     def replicated(self) -> list[ReplicatedTensor]:
-        """The tensors that other ranks have as well."""
+        """The tensors that other ranks have too."""
         return [copy for copy in self._found if len(copy.replica_ranks) > 1]
 
     def signature(self) -> int:
@@ -120,8 +118,8 @@ class TensorsToCompare:
         return self._everyone if self._alone else replica_ranks
 
     def _add(self, name: str, tensor: torch.Tensor, replica_ranks: Ranks, shape: tuple[int, ...]) -> None:
-        """Add a tensor with the shape that all ranks know it by; it is empty if each has another part of it."""
-        if hasattr(tensor, "device_mesh"):  # its own placements count, also if it is the state of a parameter
+        """Add a tensor. ``shape`` must be the same on all ranks, so it is empty if each rank has another part of it."""
+        if hasattr(tensor, "device_mesh"):  # the placements of a DTensor say who has it, also in the optimizer's state
             replica_ranks = self._engine.shard(0, name, tensor).replica_ranks  # type: ignore[arg-type]
             shape = tuple(tensor.shape)
         for key, part in _plain(name, tensor):
@@ -137,14 +135,13 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (float, complex)):
         yield path, torch.tensor(value, dtype=torch.complex128)
     else:
-        for key, inner in _items(value):
+        items: Iterable[tuple[object, Any]] = ()
+        if isinstance(value, dict):
+            items = sorted(value.items(), key=lambda item: str(item[0]))  # in one order on every rank
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        for key, inner in items:
             yield from _leaves(inner, f"{path}.{key}".lstrip("."))
-
-
-def _items(value: Any) -> Iterable[tuple[object, Any]]:
-    if isinstance(value, dict):
-        return sorted(value.items(), key=lambda item: str(item[0]))
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,8 +173,8 @@ def format_ranks(ranks: Sequence[int], last: str = ", ") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-# In how many sums all tensors are added up; see [Note: one sum says that all copies are the same]. The number bounds
-# what is sent if all copies are the same. If something differs, all tensors of its sum are looked at.
+# The number of sums; see [Note: one sum says that all copies are the same]. It bounds the bytes that are sent if all
+# copies are the same. If something differs, all tensors of that sum are compared one by one.
 BUCKETS = 512
 
 
@@ -186,14 +183,15 @@ class Difference:
     """A tensor whose copies are not all the same.
 
     Attributes:
-        name: of the parameter or buffer, or ``"layer.weight: exp_avg"`` for what an optimizer keeps of one.
-        ranks: the global ranks whose copy is another than that of most. Where several copies are on equally many
-            ranks, and no other is on more, nothing says which is right: all ranks that should have the same.
+        name: the name of the parameter or buffer; ``"layer.weight: exp_avg"`` for a state that an optimizer keeps.
+        ranks: the global ranks whose copy is not the copy that most ranks have. If several copies are on equally many
+            ranks, and no other copy is on more, nothing says which is right, and these are all ranks of the group.
         copies: how many ranks should have the same.
-        agree: how many have the copy that most have; of several groups of ranks, in the one that agrees least.
-        shape: of the whole tensor.
+        agree: how many ranks have the copy that most have. If there are several groups of ranks, this is the number in
+            the group that agrees least.
+        shape: the shape of the whole tensor.
         dtype: its dtype.
-        tied: of each group of ranks in which nothing says which copy is right, its ranks.
+        tied: the ranks of each group in which nothing says which copy is right.
     """
 
     name: str
@@ -223,9 +221,9 @@ class ReplicaReport:
 
     Attributes:
         compared: how many tensors of this rank have copies on other ranks.
-        differs: those whose copies are not all the same, in the model's order.
+        differs: the tensors whose copies are not all the same, in the model's order.
         ranks: the global ranks that took part.
-        engine: which engine was found.
+        engine: the name of the model's engine.
 
     >>> print(ReplicaReport(compared=0, differs=(), ranks=(0, 1), engine="FSDP2"))
     FSDP2, 2 ranks: 0 tensors are replicated; nothing to compare
@@ -238,7 +236,7 @@ class ReplicaReport:
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared and all of it is the same; False when there was nothing to compare."""
+        """Whether all copies are the same; False if there was nothing to compare."""
         return self.compared > 0 and not self.differs
 
     def __str__(self) -> str:
@@ -258,21 +256,22 @@ def check_replicas(
     buffers: bool = False,
     ranks: Iterable[int] | None = None,
 ) -> ReplicaReport:
-    """Compare, bit for bit, what should be the same on several ranks, and name the ranks that have something else.
+    """Compare, bit for bit, the tensors that should be the same on several ranks, and name the ranks that differ.
 
-    Every rank must call it. Each computes a 64-bit checksum of each tensor on its device; one all-reduce of 8 KiB
-    says whether all copies are the same, whatever the model and the number of ranks. Only if not, a second
-    collective of the tensors in question tells which ranks differ. It waits for the device: call it now and then,
-    between steps.
+    Every rank must call it. Each rank computes a 64-bit checksum of each tensor on its device; one all-reduce of 8 KiB
+    says whether all copies are the same, whatever the model and the number of ranks. Only if they are not, a second
+    collective of the tensors in question tells which ranks differ. It waits for the device, so call it between steps,
+    and not in every step.
 
-    What has copies: under DDP everything; under ``fully_shard`` on a two-dimensional mesh (HSDP) each shard, on the
-    ranks with the same coordinate; under ``fully_shard`` on one dimension only parameters that it left alone; of a
-    plain module or ``nn.DataParallel`` everything, since each process has a model of its own.
+    Under DDP all tensors have copies. Under ``fully_shard`` on a two-dimensional mesh (HSDP) each shard has copies, on
+    the ranks with the same coordinate. Under ``fully_shard`` on one dimension only the parameters that it left alone
+    have copies. All tensors of a plain module or ``nn.DataParallel`` have copies, since each process has a whole model.
 
     Args:
-        model: what the engine returned; for ``fully_shard`` the model itself.
-        optimizer: also compare what it keeps for each parameter: tensors such as ``exp_avg``, and numbers.
-        buffers: also compare buffers. Statistics of BatchNorm differ without fault, unless they are synchronised.
+        model: the model that the engine returned; for ``fully_shard`` the model itself.
+        optimizer: an optimizer whose state is compared too: tensors such as ``exp_avg``, and numbers.
+        buffers: whether to compare buffers too. Statistics of BatchNorm differ between ranks, unless they are
+            synchronised.
         ranks: for a plain module or ``nn.DataParallel``: the global ranks that have a copy and call this; all ranks
             of the default process group when None.
 
@@ -280,8 +279,8 @@ def check_replicas(
         A report with ``ok``, ``compared`` and ``differs``; the same on every rank.
 
     Raises:
-        UsageError: on every rank, when they hold tensors of different names, shapes or dtypes; when a tensor is not
-            dense; when ``ranks`` leaves out this rank, or the engine knows its ranks itself.
+        UsageError: on every rank, if the ranks hold tensors of different names, shapes or dtypes; if a tensor is not
+            dense; if ``ranks`` leaves out this rank, or the engine knows its ranks itself.
         AttachError: for an engine that is not supported, or an optimizer of another model.
 
     >>> report = check_replicas(nn.Linear(2, 2))  # one process: no other rank has a copy
@@ -290,7 +289,18 @@ def check_replicas(
     """
     engine = detect_engine(model)
     alone = engine.label in ("a plain module", "DataParallel")
-    everyone = _plain_ranks(ranks) if alone else _engines_ranks(engine, ranks)
+    if alone:
+        world = world_ranks()
+        everyone = world if ranks is None else tuple(sorted(set(ranks)))
+        if not set(everyone) <= set(world) or global_rank() not in everyone:
+            raise UsageError(
+                f"ranks={list(everyone)}: this is rank {global_rank()} of {len(world)}; name ranks that "
+                "are there, and call check_replicas on those alone"
+            )
+    elif ranks is not None:
+        raise UsageError(f"ranks= is for plain modules: {engine.label} knows that its ranks are {list(engine.ranks)}")
+    else:
+        everyone = tuple(sorted(engine.ranks))
     copies = TensorsToCompare(engine, everyone, alone)
     copies.add_parameters()
     if buffers:
@@ -301,26 +311,8 @@ def check_replicas(
         return _Comparison(engine, everyone, copies).report()
 
 
-def _engines_ranks(engine: Engine, ranks: Iterable[int] | None) -> Ranks:
-    if ranks is not None:
-        raise UsageError(f"ranks= is for plain modules: {engine.label} knows that its ranks are {list(engine.ranks)}")
-    return tuple(sorted(engine.ranks))
-
-
-def _plain_ranks(ranks: Iterable[int] | None) -> Ranks:
-    """The ranks that each have a plain module: those asked for, or all."""
-    world = world_ranks()
-    chosen = world if ranks is None else tuple(sorted(set(ranks)))
-    if not set(chosen) <= set(world) or global_rank() not in chosen:
-        raise UsageError(
-            f"ranks={list(chosen)}: this is rank {global_rank()} of {len(world)}; name ranks that "
-            "are there, and call check_replicas on those alone"
-        )
-    return chosen
-
-
 class _Comparison:
-    """One comparison over ``ranks``, this one among them."""
+    """One comparison over ``ranks``, which include this rank."""
 
     def __init__(self, engine: Engine, ranks: Ranks, copies: TensorsToCompare) -> None:
         self._engine, self._ranks, self._copies = engine, ranks, copies
@@ -370,11 +362,21 @@ class _Comparison:
         rows = collectives.gather(self._group, mine)
         found = []
         for place, i in enumerate(suspects):
+            # The checksum of each rank, in groups of ranks that should have the same.
             groups: dict[int, dict[int, int]] = collections.defaultdict(dict)
             for rank, row in zip(self._ranks, rows, strict=True):
                 groups[row[2 * place]][rank] = row[2 * place + 1]
-            found.append(_difference(self._replicated[i], list(groups.values())))
-        return tuple(each for each in found if each is not None)
+            # Of each group: the ranks that differ, how many agree, and the number of its ranks.
+            looked = [(*_odd(values), len(values)) for values in groups.values()]
+            wrong = [(odd, agree, size) for odd, agree, size in looked if odd]
+            if not wrong:  # another tensor of the same sum differs
+                continue
+            copy = self._replicated[i]
+            ranks = tuple(sorted(rank for odd, _, _ in wrong for rank in odd))
+            _, agree, size = min(wrong, key=lambda each: each[1])
+            tied = tuple(odd for odd, _, size in wrong if len(odd) == size)
+            found.append(Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype, tied))
+        return tuple(found)
 
     def _strangers(self) -> UsageError:
         """The error for ranks that hold different tensors; it says which ranks."""
@@ -409,7 +411,7 @@ def _factor(rank: int, ranks: Ranks) -> int:
 
 
 def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
-    """The ranks with another value than most ranks, and how many most are; all ranks if several values are on most.
+    """The ranks whose value is not the most frequent one, and how many ranks have that one; all ranks if several tie.
 
     >>> _odd({0: 7, 1: 7, 2: 8}), _odd({0: 7, 1: 8}), _odd({0: 7, 1: 8, 2: 7, 3: 8, 4: 9}), _odd({0: 7, 1: 7})
     (((2,), 2), ((0, 1), 1), ((0, 1, 2, 3, 4), 2), ((), 2))
@@ -417,14 +419,3 @@ def _odd(values: dict[int, int]) -> tuple[Ranks, int]:
     (right, most), *others = collections.Counter(values.values()).most_common()
     tied = any(count == most for _, count in others)
     return tuple(rank for rank in sorted(values) if tied or values[rank] != right), most
-
-
-def _difference(copy: ReplicatedTensor, groups: Sequence[dict[int, int]]) -> Difference | None:
-    looked = [(*_odd(values), len(values)) for values in groups]
-    wrong = [(ranks, agree, size) for ranks, agree, size in looked if ranks]
-    if not wrong:
-        return None
-    ranks = tuple(sorted(rank for odd, _, _ in wrong for rank in odd))
-    _, agree, size = min(wrong, key=lambda each: each[1])
-    tied = tuple(odd for odd, _, count in wrong if len(odd) == count)
-    return Difference(copy.name, ranks, size, agree, copy.shape, copy.part.dtype, tied)

@@ -1,4 +1,4 @@
-"""What a configuration watches beside gradients: which module made a NaN, and whether copies are still the same."""
+"""What a configuration watches besides gradients: which module made a NaN, and whether copies are still the same."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from disthooks.grads.attach import Gradients
 from disthooks.watch.blame import Blame, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas
 
-_MOST = 3  # parameters that a line names
+_MOST = 3  # the number of parameters that a line names
 
 
 class Watchers(Attachment):
     """What ``blame`` and ``check_replicas`` of a configuration attached.
 
     Attributes:
-        blamed: which module's output was not finite first; None without ``blame``.
-        replicas: what the last comparison found; None before the first, and without ``check_replicas``.
+        blamed: the handle of ``blame``; None if the configuration does not ask for it.
+        replicas: the report of the last comparison; None before the first one, and without ``check_replicas``.
     """
 
     def __init__(self, model: nn.Module, blames: bool) -> None:
         super().__init__()
         self.blamed: Blame | None = blame(model) if blames else None
         self.replicas: ReplicaReport | None = None
-        self._steps, self._differed = 0, 0
+        self._told = False  # whether stderr has the module that made the first non-finite output
         if self.blamed is not None:
-            # The hooks on the model keep this object alive, and nothing else needs to.
+            # The hooks on the model keep `blamed` alive, and so this object. Nothing else has to keep it.
             self.blamed.on_remove(self._tell_last)
             self.on_remove(self.blamed.remove)
-        self._told = False
 
     def numbers(self) -> Mapping[str, Any]:
         """The numbers of the last comparison, for the log."""
@@ -46,7 +45,7 @@ class Watchers(Attachment):
         return {"replicas/compared": found.compared, "replicas/differ": len(found.differs)} if found else {}
 
     def tell_nonfinite(self, gradients: Gradients) -> None:
-        """Say on stderr when gradients become infinite or NaN, and which module was the first to be."""
+        """Say on stderr when gradients become infinite or NaN, and which module's output was so first."""
         first = gradients.is_first_rank
 
         def tell(record: dict[str, Any]) -> None:
@@ -57,46 +56,44 @@ class Watchers(Attachment):
         gradients.on_nonfinite(tell)
 
     def compare_every(self, every: int, model: nn.Module, optimizer: Any) -> None:
-        """Compare what should be the same on several ranks, after each so many steps; on every rank."""
+        """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all."""
         engine = detect_engine(model)
         stepping = engine.inner_optimizer(optimizer)
-        first = engine.position == 0
+        steps = differed = 0
 
         def compare() -> None:
-            self._steps += 1
-            if self._steps % every or not every:
+            nonlocal steps, differed
+            steps += 1
+            if steps % every or not every:
                 return
             try:
-                self.replicas = check_replicas(model, None if optimizer is None else stepping)
-            except DisthooksError as error:  # alike on every rank
-                warnings.warn(f"check_replicas stops here, after {self._steps} steps: {error}", stacklevel=2)
+                # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.
+                report = self.replicas = check_replicas(model, None if optimizer is None else stepping)
+            except DisthooksError as error:  # every rank gets the same error, so no rank waits for another
+                warnings.warn(f"check_replicas stops here, after {steps} steps: {error}", stacklevel=2)
                 handle.remove()
                 return
-            if first:
-                self._tell_replicas(self.replicas)
-            if not self.replicas.compared:
+            if not report.compared:
                 handle.remove()
+            if engine.position == 0 and not report.compared:
+                say(f"check_replicas: {report}")
+            elif engine.position == 0 and len(report.differs) > differed:  # say it again only if more tensors differ
+                say(f"WARNING: after {steps} steps what should be the same on all ranks is not: {report}")
+            differed = max(differed, len(report.differs))
 
         handle = engine.after_step(stepping, compare)
         self.on_remove(handle.remove)
 
-    def _tell_replicas(self, report: ReplicaReport) -> None:
-        if not report.compared:
-            say(f"check_replicas: {report}")
-        elif len(report.differs) > self._differed:
-            say(f"WARNING: after {self._steps} steps what should be the same on all ranks is not: {report}")
-        self._differed = max(self._differed, len(report.differs))
-
     def _tell_blame(self) -> None:
         if self.blamed is None or self._told:
             return
-        report = self.blamed.report()  # of this rank: every rank has its own, and says it
+        report = self.blamed.report()  # this rank's own; every rank prints its own
         if report.found:
             self._told = True
             say(str(report))
 
     def _tell_last(self) -> None:
-        """Also where nothing watches gradients, or the loss alone was not finite."""
+        """Report at the end, because nothing may watch gradients, or the loss alone may not have been finite."""
         if sys.exc_info()[0] is None:
             self._tell_blame()
 
@@ -121,7 +118,7 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
 
 
 def say(text: str) -> None:
-    """A line on stderr; of another rank than the first with its number."""
+    """Print a line on stderr, with the number of the rank if it is not the first."""
     rank = launched_rank()
     print(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
 
@@ -129,7 +126,7 @@ def say(text: str) -> None:
 def attach_watchers(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, blames: bool, every: int | None
 ) -> Watchers:
-    """Attach what is asked for; the same on every rank."""
+    """Attach ``blame`` if ``blames``, and compare replicas after each ``every`` steps; alike on every rank."""
     made = Watchers(model, blames)
     try:
         if every is not None:
