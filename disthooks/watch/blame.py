@@ -167,6 +167,7 @@ class PerThread(threading.local):
         self.begin()
 
     def begin(self) -> None:
+        """Start a new forward of this thread: nothing is looked at yet."""
         self.looked = FiniteFlags(*self._args)
         self.weights: dict[int, torch.Tensor | None] = {}
 
