@@ -31,7 +31,7 @@ from disthooks.engines.base import Engine, Shard
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Local, Measure, Stat
-from disthooks.grads.stats.scan import known
+from disthooks.grads.stats.scan import compute_facts
 
 #: The float64 vector of the SUM and the int64 vector of the MAX, of one rank or merged over all ranks.
 Vectors = tuple[torch.Tensor, torch.Tensor]
@@ -77,7 +77,7 @@ class VectorLayout:
         if not facts <= {"squares"}:
             wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
             grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
-            local = local._replace(known=known(local._replace(grads=grads), facts))
+            local = local._replace(computed_facts=compute_facts(local._replace(grads=grads), facts))
         vectors: dict[str, list[torch.Tensor]] = {
             "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
             "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],

@@ -218,7 +218,7 @@ class StepRunner:
         local_stats = self.local_hooks.take()
         for part in self.plan.rounds:
             layout = part.layout(is_logged)
-            inputs = self._inputs(grads)._replace(seen=local_stats, scale=local_scale)
+            inputs = self._inputs(grads)._replace(local_stats=local_stats, scale=local_scale)
             merged = collectives.reduce(self.group, layout.pack(inputs))
             values = layout.unpack(merged)
             result.merged.append(merged)
@@ -247,13 +247,13 @@ class StepRunner:
         return Local(
             shards=shards,
             grads=[grad if shard.is_owner else None for grad, shard in zip(grads, shards, strict=True)],
-            seen=[LocalStats()] * len(shards),
+            local_stats=[LocalStats()] * len(shards),
             scopes=self.plan.scopes,
             position=self._engine.position,
             world=len(self._engine.ranks),
             device=self.device,
             # Nobody reduces these gradients, so a NaN in one of them is on this rank alone.
-            apart=[
+            unreduced=[
                 grad if shard.sharding == "unreduced" and not shard.is_owner else None
                 for grad, shard in zip(grads, shards, strict=True)
             ],

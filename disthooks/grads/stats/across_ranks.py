@@ -15,9 +15,10 @@ estimates how large a batch may be before more examples help little.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -42,7 +43,7 @@ from disthooks.grads.stats.base import (
     take,
 )
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import known
+from disthooks.grads.stats.scan import compute_facts
 
 
 @dataclass(frozen=True)
@@ -61,33 +62,42 @@ class NonFiniteUnreduced(Measure):
         counts, zero = [], torch.zeros((), dtype=torch.float64, device=local.device)
         for place, shard in enumerate(local.shards):
             if shard.sharding == "unreduced":
-                grad = local.apart[place] if local.apart else None
+                grad = local.unreduced[place] if local.unreduced else None
                 counts.append(zero if grad is None else onto((~torch.isfinite(grad)).sum(), zero.device, zero.dtype))
         return torch.stack(counts) if counts else zero.new_zeros(0)
 
 
 @dataclass(frozen=True)
-class RankNorms(Measure):
-    """For each scope four sums over the ranks: of 1, of the number of micro-batches, of the norm and of its square.
-
-    See [Note: a rank's norm].
+class _OwnGradients(Measure):
+    """Numbers of this rank's own gradients. The number of a scope is no sum of the numbers of its parameters.
 
     Attributes:
         each: whether every parameter is a scope too.
     """
 
-    each: bool = False
-    merge: ClassVar[Merge] = "sum"
-    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
+    each: bool = field(default=False, kw_only=True)
 
     @property
     def per(self) -> Per:  # type: ignore[override]
-        # See [Note: a rank's norm].
         return "both" if self.each else "scope"
+
+
+@dataclass(frozen=True)
+class _OwnNorms(_OwnGradients):
+    """Four numbers that are made of the norm of this rank's own gradients. See [Note: a rank's norm]."""
+
+    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
+    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
 
     def width(self, shard: Shard | None) -> int:
         return 4
+
+
+@dataclass(frozen=True)
+class RankNorms(_OwnNorms):
+    """For each scope four sums over the ranks: of 1, of the number of micro-batches, of the norm and of its square."""
+
+    merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:
         squares = own_squares(local, self.each)
@@ -96,28 +106,14 @@ class RankNorms(Measure):
 
 
 @dataclass(frozen=True)
-class RankExtremes(Measure):
+class RankExtremes(_OwnNorms):
     """For each scope four keys: of the largest norm, of the negated smallest one, and of the ranks that have them.
 
     The smallest norm is negated, so that the same MAX finds it. See [Note: MAX of integers keeps NaN] in
-    collectives.py and [Note: a rank's norm].
-
-    Attributes:
-        each: whether every parameter is a scope too.
+    collectives.py.
     """
 
-    each: bool = False
     merge: ClassVar[Merge] = "max"
-    facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
-    local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
-
-    @property
-    def per(self) -> Per:  # type: ignore[override]
-        # See [Note: a rank's norm].
-        return "both" if self.each else "scope"
-
-    def width(self, shard: Shard | None) -> int:
-        return 4
 
     def local(self, local: Local) -> torch.Tensor:
         norm = own_squares(local, self.each).sqrt()
@@ -136,7 +132,7 @@ def own_squares(local: Local, each: bool) -> torch.Tensor:
     If ``each``, the squared norm of each parameter follows. See [Note: a rank's norm].
     """
     # The mean of the squared norms times the squared count is their sum times the count.
-    own = known(local, frozenset({"own"}))["own"] * micro_batches(local)
+    own = compute_facts(local, frozenset({"own"}))["own"] * micro_batches(local)
     if local.scale is not None:
         own = own / local.scale.double().square()
     scopes = torch.stack([take(own, places).sum() for places in local.scopes])
@@ -146,36 +142,47 @@ def own_squares(local: Local, each: bool) -> torch.Tensor:
 def micro_batches(local: Local) -> int:
     """How many backward passes this rank has made since the last step."""
     # A parameter that a backward did not use has fewer norms, so the largest number counts.
-    return max((len(seen.norms) for seen in local.seen), default=0)
+    return max((len(stats.norms) for stats in local.local_stats), default=0)
+
+
+@functools.lru_cache(maxsize=8)
+def _matching(patterns: tuple[str, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    """The indices of the names that match. The names are the same in every step, so they are matched once."""
+    chosen = {name for name, _ in match([(name, None) for name in names], patterns, "parameter")}
+    return tuple(i for i, name in enumerate(names) if name in chosen)
 
 
 @dataclass(frozen=True)
-class _Cosine(Measure):
+class _Cosine(_OwnGradients):
     """The cosine between this rank's own gradient and the final one, for each scope.
 
     It is computed from three inner products, which one rank can find alone only if it has all of the final gradient.
 
     Attributes:
         patterns: globs over the names of the parameters that are compared.
-        each: whether every parameter is a scope too.
     """
 
     patterns: tuple[str, ...]
-    each: bool = False
     facts: ClassVar[frozenset[Fact]] = frozenset({"dot", "accumulated", "final"})
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"accumulated"})
-
-    @property
-    def per(self) -> Per:  # type: ignore[override]
-        # The cosine of a scope is not a sum of the cosines of its parameters.
-        return "both" if self.each else "scope"
 
     def width(self, shard: Shard | None) -> int:
         return 2
 
     def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
-        names = {name for name, _ in match([(s.name, s.parameter) for s in shards], self.patterns, "parameter")}
-        return [i for i, shard in enumerate(shards) if shard.name in names]
+        return _matching(self.patterns, tuple(shard.name for shard in shards))
+
+    def cosines(self, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cosine of each scope, and whether there is one. There is none if one of the two gradients is zero."""
+        found = compute_facts(local, self.facts)
+        table = torch.stack([found["dot"], found["accumulated"], found["final"]])
+        compared = set(self.accumulates(local.shards))
+        rows = torch.stack(
+            [take(table, [i for i in places if i in compared]).sum(-1) for places in local.scopes], dim=1
+        )
+        dot, own, final = torch.cat([rows, table], dim=1) if self.each else rows
+        has_cosine = (own != 0) & (final != 0)
+        return dot / (own.sqrt() * final.sqrt()), has_cosine  # two roots: the product of the squares may overflow
 
 
 @dataclass(frozen=True)
@@ -185,8 +192,8 @@ class CosineSums(_Cosine):
     merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:
-        cosine, there = _cosines(self, local)
-        return torch.stack([there.double(), torch.where(there, cosine, 0.0)], dim=1).flatten()
+        cosine, has_cosine = self.cosines(local)
+        return torch.stack([has_cosine.double(), torch.where(has_cosine, cosine, 0.0)], dim=1).flatten()
 
 
 @dataclass(frozen=True)
@@ -196,20 +203,9 @@ class CosineLowest(_Cosine):
     merge: ClassVar[Merge] = "max"
 
     def local(self, local: Local) -> torch.Tensor:
-        cosine, there = _cosines(self, local)
+        cosine, has_cosine = self.cosines(local)
         keys = torch.stack([to_sortable(-cosine), with_rank(-cosine, local.position)], dim=1)
-        return torch.where(there[:, None], keys, NO_NUMBER).flatten()
-
-
-def _cosines(measure: _Cosine, local: Local) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cosine of each scope, and whether there is one. There is none if one of the two gradients is zero."""
-    found = known(local, measure.facts)
-    table = torch.stack([found["dot"], found["accumulated"], found["final"]])
-    mine = set(measure.accumulates(local.shards))
-    rows = torch.stack([take(table, [i for i in places if i in mine]).sum(-1) for places in local.scopes], dim=1)
-    dot, kept, final = torch.cat([rows, table], dim=1) if measure.each else rows
-    there = (kept != 0) & (final != 0)
-    return dot / (kept.sqrt() * final.sqrt()), there  # two roots, because the product of the squares may overflow
+        return torch.where(has_cosine[:, None], keys, NO_NUMBER).flatten()
 
 
 _LEAST_ALIKE = "grad_cosine/argmin_rank"
@@ -252,7 +248,7 @@ class Agreement(Stat):
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
         check_own_data(self, engine)
-        for shard in (shards[i] for i in self._sums().accumulates(shards)):
+        for shard in (shards[i] for i in _matching(self._globs(), tuple(shard.name for shard in shards))):
             if shard.sharding not in ("whole", "replica"):
                 raise UsageError(
                     f"Agreement: under {engine.label} no rank has all of the final gradient of {shard.name!r} to "
@@ -260,10 +256,11 @@ class Agreement(Stat):
                 )
 
     def measures(self) -> tuple[Measure, ...]:
-        return self._sums(), CosineLowest(self._globs(), self.per_parameter)
+        globs = self._globs()
+        return CosineSums(globs, each=self.per_parameter), CosineLowest(globs, each=self.per_parameter)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        # The rank is its place among the ranks here, -1 for none; `record` makes global ranks of places.
+        # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
         count, total = values[0].unbind(-1)
         lowest, who = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
         return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: who}
@@ -271,16 +268,11 @@ class Agreement(Stat):
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
         lists: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}
-        lists[_LEAST_ALIKE] = [found.ranks[int(at)] if at >= 0 else None for at in lists[_LEAST_ALIKE]]
+        lists[_LEAST_ALIKE] = [_global_rank(found, place) for place in lists[_LEAST_ALIKE]]
         # Parameters that the patterns do not match have no cosine, so they are not logged.
-        others = set(found.names) - {
-            name for name, _ in match([(name, name) for name in found.names], self._globs(), "")
-        }
-        unmatched = {f"{name}/param/{other}" for name in lists for other in others}
+        compared = {found.names[i] for i in _matching(self._globs(), tuple(found.names))}
+        unmatched = {f"{name}/param/{other}" for name in lists for other in found.names if other not in compared}
         return {name: value for name, value in self.named(found, lists).items() if name not in unmatched}
-
-    def _sums(self) -> CosineSums:
-        return CosineSums(self._globs(), self.per_parameter)
 
     def _globs(self) -> tuple[str, ...]:
         assert isinstance(self.patterns, tuple)
@@ -290,7 +282,7 @@ class Agreement(Stat):
 _WHICH = ("grad_norm/argmin_rank", "grad_norm/argmax_rank", "grad_norm/outlier_rank")
 # The deviation of the other ranks counts as at least this share of their mean. Otherwise ranks that are nearly alike
 # would make an outlier of a rank that differs by little.
-_LEAST = 0.1
+_LEAST_DEVIATION = 0.1
 
 
 @register("stat")
@@ -337,24 +329,33 @@ class Spread(Stat):
     alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.outlier, (int, float)) or isinstance(self.outlier, bool) or not self.outlier > 0:
+        if not _number(self.outlier) or not self.outlier > 0:
             raise UsageError(f"Spread(outlier={self.outlier!r}): a number of deviations above 0 is needed")
 
     def check(self, engine: Engine, shards: Sequence[Shard]) -> None:
         check_own_data(self, engine)
 
     def measures(self) -> tuple[Measure, ...]:
-        return RankNorms(self.per_parameter), RankExtremes(self.per_parameter)
+        return RankNorms(each=self.per_parameter), RankExtremes(each=self.per_parameter)
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        # Ranks are places among the ranks here, -1 for none; `record` makes global ranks of places.
+        # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
         ranks, _, total, squares = values[0].unbind(-1)
         high, low = from_sortable(values[1][:, 0]), -from_sortable(values[1][:, 1])
         who_high, who_low = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
         mean = total / ranks
         std = (squares / ranks - mean.square()).clamp(min=0).sqrt()
-        far_high, far_low = (_far(ranks, total, squares, norm, self.outlier) for norm in (high, low))
-        outlier = torch.where(far_high, who_high, torch.where(far_low, who_low, -1))
+        is_outlier = []
+        for norm in (high, low):
+            # Mean and deviation of the other ranks: with the rank itself among them it could never be far enough away.
+            others = ranks - 1
+            mean_of_others = (total - norm) / others
+            std_of_others = ((squares - norm.square()) / others - mean_of_others.square()).clamp(min=0).sqrt()
+            distance, least = (norm - mean_of_others).abs(), _LEAST_DEVIATION * mean_of_others
+            is_far = distance > self.outlier * torch.maximum(std_of_others, least)
+            # With two ranks nothing tells which one is unlike the other. A norm that is not finite always counts.
+            is_outlier.append((is_far & (ranks > 2)) | ~norm.isfinite())
+        outlier = torch.where(is_outlier[0], who_high, torch.where(is_outlier[1], who_low, -1))
         found = {"min": low, "max": high, "mean": mean, "std": std}
         which = dict(zip(_WHICH, (who_low, who_high, outlier), strict=True))
         return {f"grad_norm/{name}_rank": column for name, column in found.items()} | which
@@ -362,27 +363,13 @@ class Spread(Stat):
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {}
         for name, column in self.numbers([self.scoped(found, measure) for measure in self.measures()]).items():
-            places = name in _WHICH
-            columns[name] = [_rank(found, int(x)) if places else x for x in column.tolist()]
+            values = column.tolist()
+            columns[name] = [_global_rank(found, place) for place in values] if name in _WHICH else values
         return self.named(found, columns)
 
 
-def _rank(found: Found, place: int) -> int | None:
-    return found.ranks[place] if place >= 0 else None
-
-
-def _far(
-    ranks: torch.Tensor, total: torch.Tensor, squares: torch.Tensor, norm: torch.Tensor, outlier: float
-) -> torch.Tensor:
-    """Whether one rank's ``norm`` makes it an outlier: for each scope one bool.
-
-    ``total`` and ``squares`` include it.
-    """
-    others = ranks - 1
-    mean = (total - norm) / others
-    std = ((squares - norm.square()) / others - mean.square()).clamp(min=0).sqrt()
-    far = (norm - mean).abs() > outlier * torch.maximum(std, _LEAST * mean)
-    return (far & (ranks > 2)) | ~norm.isfinite()
+def _global_rank(found: Found, place: float) -> int | None:
+    return found.ranks[int(place)] if place >= 0 else None
 
 
 @register("stat")
@@ -440,19 +427,33 @@ class NoiseScale(Stat):
         return {"norm2": zeros, "trace": zeros.clone(), "weight": zeros.clone(), "warned": torch.zeros(())}
 
     def measures(self) -> tuple[Measure, ...]:
-        return RankNorms(self.per_parameter), Power(2.0)
+        return RankNorms(each=self.per_parameter), Power(2.0)
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         state = self.start(len(found.groups) + 1 + len(found.names) * self.per_parameter) if state is None else state
         own, final = (self.scoped(found, measure) for measure in self.measures())
         ranks, batches, _, squares = own.unbind(-1)
         if not bool((batches > 1).any()):  # one micro-batch on one rank: both batch sizes are the same
-            _warn(state)
+            if not state["warned"]:
+                state["warned"].fill_(1)
+                warnings.warn(
+                    "NoiseScale compares gradients of two batch sizes, and one rank with one micro-batch a step has "
+                    "one only: nothing is logged of it until there are several ranks, or several backward passes "
+                    "before a step",
+                    stacklevel=2,
+                )
             return {}
         small, large = squares / ranks, final[:, 0]
         norm2, trace = self.estimates(small, large, float(self.batch_size), self.batch_size * batches)
-        self._average(state, norm2, trace)
-        return self.named(found, _columns(state))
+        # A step with a gradient that is not finite leaves the averages as they are.
+        good = norm2.isfinite() & trace.isfinite()
+        for name, value in (("norm2", norm2), ("trace", trace), ("weight", torch.ones_like(norm2))):
+            moved = self.decay * state[name] + (1 - self.decay) * value
+            state[name].copy_(torch.where(good, moved, state[name]))
+        norms2, traces = ((state[name] / state["weight"]).tolist() for name in ("norm2", "trace"))
+        ratios = [trace / norm2 if norm2 > 0 else None for norm2, trace in zip(norms2, traces, strict=True)]
+        columns = {"noise_scale": ratios, "noise_scale_trace": traces, "noise_scale_norm2": norms2}
+        return self.named(found, columns)
 
     @staticmethod
     def estimates(small: Any, large: Any, b: Any, B: Any) -> tuple[Any, Any]:
@@ -469,28 +470,6 @@ class NoiseScale(Stat):
         """
         return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
 
-    def _average(self, state: State, norm2: torch.Tensor, trace: torch.Tensor) -> None:
-        good = norm2.isfinite() & trace.isfinite()
-        for name, value in (("norm2", norm2), ("trace", trace), ("weight", torch.ones_like(norm2))):
-            moved = self.decay * state[name] + (1 - self.decay) * value
-            state[name].copy_(torch.where(good, moved, state[name]))
-
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _columns(state: State) -> dict[str, list[Any]]:
-    norm2, trace = state["norm2"] / state["weight"], state["trace"] / state["weight"]
-    ratio = [t / n if n > 0 else None for n, t in zip(norm2.tolist(), trace.tolist(), strict=True)]
-    return {"noise_scale": ratio, "noise_scale_trace": trace.tolist(), "noise_scale_norm2": norm2.tolist()}
-
-
-def _warn(state: State) -> None:
-    if not state["warned"]:
-        state["warned"].fill_(1)
-        warnings.warn(
-            "NoiseScale compares gradients of two batch sizes, and one rank with one micro-batch a step has one only: "
-            "nothing is logged of it until there are several ranks, or several backward passes before a step",
-            stacklevel=2,
-        )

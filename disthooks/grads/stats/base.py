@@ -34,7 +34,9 @@ _SMALL_ROW = 1e-14
 
 
 class LocalStats(NamedTuple):
-    """What the hooks of this rank kept of one parameter's gradients before any reduction, since the last step.
+    """The numbers that the hooks of this rank kept of one parameter's gradients since the last step.
+
+    These are this rank's own gradients, before any reduction.
 
     Attributes:
         norms: the 2-norm of each micro-batch's gradient, a scalar tensor; empty if no measure needs it.
@@ -54,30 +56,31 @@ class Local(NamedTuple):
     Attributes:
         shards: the parameters.
         grads: this rank's part of the final gradient; None if there is no gradient, or another rank owns the part.
-        seen: what the hooks kept of the gradients before their reduction.
+        local_stats: what the hooks kept of this rank's gradients before their reduction.
         scopes: for each scope the indices of its parameters in these sequences.
         position: the index of this rank among the ranks that take part.
         world: how many ranks take part.
         device: the device on which the numbers are wanted.
-        apart: gradients that no engine reduces and that this rank does not own. A NaN in them is on this rank alone.
+        unreduced: gradients that no engine reduces and that this rank does not own. A NaN in them is on this rank
+            alone.
         before: this rank's part of the parameter before the optimizer step; None if another rank owns the part. The
             sequence is empty until the step is made.
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
-        known: facts that several measures need, computed once: for each fact a float64 tensor on ``device`` with one
-            number for each parameter.
+        computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
+            float64 tensor on ``device`` with one number for each parameter.
     """
 
     shards: Sequence[Shard]
     grads: Sequence[torch.Tensor | None]
-    seen: Sequence[LocalStats]
+    local_stats: Sequence[LocalStats]
     scopes: Sequence[Sequence[int]]
     position: int
     world: int
     device: torch.device
-    apart: Sequence[torch.Tensor | None] = ()
+    unreduced: Sequence[torch.Tensor | None] = ()
     before: Sequence[torch.Tensor | None] = ()
     scale: torch.Tensor | None = None
-    known: Mapping[Fact, torch.Tensor] = MappingProxyType({})
+    computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
 
     def of(self, indices: Sequence[int]) -> Local:
         """The values of the parameters with these ``indices``, which are in ascending order."""
@@ -85,9 +88,10 @@ class Local(NamedTuple):
             return self
         picked: dict[str, Any] = {
             name: [entries[i] for i in indices] if (entries := getattr(self, name)) else ()
-            for name in ("shards", "grads", "seen", "apart", "before")
+            for name in ("shards", "grads", "local_stats", "unreduced", "before")
         }
-        return self._replace(**picked, known={fact: take(values, indices) for fact, values in self.known.items()})
+        facts = {fact: take(values, indices) for fact, values in self.computed_facts.items()}
+        return self._replace(**picked, computed_facts=facts)
 
 
 class Measure:
@@ -97,9 +101,9 @@ class Measure:
         merge: how the numbers of several ranks become one: "sum" adds float64, "max" takes the largest int64 (see
             :mod:`disthooks.grads.collectives` for how a number becomes such an integer).
         per: whether there are numbers for each parameter, each scope, or both.
-        facts: the facts of each gradient that it needs; :func:`~disthooks.grads.stats.scan.known` computes them once
-            for all measures.
-        local_facts: what it needs of the gradients before their reduction.
+        facts: the facts of each gradient that it needs; :func:`~disthooks.grads.stats.scan.compute_facts` computes them
+            once for all measures.
+        local_facts: the facts that it needs of the gradients before their reduction.
         after: whether it reads the parameters after the optimizer step.
     """
 

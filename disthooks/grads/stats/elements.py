@@ -37,7 +37,7 @@ from disthooks.grads.stats.base import (
     row_norms,
 )
 from disthooks.grads.stats.norms import norms
-from disthooks.grads.stats.scan import known
+from disthooks.grads.stats.scan import compute_facts
 
 _LOWEST, _HIGHEST = -64, 32  # the powers of two between which octaves have bins
 _PARTS = 4  # bins in an octave
@@ -140,11 +140,22 @@ def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch
     codes: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
     for block in _blocks(grads):
         block = block if block.dtype == torch.float64 else block.float()  # halves are exact in float32
-        key, found = (block.device, block.dtype), _coded(block)
+        # How many elements have each code of an exponent and two digits.
+        integer, shift, bias = _BITS[block.dtype]
+        code, many = block.abs().view(integer).bitwise_right_shift_(shift), (2 * bias + 2) * _PARTS
+        if block.is_cpu:
+            found = torch.bincount(code.short(), minlength=many)  # of int16 it is twice as fast as of int32
+        else:
+            # The size of bincount's result depends on the largest code: on an accelerator the host would wait for it.
+            found = torch.histc(code.float(), bins=many, min=0, max=many).double()
+        key = (block.device, block.dtype)
         codes[key] = codes[key].add_(found) if key in codes else found
     total = torch.zeros(BINS, dtype=torch.float64, device=device)
     for (_, dtype), counts in codes.items():
-        total += onto(_binned(counts, dtype), device)
+        bias = _BITS[dtype][2]
+        first, last = (bias + _LOWEST) * _PARTS, (bias + _HIGHEST) * _PARTS
+        under, over = counts[:first].sum(), counts[last:].sum()
+        total += onto(torch.cat([under[None], counts[first:last], over[None]]).double(), device)
     return total
 
 
@@ -168,24 +179,6 @@ def _blocks(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
     yield from (torch.cat(waiting) for waiting, _ in small.values())
 
 
-def _coded(block: torch.Tensor) -> torch.Tensor:
-    """How many elements have each code of an exponent and two digits. See [Note: bins of magnitudes]."""
-    dtype, shift, bias = _BITS[block.dtype]
-    codes, size = block.abs().view(dtype).bitwise_right_shift_(shift), (2 * bias + 2) * _PARTS
-    if block.device.type == "cpu":
-        return torch.bincount(codes.short(), minlength=size)  # of int16 it is twice as fast as of int32
-    # The size of bincount's result depends on the largest code, so on an accelerator the host would wait for it.
-    return torch.histc(codes.float(), bins=size, min=0, max=size).double()
-
-
-def _binned(counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The counts of the bins, from the counts of the codes of ``dtype``. See [Note: bins of magnitudes]."""
-    bias = _BITS[dtype][2]
-    first, last = (bias + _LOWEST) * _PARTS, (bias + _HIGHEST) * _PARTS
-    under, over = counts[:first].sum(), counts[last:].sum()
-    return torch.cat([under[None], counts[first:last], over[None]]).double()
-
-
 @dataclass(frozen=True)
 class UnitSquares(Measure):
     """The sum of squares of each unit of the gradients, or of the parameters themselves; see :func:`units`.
@@ -205,7 +198,15 @@ class UnitSquares(Measure):
         rows = []
         for shard, grad in zip(local.shards, local.grads, strict=True):
             tensor = grad if self.of == "gradient" else shard.values().detach() if shard.is_owner else None
-            rows += _squares(tensor, _part(shard), local.device)
+            part, at = _part(shard), 0  # `at` is the first unit whose number is not in `rows` yet
+            for first, piece in [] if tensor is None else pieces(tensor, part):
+                # A single row may be a long vector, of which `norms` loses fewer digits.
+                found = norms([piece], 2.0)[0][None] if len(piece) == 1 else row_norms(real(piece).flatten(1))
+                # Units that are not on this rank get 0.
+                rows.append(torch.zeros(first - at, dtype=torch.float64, device=local.device))
+                rows.append(onto(found, local.device, torch.float64).square())
+                at = first + len(piece)
+            rows.append(torch.zeros(units(part.shape) - at, dtype=torch.float64, device=local.device))
         return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=local.device)
 
 
@@ -253,24 +254,8 @@ def pieces(tensor: torch.Tensor, part: Part) -> list[tuple[int, torch.Tensor]]:
     return found + ([((stop - 1) // row, cut[2][None])] if cut[2].numel() else [])
 
 
-def _squares(tensor: torch.Tensor | None, part: Part, device: torch.device) -> list[torch.Tensor]:
-    """The sums of squares of all units of one parameter, in pieces to be joined; 0 for units that are not here."""
-    found, at = [], 0
-    for first, piece in [] if tensor is None else pieces(tensor, part):
-        lengths = onto(_norms(piece), device, torch.float64)
-        found += [torch.zeros(first - at, dtype=torch.float64, device=device), lengths.square()]
-        at = first + len(lengths)
-    return [*found, torch.zeros(units(part.shape) - at, dtype=torch.float64, device=device)]
-
-
-def _norms(piece: torch.Tensor) -> torch.Tensor:
-    if len(piece) == 1:  # it may be a long vector, of which `norms` loses fewer digits
-        return norms([piece], 2.0)[0][None]
-    return row_norms(real(piece).flatten(1))
-
-
 def _part(shard: Shard) -> Part:
-    assert shard.part is not None, f"{shard.name!r}: which elements are here is not known"
+    assert shard.part is not None, f"{shard.name!r}: the engine does not tell which elements are on this rank"
     return shard.part
 
 
@@ -292,7 +277,7 @@ class MomentSums(Measure):
         return 4
 
     def local(self, local: Local) -> torch.Tensor:
-        found = known(local, self.facts)
+        found = compute_facts(local, self.facts)
         count, total = found["count"], found["sum"]
         return torch.stack([count, total, found["m2"], total.square() / count.clamp(min=1)], dim=1).flatten()
 
@@ -325,7 +310,7 @@ class ExtremeValues(Measure):
         return 2
 
     def local(self, local: Local) -> torch.Tensor:
-        found = known(local, self.facts)
+        found = compute_facts(local, self.facts)
         # See [Note: MAX of integers keeps NaN].
         return to_sortable(torch.stack([found["high"], found["low"]], dim=1).flatten())
 
@@ -354,7 +339,7 @@ class ZeroCount(Measure):
         return 2
 
     def local(self, local: Local) -> torch.Tensor:
-        found = known(local, self.facts)
+        found = compute_facts(local, self.facts)
         return torch.stack([found["zeros"], found["count"]], dim=1).flatten()
 
 
@@ -486,14 +471,11 @@ class Histogram(Stat):
         return {f"grad_abs_q{100 * q:.12g}": quantile(values[0], q) for q in self.quantiles}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        rows = self.scoped(found, *self.measures())
-        return super().record(found, state) | self.named(found, {"grad_histogram": [_filled(row) for row in rows]})
-
-
-def _filled(counts: torch.Tensor) -> dict[str, list[Any]]:
-    """The bins from the first one that is not empty to the last one."""
-    places = counts.nonzero().flatten().tolist()
-    if not places:
-        return {"edges": [], "counts": []}
-    first, last = places[0], places[-1] + 1
-    return {"edges": edges()[first : last + 1].tolist(), "counts": counts[first:last].long().tolist()}
+        column: list[dict[str, list[Any]]] = []
+        for counts in self.scoped(found, *self.measures()):
+            # From the first bin that is not empty to the last one.
+            filled = counts.nonzero().flatten().tolist()
+            first, last = (filled[0], filled[-1] + 1) if filled else (0, 0)
+            bins = edges()[first : last + 1].tolist() if filled else []
+            column.append({"edges": bins, "counts": counts[first:last].long().tolist()})
+        return super().record(found, state) | self.named(found, {"grad_histogram": column})

@@ -14,7 +14,7 @@ from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
-from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, known, ranks_in
+from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, compute_facts, ranks_in
 
 # [Note: float32 norms on the CPU]
 # On the CPU a norm in float64 takes about a hundred times as long as one in float32 (decision 103), so norms of order 1
@@ -25,6 +25,14 @@ from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite
 # Such a norm is doubtful: it is computed again in float64, by `scaled_norm`. The host may look at numbers on the CPU
 # without waiting, so only the doubtful norms cost more. On an accelerator the host would have to wait for the device.
 # There every norm is summed in float64.
+
+# [Note: high powers]
+# The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64 ends at 1023. So the
+# sum has several numbers, one for each window of 900 exponents. The power of a rank's norm goes into the window of
+# its exponent, in units of the middle of that window. Windows are added over ranks and parameters like any other
+# number. The norm is made of the highest window that is not zero and of the one below it. All windows further below
+# are too small to change the sum. A division by the largest element of all ranks would need no windows, but it
+# would need a MAX before the SUM: one more collective (decision 103).
 
 _ROW = 1024  # elements of a row; the norm of each row is summed in float32
 # The most elements of one piece that torch sums in float32 on the CPU. In a piece of this length random elements lose
@@ -95,17 +103,25 @@ class Power(Measure):
 
     def local(self, local: Local) -> torch.Tensor:
         if math.isinf(self.p):
-            found = known(local, self.facts)
+            found = compute_facts(local, self.facts)
             # Both are minus infinity for a parameter without elements here; its largest magnitude is 0.
             # See [Note: MAX of integers keeps NaN].
             return to_sortable(torch.maximum(found["high"], found["low"]).clamp(min=0))
-        for fact in self.facts & local.known.keys():  # the one fact, if the reading for all measures found it
-            return local.known[fact]
+        for fact in self.facts & local.computed_facts.keys():  # the one fact, if the reading for all measures found it
+            return local.computed_facts[fact]
         if self.p == 2:
             return squares(local.grads, local.device)
         # The norm comes first and its power afterwards, because powers of single elements could overflow.
         each = stack(local.grads, lambda grads: norms(grads, self.p), local.device)
-        return each.pow(self.p) if self._windows == 1 else self._split(each)
+        if self._windows == 1:
+            return each.pow(self.p)
+        # See [Note: high powers].
+        exponents = self.p * each.log2()
+        windows = torch.arange(self._windows, device=each.device)
+        at = (exponents / _WINDOW + self._windows / 2).floor()
+        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity go into the highest
+        scaled = torch.exp2(exponents[:, None] - self._middle(windows))
+        return torch.where(at[:, None] == windows, scaled, 0.0).flatten()
 
     def norm(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """The norm of all gradients along ``dim``, as if they were one vector.
@@ -122,36 +138,17 @@ class Power(Measure):
             return from_sortable(values.amax(dim))
         if self._windows == 1:
             return values.sum(dim).pow(1 / self.p)
-        return self._joined(values.view(-1, self._windows).sum(0) if values.ndim == 1 else values)
-
-    def each(self, values: torch.Tensor) -> torch.Tensor:
-        """The norm of each parameter, from the merged numbers of all parameters in one row."""
-        return self.norm(values.view(-1, self._windows), dim=1)
-
-    # [Note: high powers]
-    # The sixteenth power of a float32 number has an exponent between -2400 and 2100, and a float64 ends at 1023. So the
-    # sum has several numbers, one for each window of 900 exponents. The power of a rank's norm goes into the window of
-    # its exponent, in units of the middle of that window. Windows are added over ranks and parameters like any other
-    # number. The norm is made of the highest window that is not zero and of the one below it. All windows further below
-    # are too small to change the sum. A division by the largest element of all ranks would need no windows, but it
-    # would need a MAX before the SUM: one more collective (decision 103).
-
-    def _split(self, each: torch.Tensor) -> torch.Tensor:
         # See [Note: high powers].
-        exponents = self.p * each.log2()
-        windows = torch.arange(self._windows, device=each.device)
-        at = (exponents / _WINDOW + self._windows / 2).floor()
-        at = at.nan_to_num(self._windows).clamp(0, self._windows - 1)  # NaN and infinity go into the highest
-        scaled = torch.exp2(exponents[:, None] - self._middle(windows))
-        return torch.where(at[:, None] == windows, scaled, 0.0).flatten()
-
-    def _joined(self, rows: torch.Tensor) -> torch.Tensor:
-        # See [Note: high powers].
+        rows = values.view(-1, self._windows).sum(0) if values.ndim == 1 else values
         windows = torch.arange(self._windows, device=rows.device)
         top = torch.where(rows != 0, windows, 0).amax(-1, keepdim=True)
         below = torch.where(top > 0, rows.gather(-1, (top - 1).clamp(min=0)), 0.0)
         total = rows.gather(-1, top) + below * 2.0**-_WINDOW
         return torch.exp2((total.log2() + self._middle(top)) / self.p).squeeze(-1)
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        """The norm of each parameter, from the merged numbers of all parameters in one row."""
+        return self.norm(values.view(-1, self._windows), dim=1)
 
     def _middle(self, windows: torch.Tensor) -> torch.Tensor:
         return (windows - self._windows / 2 + 0.5).double() * _WINDOW
@@ -229,12 +226,22 @@ def norms(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
 
 
 def _together(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
-    """The norm of each, by one kernel launch for all gradients of the same device and dtype."""
+    """The norm of each, by one kernel launch for all gradients of the same device and dtype.
+
+    See [Note: float32 norms on the CPU].
+    """
     result: list[torch.Tensor | None] = [None] * len(grads)
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, grad in enumerate(grads):
-        if grad.device.type == "cpu" and grad.numel() > 4 * _ROW:
-            result[i] = _long_norm(grad, p)
+        if grad.is_cpu and grad.numel() > 4 * _ROW:
+            # A long gradient on the CPU: the norms of its rows, and then their norm in float64. Without rows the norm
+            # of 20 million elements was 9e-4 too low. With rows the error was 2e-10, in the same time.
+            flat, dtype = real(grad).reshape(-1), wide(grad.dtype)
+            whole = flat.numel() // _ROW * _ROW
+            parts = [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)]
+            if whole < flat.numel():
+                parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)[None])
+            result[i] = torch.linalg.vector_norm(torch.cat(parts).double(), p)
         else:
             together.setdefault((grad.device, grad.dtype), []).append(i)
     for (device, dtype), indices in together.items():
@@ -243,21 +250,6 @@ def _together(grads: list[torch.Tensor], p: float) -> list[torch.Tensor]:
         for i, norm in zip(indices, torch._foreach_norm(group, p, dtype=summed), strict=True):
             result[i] = norm
     return [norm for norm in result if norm is not None]
-
-
-def _long_norm(grad: torch.Tensor, p: float) -> torch.Tensor:
-    """The norm of a long gradient on the CPU: the norms of its rows, and then their norm in float64.
-
-    Without rows the norm of 20 million elements was 9e-4 too low. With rows the error was 2e-10, in the same time. See
-    [Note: float32 norms on the CPU].
-    """
-    flat, dtype = real(grad).reshape(-1), wide(grad.dtype)
-    whole = flat.numel() // _ROW * _ROW
-    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), p, dim=1, dtype=dtype)]
-    if whole < flat.numel():
-        parts.append(torch.linalg.vector_norm(flat[whole:], p, dtype=dtype)[None])
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts).double(), p)
-    return norm
 
 
 def _doubted(found: torch.Tensor, grads: Sequence[torch.Tensor | None], p: float) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """Read each gradient once for all statistics: count, sum, squares, extremes, zeros, and elements that are not finite.
 
-The facts of a gradient are found by :func:`scan`. Measures ask for them by :func:`known`, which reads nothing again if
+:func:`scan` finds the facts of a gradient. Measures ask for them by :func:`compute_facts`, which reads nothing again if
 another measure needed the same fact. The second half of the file has the measures of elements that are not finite.
 """
 
@@ -16,7 +16,7 @@ another measure needed the same fact. The second half of the file has the measur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,7 +49,7 @@ _LARGEST: Facts = frozenset({"high", "low"})
 _NOTHING = {"high": float("-inf"), "low": float("-inf")}  # the facts of no elements; those not named here are 0
 
 
-def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
+def compute_facts(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
     """The ``facts`` of every parameter. Facts that ``local`` does not have yet are computed.
 
     Each fact is a float64 vector on ``local.device`` with one number for each parameter:
@@ -66,23 +66,23 @@ def known(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
 
     For complex gradients these are facts of the magnitudes; the inner products are of the real and imaginary parts.
     """
-    missing = facts - local.known.keys()
+    missing = facts - local.computed_facts.keys()
     final = missing & set(_ORDER)
     found = scan(local.grads, final, local.device) if final else {}
     if "own" in missing:
-        found["own"] = own(local.seen, local.device)
+        found["own"] = own(local.local_stats, local.device)
     if missing & {"dot", "accumulated", "final"}:
         found |= zip(("dot", "accumulated", "final"), products(local), strict=True)
-    return {**local.known, **found}
+    return {**local.computed_facts, **found}
 
 
-def own(seen: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
+def own(local_stats: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
     """For each parameter the sum over this rank's micro-batches of the squared norm of its own gradient, in float64."""
-    flat = [onto(norm, device) for entry in seen for norm in entry.norms]
-    total = torch.zeros(len(seen), dtype=torch.float64, device=device)
-    if flat:
-        places = torch.tensor([place for place, entry in enumerate(seen) for _ in entry.norms])
-        total.index_add_(0, moved(places, device), torch.stack(flat).double().square())
+    norms = [onto(norm, device) for entry in local_stats for norm in entry.norms]
+    total = torch.zeros(len(local_stats), dtype=torch.float64, device=device)
+    if norms:
+        places = torch.tensor([place for place, entry in enumerate(local_stats) for _ in entry.norms])
+        total.index_add_(0, moved(places, device), torch.stack(norms).double().square())
     return total
 
 
@@ -92,25 +92,20 @@ def products(local: Local) -> torch.Tensor:
     The numbers are 0 for a parameter whose own gradient was not accumulated, or that has no final gradient.
     """
     zero = torch.zeros(3, dtype=torch.float64, device=local.device)
-    found = [
-        zero
-        if seen.accumulated is None or (final := shard.gradient()) is None
-        else _dots(seen.accumulated, final).to(local.device)
-        for shard, seen in zip(local.shards, local.seen, strict=True)
-    ]
+    found = []
+    for shard, stats in zip(local.shards, local.local_stats, strict=True):
+        if stats.accumulated is None or (gradient := shard.gradient()) is None:
+            found.append(zero)
+            continue
+        both = (stats.accumulated, gradient)
+        own, final = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in both)
+        total = torch.zeros(3, dtype=torch.float64, device=final.device)
+        most = _block(final.device)  # so that one block at a time is converted to float64
+        for x, y in zip(torch.split(own.reshape(-1), most), torch.split(final.reshape(-1), most), strict=True):
+            a, b = x.to(final.device).double(), y.double()
+            total += torch.stack([a.dot(b), a.dot(a), b.dot(b)])
+        found.append(total.to(local.device))
     return torch.stack(found, dim=1) if found else zero[:, None][:, :0]
-
-
-def _dots(kept: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
-    """The three inner products of one parameter, in float64. One block is converted to float64 at a time."""
-    kept, final = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (kept, final))
-    most = _block(final.device)
-    pairs = zip(torch.split(kept.reshape(-1), most), torch.split(final.reshape(-1), most), strict=True)
-    total = torch.zeros(3, dtype=torch.float64, device=final.device)
-    for one, other in pairs:
-        a, b = one.to(final.device).double(), other.double()
-        total += torch.stack([a.dot(b), a.dot(a), b.dot(b)])
-    return total
 
 
 def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.device) -> dict[Fact, torch.Tensor]:
@@ -125,30 +120,24 @@ def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.devic
     """
     # "m2" of a gradient needs the sums of its rows, also if nobody asked for "sum".
     names = [fact for fact in _ORDER if fact in facts or (fact == "sum" and "m2" in facts)]
+    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None and (size := grad.numel()):
+            groups.setdefault((grad.device, grad.dtype, size), []).append(i)
     reader, tables, order = _Reader(names), [], []
-    for places in _alike(grads):
-        tables.append(onto(reader.table([grads[i] for i in places]), device))  # type: ignore[misc]
-        order += places
+    for (where, _, size), members in groups.items():
+        # As many gradients of this size as fit into one block are read together; a large gradient is read by itself.
+        many = max(1, _block(where) // size)
+        for at in range(0, len(members), many):
+            places = members[at : at + many]
+            tables.append(onto(reader.table([grads[i] for i in places]), device))  # type: ignore[misc]
+            order += places
     # The last column has the facts of no elements; gradients that were not read take it.
     nothing = torch.tensor([[_NOTHING.get(fact, 0.0)] for fact in names], dtype=torch.float64)
     place = {i: at for at, i in enumerate(order)}
     table = torch.cat([*tables, moved(nothing, device)], dim=1)
     picked = take(table, [place.get(i, len(order)) for i in range(len(grads))])
     return dict(zip(names, picked, strict=True))
-
-
-def _alike(grads: Sequence[torch.Tensor | None]) -> Iterator[list[int]]:
-    """The places of gradients that have elements, in groups of the same device, dtype and size.
-
-    The gradients of a group fit into one block together, or the group is a single gradient.
-    """
-    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-    for i, grad in enumerate(grads):
-        if grad is not None and (size := grad.numel()):
-            groups.setdefault((grad.device, grad.dtype, size), []).append(i)
-    for (device, _, size), places in groups.items():
-        many = max(1, _block(device) // size)
-        yield from (places[at : at + many] for at in range(0, len(places), many))
 
 
 class _Reader:
@@ -173,10 +162,10 @@ class _Reader:
     def table(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient."""
         blocks = self._blocks(grads)
+        # Rows have 1024 elements, and the last one has the rest.
         size, many = grads[0].numel(), -(-grads[0].numel() // _ROW)
         widths = torch.full((many,), _ROW, dtype=torch.float64, device=grads[0].device)
         widths[-1:].fill_(size - _ROW * (many - 1))
-        # Rows have 1024 elements, and the last one has the rest.
         parts = [self._read(block.to(wide(block.dtype))) for block in blocks]
         found = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
         if "m2" in self.names:
@@ -191,22 +180,30 @@ class _Reader:
             "nonfinite": lambda: _nonfinite(blocks, found["sum"]),
         }
         rows = torch.stack([rest[name]() if name in rest else found[name] for name in self.names])
-        return self._merged(rows, widths)
+        # The facts of a gradient from those of its rows: sums are added, and of extremes the largest counts.
+        added = sum(name not in _LARGEST for name in self.names)
+        sums, extremes = rows[:added].sum(-1), rows[added:].amax(-1)
+        if "m2" in self.names and many > 1:
+            # To the rows' own "m2" comes a term for the distances between the means of the rows (decision 53).
+            row_sums = rows[self.names.index("sum")]
+            distances = row_sums / widths - row_sums.sum(-1, keepdim=True) / widths.sum()
+            sums[self.names.index("m2")] += (distances.square() * widths).sum(-1)
+        return torch.cat([sums, extremes])
 
     def _blocks(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """Views of shape (gradients, rows, 1024); the last view has the elements that do not fill a row."""
         flat = [real(grad).reshape(-1) for grad in grads]
-        together = flat[0][None] if len(flat) == 1 else self._stacked(flat)
+        if len(flat) == 1:
+            together = flat[0][None]
+        elif flat[0].is_cpu:
+            together = torch.stack(flat, out=self._room("stack", (len(flat), len(flat[0])), flat[0].dtype))
+        else:
+            together = torch.stack(flat)
         size, most = together.shape[1], _block(together.device)
         body = size // _ROW * _ROW
         step = max(_ROW, most // len(flat) // _ROW * _ROW)
         blocks = [together[:, at : min(at + step, body)].view(len(flat), -1, _ROW) for at in range(0, body, step)]
         return blocks + ([together[:, None, body:]] if body < size else [])
-
-    def _stacked(self, flat: list[torch.Tensor]) -> torch.Tensor:
-        if flat[0].device.type != "cpu":
-            return torch.stack(flat)
-        return torch.stack(flat, out=self._room("stack", (len(flat), len(flat[0])), flat[0].dtype))
 
     def _read(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
@@ -217,7 +214,10 @@ class _Reader:
             if "abs" in self.names:
                 found["abs"] = _row_sums(sizes) if cpu else sizes.sum(-1, dtype=torch.float64)
             if "zeros" in self.names:
-                found["zeros"] = _not_zero(sizes)
+                # The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are
+                # counted five times as fast. This overwrites the magnitudes, which nothing needs any more.
+                bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
+                found["zeros"] = bits.clamp_(max=1).sum(-1, dtype=bits.dtype)
         return found
 
     def _room(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -229,19 +229,6 @@ class _Reader:
         if had is None or had.numel() < size:
             had = self._scratch[what, dtype] = torch.empty(max(size, _block(torch.device("cpu"))), dtype=dtype)
         return had[:size].view(shape)
-
-    def _merged(self, rows: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-        """The facts of whole gradients, from those of their rows: sums are added, and of extremes the largest counts.
-
-        "m2" of a gradient is the sum of the rows' "m2", and a term for the distances of the rows' means (decision 53).
-        """
-        added = sum(name not in _LARGEST for name in self.names)
-        parts = [rows[:added].sum(-1), rows[added:].amax(-1)]
-        if "m2" in self.names and len(widths) > 1:
-            sums = rows[self.names.index("sum")]
-            apart = sums / widths - sums.sum(-1, keepdim=True) / widths.sum()
-            parts[0][self.names.index("m2")] += (apart.square() * widths).sum(-1)
-        return torch.cat(parts)
 
 
 def _block(device: torch.device) -> int:
@@ -258,17 +245,6 @@ def _row_sums(rows: torch.Tensor) -> torch.Tensor:
         return found
     found, bad = found.double(), ~torch.isfinite(found)
     found[bad] = rows[bad].double().sum(-1)
-    return found
-
-
-def _not_zero(sizes: torch.Tensor) -> torch.Tensor:
-    """How many elements of each row are not zero. ``sizes`` are magnitudes, and this overwrites them.
-
-    The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are counted five times
-    as fast.
-    """
-    bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
-    found: torch.Tensor = bits.clamp_(max=1).sum(-1, dtype=bits.dtype)
     return found
 
 
@@ -327,11 +303,11 @@ class NonFiniteCount(Measure):
     facts: ClassVar[frozenset[Fact]] = frozenset({"nonfinite"})
 
     def local(self, local: Local) -> torch.Tensor:
-        found = known(local, self.facts)["nonfinite"]
-        if all(other is None for other in local.apart):
+        found = compute_facts(local, self.facts)["nonfinite"]
+        if all(other is None for other in local.unreduced):
             return found
         # Gradients that no engine reduces are counted on each rank that has them.
-        return found + stack(local.apart, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
+        return found + stack(local.unreduced, lambda grads: [(~torch.isfinite(g)).sum() for g in grads], local.device)
 
 
 @dataclass(frozen=True)
@@ -388,16 +364,18 @@ def ranks_in(mark: float, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 def own_nonfinite(local: Local) -> torch.Tensor:
     """For each parameter whether one of this rank's own gradients was not finite: a bool vector on ``local.device``."""
-    found = [(place, value) for place, seen in enumerate(local.seen) for value in seen.norms or seen.finite_probes]
+    found = [(i, probe) for i, stats in enumerate(local.local_stats) for probe in stats.norms or stats.finite_probes]
     if not found:
-        return torch.zeros(len(local.seen), dtype=torch.bool, device=local.device)
+        return torch.zeros(len(local.local_stats), dtype=torch.bool, device=local.device)
     values = [onto(value, local.device) for _, value in found]
     if len({value.dtype for value in values}) > 1:
         values = [value.double() for value in values]
     bad, places = ~torch.isfinite(torch.stack(values)), [place for place, _ in found]
-    if places == list(range(len(local.seen))):  # one micro-batch, and each parameter has a gradient: the usual case
+    if places == list(
+        range(len(local.local_stats))
+    ):  # one micro-batch, and each parameter has a gradient: the usual case
         return bad
-    counts = torch.zeros(len(local.seen), dtype=torch.int64, device=local.device)
+    counts = torch.zeros(len(local.local_stats), dtype=torch.int64, device=local.device)
     return counts.index_add_(0, moved(torch.tensor(places), local.device), bad.long()) > 0
 
 

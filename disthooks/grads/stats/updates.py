@@ -42,28 +42,27 @@ class UpdatePower(Measure):
     def local(self, local: Local) -> torch.Tensor:
         now = [shard.values() for shard in local.shards]
         pairs = [(a, b) for a, b in zip(now, local.before, strict=True) if b is not None and b.numel()]
-        return stack(local.before, lambda before: _moves(pairs), local.device).square()
+        return stack(local.before, lambda before: _norms_of_change(pairs), local.device).square()
 
 
-def _moves(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+def _norms_of_change(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """The norm of ``now - before`` for each pair, in the order of the pairs."""
     found: dict[int, torch.Tensor] = {}
     small = [i for i, (now, _) in enumerate(pairs) if now.numel() <= _SMALL]
-    if small:
-        moved = torch._foreach_sub([_wide(pairs[i][0]) for i in small], [_like(*pairs[i]) for i in small])
-        found = dict(zip(small, norms(list(moved), 2.0), strict=True))
-    return [found[i] if i in found else _move(now, before) for i, (now, before) in enumerate(pairs)]
-
-
-def _move(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The norm of one large difference. On the CPU one block of the difference is in memory at a time."""
-    size = _BLOCK if now.device.type == "cpu" else now.numel()
-    room = torch.empty(min(size, now.numel()), dtype=_wide(now[:0]).dtype, device=now.device)
-    parts = []
-    for one, other in zip(torch.split(now.reshape(-1), size), torch.split(before.reshape(-1), size), strict=True):
-        parts += norms([torch.sub(_wide(one), _like(one, other), out=room[: len(one)])], 2.0)
-    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts).double())
-    return whole
+    if small:  # all by one kernel launch
+        changes = torch._foreach_sub([_wide(pairs[i][0]) for i in small], [_like(*pairs[i]) for i in small])
+        found = dict(zip(small, norms(list(changes), 2.0), strict=True))
+    for i, (now, before) in enumerate(pairs):
+        if i in found:
+            continue
+        # On the CPU one block of a large difference is in memory at a time.
+        size = _BLOCK if now.is_cpu else now.numel()
+        room = torch.empty(min(size, now.numel()), dtype=_wide(now[:0]).dtype, device=now.device)
+        parts = []
+        for one, other in zip(torch.split(now.reshape(-1), size), torch.split(before.reshape(-1), size), strict=True):
+            parts += norms([torch.sub(_wide(one), _like(one, other), out=room[: len(one)])], 2.0)
+        found[i] = torch.linalg.vector_norm(torch.stack(parts).double())
+    return [found[i] for i in range(len(pairs))]
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

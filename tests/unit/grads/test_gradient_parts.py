@@ -69,7 +69,7 @@ def test_the_first_rank_to_fail() -> None:
     flags = [[None, False, True], [True, False, None], [True, False, True]]
     parts = [
         _local([None] * 3, rank, 3)._replace(
-            seen=[LocalStats(finite_probes=() if f is None else (_size(f),)) for f in row]
+            local_stats=[LocalStats(finite_probes=() if f is None else (_size(f),)) for f in row]
         )
         for rank, row in enumerate(flags)
     ]
@@ -93,7 +93,7 @@ def test_the_ranks_that_failed_in_one_number(world: int) -> None:
 
     def told(bad: list[int]) -> tuple[int, ...] | None:
         seen = [LocalStats(finite_probes=(_size(True),))]
-        marks = [OwnNonFinite().local(_local([None], place, world)._replace(seen=seen)) for place in bad]
+        marks = [OwnNonFinite().local(_local([None], place, world)._replace(local_stats=seen)) for place in bad]
         return ranks_in(float(torch.stack(marks).sum()) if marks else 0.0, ranks)
 
     assert told([]) == ()
