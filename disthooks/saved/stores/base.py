@@ -61,7 +61,7 @@ class IOStats:
     read: int = 0
     writing: BusyTime = field(default_factory=BusyTime)
     reading: BusyTime = field(default_factory=BusyTime)
-    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of reads; the last reads weigh most
+    _took: tuple[float, float] = (1e-3, 1e6)  # seconds and bytes of all reads; the newest reads weigh most
 
     @contextlib.contextmanager
     def one_read(self, nbytes: int) -> Iterator[None]:
@@ -74,7 +74,7 @@ class IOStats:
 
     @property
     def pace(self) -> float:
-        """Seconds that a thread takes to read a byte."""
+        """Seconds that a thread needs to read one byte, from the reads so far."""
         return self._took[0] / self._took[1]
 
 
@@ -180,9 +180,12 @@ class Store(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for old, new in _RENAMED.items():
-            # A data field may have such a name. An override under an old name is an error: nothing would call it.
+            # A dataclass field may have such a name. A method may not: nothing would call it.
             if callable(vars(cls).get(old)) or (old == "worth" and old in vars(cls)):
-                raise UsageError(f"{cls.__name__}.{old}: what a Store may override is called {new} since disthooks 0.2")
+                raise UsageError(
+                    f"{cls.__name__}.{old}: this method of Store is called {new} since disthooks 0.2; rename it, "
+                    "because nothing calls it under its old name"
+                )
 
     @abstractmethod
     def put(self, tensor: torch.Tensor) -> Any:
@@ -291,15 +294,13 @@ class Functions(Store):
                 raise UsageError(f"Functions: {name} must be a function, got {getattr(self, name)!r}")
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """The value that ``pack`` returns for ``tensor``."""
         return self.pack(tensor)
 
     def get(self, ticket: Any) -> torch.Tensor:
-        """The tensor that ``unpack`` returns for ``ticket``."""
         return self.unpack(ticket)
 
     def drop(self, ticket: Any) -> None:
-        """Do nothing: the value of ``pack`` goes with the graph node that holds it."""
+        """Do nothing: the value of ``pack`` is freed with the graph node that holds it."""
 
 
 class Debtor(Protocol):
@@ -323,11 +324,16 @@ class ByteBudget:
 
     def __init__(self, limit: int | str | None, owner: str, grain: int = 1) -> None:
         self._grain = grain
-        self._limit = None if limit is None else _share(limit, f"{owner} limit")
+        if limit is not None:
+            # "64 GiB per node" is divided among the processes of the node.
+            total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
+            nbytes = parse_bytes(total, f"{owner} limit")
+            limit = nbytes // local_world_size() if per_node else nbytes
+        self._limit = limit
         self._owner = owner
         self._taken = 0
         self._released = DeferredSum()
-        #: Give bytes back. Takes no lock, so that destructors may call it; see [Note: destructors].
+        #: Gives bytes back. It takes no lock, so that destructors may call it; see [Note: destructors].
         self.release: Callable[[int], None] = self._released.change
         self._lock = shared_lock(Order.BUDGET)
 
@@ -370,7 +376,7 @@ class ByteBudget:
                 interrupt comes between the two. If the bytes are not taken, its ``owed`` stays 0.
 
         Raises:
-            StoreError: if that would pass the limit. It has ``wanted`` and ``free``, in bytes.
+            StoreError: if more than the limit would be in use then. It has ``wanted`` and ``free``, in bytes.
         """
         taken, count = 0, self.size(count)
         try:
@@ -395,10 +401,3 @@ class ByteBudget:
                 debtor.owed = 0
             self.release(taken)  # an interrupt came after the bytes were taken
             raise
-
-
-def _share(limit: int | str, what: str) -> int:
-    """The bytes for this process: all of ``limit``, or an equal part of it if the text ends with "per node"."""
-    total, per_node, _ = limit.partition(" per node") if isinstance(limit, str) else (limit, "", "")
-    nbytes = parse_bytes(total, what)
-    return nbytes // local_world_size() if per_node else nbytes

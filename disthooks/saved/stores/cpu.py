@@ -24,8 +24,6 @@ from disthooks.saved.stores.pools import pool_of
 
 SMALL = 64 << 10  # bytes: smaller tensors share one copy, because each copy has a fixed cost (decision 41)
 JOINED = 1 << 20  # bytes: when the small tensors of a stream have so many, they are copied
-
-
 _LOOK = 64  # tickets to look ahead: backward departs from the expected order by a few, so more would only cost time
 _MARGIN = 1.5  # a copy is expected to take up to so many times as long as the last copies took
 
@@ -57,10 +55,10 @@ class Courier(ForkSafe[Carried]):
         self._staying: dict[Carried, None] = {}  # the oldest first
         self._batches: dict[int, Batch] = {}  # small tensors, by the stream that made them
         self._flying: collections.deque[Parcel] = collections.deque()  # the oldest first
-        self._bytes = 0  # of the tensors in these three
+        self._bytes = 0  # bytes of the tensors in these three
         self._coming: dict[Parcel, None] = {}  # brought back before backward reads them, the oldest first
         self._coming_bytes = 0
-        self.owed = Owed()
+        self.owed = Owed()  # bytes of dropped tensors whose host memory is still being copied
 
     # -- for the threads of the computation
 
@@ -69,9 +67,9 @@ class Courier(ForkSafe[Carried]):
         return Carried(tensor.detach(), self._own())
 
     def put(self, ticket: Carried) -> None:
-        """Send the tensor of ``ticket`` to the host, or let it wait for a batch, or keep it if backward is near.
+        """Send the tensor of ``ticket`` to the host, add it to a batch, or keep it if backward reads it soon.
 
-        A copy begins after the work that the current stream has been given so far.
+        A copy begins when the work that is queued on the current stream now is done.
 
         Raises:
             OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
@@ -85,8 +83,16 @@ class Courier(ForkSafe[Carried]):
             self._bytes += ticket.nbytes
             if ticket.lane.is_back_soon(ticket, self.most):
                 self._staying[ticket] = None
+            elif ticket.nbytes > SMALL:
+                self._ship([ticket])
             else:
-                self._send(ticket)
+                # Small tensors of one stream share a copy.
+                number = ticket.stream.stream_id
+                batch = self._batches.get(number)
+                if batch is None:
+                    batch = self._batches[number] = Batch(min(JOINED, self.most // 8))
+                if batch.add(ticket):
+                    self._flush([number])
             while self._bytes + self._coming_bytes > self.most and self._relieve(ticket):
                 pass
 
@@ -96,6 +102,7 @@ class Courier(ForkSafe[Carried]):
             self._drain_releases()
             if ticket.dropped:
                 raise StoreError("a stored tensor is asked for after it was dropped")
+            # In some steps the read is timed, by an event before it and one after it.
             timed = ticket.lane.is_timed(ticket)
             came = event_on(current_stream(self.device), timed=True) if timed else None
             ticket.lane.read(ticket)
@@ -116,7 +123,7 @@ class Courier(ForkSafe[Carried]):
     def drop(self, ticket: Carried) -> None:
         """Release the tensor of ``ticket``; destructors call this. See [Note: destructors].
 
-        Memory that no copy uses is freed at once. The rest is freed when the link is used the next time.
+        Memory that no copy uses is freed at once. The rest is freed when the link is next used.
         """
         if ticket.dropped:
             return
@@ -169,7 +176,10 @@ class Courier(ForkSafe[Carried]):
             return self._bytes + self._coming_bytes
 
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on the device, if that is less than ``most``; the computation waits if it has to."""
+        """Hold at most ``nbytes`` on the device, or ``most`` if that is less.
+
+        If copies are still under way, the computation on the device waits for them; the host does not.
+        """
         with self._lock:
             self._drain_releases()
             self.most = min(self._own_most, nbytes)
@@ -177,30 +187,19 @@ class Courier(ForkSafe[Carried]):
                 pass
 
     def wait_for_memory(self) -> bool:
-        """Wait on the host for the oldest copy of a dropped tensor; False when there is none."""
+        """Make the host wait for the oldest copy of a dropped tensor. Returns False if there is none."""
         with self._lock:
-            had_dropped = bool(self._releases)
+            had_dropped = bool(self._releases)  # draining them gave bytes back, maybe enough of them
             self._drain_releases()
         return self.owed.wait() or had_dropped
 
     def release_idle(self) -> None:
-        """Free what copies are done with, and idle host memory."""
+        """Free the memory of copies that are done, and idle host memory."""
         with self._lock:
             self._drain_releases()
         self.pool.clear()
 
     # -- to the host, under the lock
-
-    def _send(self, ticket: Carried) -> None:
-        if ticket.nbytes > SMALL:
-            self._ship([ticket])
-            return
-        number = ticket.stream.stream_id
-        batch = self._batches.get(number)
-        if batch is None:
-            batch = self._batches[number] = Batch(min(JOINED, self.most // 8))
-        if batch.add(ticket):
-            self._flush([number])
 
     def _flush(self, streams: Iterable[int] | None = None) -> None:
         for number in list(self._batches if streams is None else streams):
@@ -208,13 +207,13 @@ class Courier(ForkSafe[Carried]):
             del self._batches[number]
 
     def _ship(self, tickets: Sequence[Carried]) -> None:
-        """Send those of ``tickets`` that were not dropped in one copy, after the stream that made them."""
+        """Send those of ``tickets`` that were not dropped, in one copy, in the order of the stream that made them."""
         found = [(ticket, ticket.tensor) for ticket in tickets if ticket.parcel is None]
-        held = [(ticket, tensor) for ticket, tensor in found if tensor is not None]  # the others were dropped
+        held = [(ticket, tensor) for ticket, tensor in found if tensor is not None]  # dropped tickets have no tensor
         if not held:
             return
         members, tensors = [ticket for ticket, _ in held], [tensor for _, tensor in held]
-        with on(members[0].stream):  # the thread that sends them may work on another stream
+        with on(members[0].stream):  # this thread may work on another stream now
             source = join(members, tensors) if len(held) > 1 else tensors[0]
             outgoing = self._link.send(source, self.pool.tensor(source.shape, source.dtype), self.out)
             parcel = Parcel(members, outgoing, joined=len(held) > 1)
@@ -225,7 +224,12 @@ class Courier(ForkSafe[Carried]):
         self.written += parcel.nbytes
 
     def _relieve(self, newest: Carried | None) -> bool:
-        """Hold less on the device, without waiting on the host; whether that was possible."""
+        """Free device memory of one parcel or ticket, but not of ``newest``. The host does not wait.
+
+        Returns:
+            Whether there was one.
+        """
+        # The oldest copy under way: the computation waits for it, and its memory is used again.
         newly = None if newest is None else newest.parcel
         parcel = next((parcel for parcel in self._flying if parcel is not newly), None)
         if parcel is not None:
@@ -233,7 +237,7 @@ class Courier(ForkSafe[Carried]):
             self._landed(parcel)
             return True
         oldest = next((ticket for ticket in self._staying if ticket is not newest), None)
-        if oldest is not None:  # more was put than last time
+        if oldest is not None:  # it was to stay, but this forward puts more than the last one did
             self._ship([oldest])
             self._staying.pop(oldest, None)
         return oldest is not None
@@ -274,17 +278,19 @@ class Courier(ForkSafe[Carried]):
     # -- to the device, under the lock
 
     def _found(self, ticket: Carried) -> torch.Tensor:
+        """The tensor of ``ticket`` for the current stream, from the nearest memory that has it."""
         tensor, parcel = ticket.tensor, ticket.parcel
         source = None if parcel is None else parcel.outgoing.source
         if parcel is None or source is not None:
             self.from_memory += ticket.nbytes
-        if parcel is None:
+        if parcel is None:  # it was never sent
             assert tensor is not None
             return ticket.itself(tensor)
-        if source is not None:
+        if source is not None:  # it was sent, and is still on the device
             return parcel.from_source(ticket, source)
-        if parcel.whole is not None:
+        if parcel.whole is not None:  # it came back with another tensor of its parcel
             return parcel.from_back(ticket, None)
+        # It is in host memory: take the copy that began before, or begin one now.
         coming = parcel.coming
         if coming is None:
             coming = parcel.coming = self._link.bring(parcel.outgoing, self.back)
@@ -303,16 +309,20 @@ class Courier(ForkSafe[Carried]):
             parcel.came, parcel.coming = parcel.coming.done, None
 
     def _give_up(self, parcel: Parcel) -> None:
+        """Free the copy of ``parcel`` that came back early; if it has no members left, give their bytes back too."""
         if not parcel.members:
             while parcel.owed:
                 release, nbytes = parcel.owed.popleft()
                 self.owed.give_back(parcel, release, nbytes)
         if parcel.coming is not None:
             self.in_vain += parcel.nbytes
-            self._is_taken(parcel)  # the link holds its memory until the copy into this memory is done
+            self._is_taken(parcel)  # the link holds the memory on the device until the copy into it is done
 
     def _look_ahead(self, ticket: Carried) -> None:
-        """Bring back the tensors that backward reads after ``ticket``, each just in time: early ones cost memory."""
+        """Bring back the tensors that backward reads after ``ticket``, each just in time.
+
+        A tensor that comes back too early takes memory from the computation.
+        """
         times = ticket.lane.times()
         due: dict[Parcel, float] = {}  # in the order of reads, with the time at which backward reads each
         following = cast("Iterable[tuple[Carried, float]]", ticket.lane.after(ticket))
@@ -324,7 +334,7 @@ class Courier(ForkSafe[Carried]):
                 continue
             room -= parcel.nbytes
             if due and room < 0:
-                break
+                break  # the first one may be larger than the room
             due[parcel] = math.nan if at is None else at
         if due:
             count = self._how_many(due, times.get(ticket.position), soonest)
@@ -335,11 +345,13 @@ class Courier(ForkSafe[Carried]):
         pace = self._link.back.pace
         if pace is None or now is None or soonest is None or any(math.isnan(at) for at in due.values()):
             return len(due)  # the speed or the times are not known: bring as many as fit
+        # From the last to the first: the latest moment at which each copy has to begin, so that it and those behind it
+        # are done in time.
         latest, count = math.inf, 1
         for place, (parcel, at) in reversed(list(enumerate(due.items()))):
             coming = parcel.coming
             takes = 0.0 if coming is not None and coming.is_done() else _MARGIN * parcel.nbytes * pace
-            latest = min(latest, at) - takes  # if this copy begins later, it or one behind it is late
+            latest = min(latest, at) - takes
             if latest <= soonest:
                 count = max(count, place + 1)
         return count
@@ -358,7 +370,7 @@ class Courier(ForkSafe[Carried]):
             try:
                 parcel.coming = self._link.bring(parcel.outgoing, self.back)
             except torch.OutOfMemoryError:
-                return  # there may be memory when backward reads it: `get` tries again
+                return  # there may be memory when backward reads the tensor: `get` tries again
             self.read += parcel.nbytes
             self._coming[parcel] = None
             self._coming_bytes += parcel.nbytes
@@ -376,7 +388,7 @@ class _Held(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A ticket with its courier and budget. Its destructor drops it, because Ctrl-C may take it from its owner."""
+    """A ticket with its courier and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
 
     courier: Courier
     ticket: Carried
@@ -388,7 +400,8 @@ class _Sent(NamedTuple):
         parcel = self.ticket.parcel
         self.courier.drop(self.ticket)
         if owed and parcel is not None and parcel.joined:
-            parcel.owed.append((self.budget.release, owed))  # host memory has no holes: the last tensor frees all of it
+            # The tensors of a parcel share one block of host memory. The last of them frees it, and gives these back.
+            parcel.owed.append((self.budget.release, owed))
         else:
             self.courier.owed.give_back(parcel, self.budget.release, owed)
 
@@ -480,7 +493,7 @@ class OnCpu(Store):
             if sent is not None:
                 sent.drop()
             if isinstance(error, OSError):
-                what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory; give it a limit="
+                what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory left; give OnCpu a limit="
                 raise StoreError(what, wanted=tensor.nbytes) from error
             raise
         return sent
@@ -551,7 +564,7 @@ class OnCpu(Store):
 
 
 def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
-    flying = sum(courier.in_flight for courier in couriers)  # comes first: it updates the other counts
+    flying = sum(courier.in_flight for courier in couriers)  # first, because it brings the other counts up to date
     return StoreReport(
         "OnCpu()",
         held=budget.held,

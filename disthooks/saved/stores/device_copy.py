@@ -24,7 +24,7 @@ from disthooks.saved.stores.pools import PAGE, pool_of, shaped, tensor_over
 # A destructor may ask whether a copy is done. If it is, the destructor frees the memory at once; if not, the link frees
 # it later. While a CUDA graph is captured, events must not be asked, so no copy counts as done.
 
-_LARGE = 1 << 20  # bytes: smaller copies do not tell the speed of a link, because each copy has a fixed cost
+_LARGE = 1 << 20  # bytes: the speed of a link is measured by copies of this size or more; each copy has a fixed cost
 
 
 class Throughput:
@@ -36,8 +36,8 @@ class Throughput:
     (2001000, 0.002, 2000000000.0)
 
     Attributes:
-        best: bytes a second of the fastest large copy; None before the first.
-        pace: seconds for a byte, as a running mean over large copies; None before the first.
+        best: bytes a second of the fastest large copy; None before the first large copy.
+        pace: seconds for a byte, as a running mean over large copies; None before the first large copy.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,8 @@ class _Copy:
     def __init__(self, device: torch.device, host: torch.Tensor, rate: Throughput | None) -> None:
         self.device, self.host, self.rate = device, host, rate
 
-    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:  # as Python ends, globals are gone
+    # ``_capturing`` is an argument because destructors ask this, and as Python ends, the globals are gone.
+    def is_done(self, _capturing: Callable[[], bool] = capturing) -> bool:
         """Whether the copy has ended. False if an interrupt stopped it before its event, and while a graph is captured.
 
         See [Note: both ends of a copy].
@@ -90,7 +91,7 @@ class Outgoing(_Copy):
         self.source: torch.Tensor | None = source
 
     def wait(self) -> torch.Tensor:
-        """Wait on the host until ``host`` is filled, and return it; for threads that write to disk."""
+        """Make the host wait until ``host`` is filled, and return it; threads that write to disk call this."""
         self.done.synchronize()
         self.source = None
         return self.host
@@ -137,16 +138,16 @@ class Link:
     # -- to the host
 
     def send(self, tensor: torch.Tensor, host: torch.Tensor, rate: Throughput | None = None) -> Outgoing:
-        """Begin to copy ``tensor`` into ``host``, after what the current stream was given so far.
+        """Begin to copy ``tensor`` into ``host``, when the work now queued on the current stream is done.
 
-        Both are held until that is done. ``tensor`` may be let go of before, by :meth:`let_go`.
+        The link holds both until the copy is done. :meth:`let_go` releases ``tensor`` before that.
         """
         source = tensor.detach().contiguous()
         with self._lock:
             self.poll()
             self._out.wait_event(event_on(current_stream(self.device)))
             outgoing = Outgoing(source, host, rate)
-            self._sent.append(outgoing)  # before the copy begins: an interrupt may come at any time
+            self._sent.append(outgoing)  # before the copy begins: after an interrupt, `_mend` finds it here
             with on(self._out):
                 outgoing.begin = event_on(self._out, timed=True)
                 host.copy_(source, non_blocking=True)
@@ -154,11 +155,12 @@ class Link:
             return outgoing
 
     def let_go(self, outgoing: Outgoing) -> None:
-        """Let go of the source of ``outgoing`` now, without waiting on the host.
+        """Release the source of ``outgoing`` now. The host does not wait.
 
-        The current stream waits for the copy, which makes the copy as good as an operator of that stream. Memory that
-        belongs to the stream is then used again by what comes later in it. Of memory that belongs to another stream, as
-        of a batch that a loader brought, the allocator is told, as of every operator that uses such memory.
+        The current stream waits for the copy, so the copy counts as one of its operators. If the source lies in memory
+        of the current stream, later operators of this stream use that memory again, in the right order. If it lies in
+        memory of another stream, as a batch of a data loader may, the allocator is told that the current stream uses
+        it too, as for any operator.
         """
         source = outgoing.source
         if source is not None and not outgoing.is_done():
@@ -170,19 +172,22 @@ class Link:
     # -- to the device
 
     def fetch(self, outgoing: Outgoing, rate: Throughput | None = None) -> torch.Tensor:
-        """The tensor on the device again: itself while it is held, or a copy that the current stream may use."""
+        """The tensor on the device, for the current stream: the source while it is held, otherwise a copy."""
         source = outgoing.source
         return source if source is not None else self.take(self.bring(outgoing, rate))
 
     def bring(self, outgoing: Outgoing, rate: Throughput | None = None) -> Coming:
-        """Begin to copy it back, into memory of the current stream; :meth:`take` gives the result."""
+        """Begin to copy ``outgoing.host`` to the device, into memory of the current stream.
+
+        :meth:`take` returns the tensor.
+        """
         with self._lock:
             self.poll()
             stream, host = current_stream(self.device), outgoing.host
             coming = Coming(torch.empty(host.shape, dtype=host.dtype, device=self.device), host, stream, rate)
-            self._back.wait_event(event_on(stream))  # the memory may have been another tensor's until now
-            self._back.wait_event(outgoing.done)
-            self._coming.append(coming)
+            self._back.wait_event(event_on(stream))  # the new memory may have been another tensor's until now
+            self._back.wait_event(outgoing.done)  # the host memory is filled then
+            self._coming.append(coming)  # before the copy begins, as in `send`
             tensor = coming.tensor
             assert tensor is not None
             with on(self._back):
@@ -205,7 +210,7 @@ class Link:
     # -- both
 
     def poll(self) -> None:
-        """Let go of both ends of the copies that are done."""
+        """Release the source and the target of the copies that are done, and count these copies."""
         with self._lock:
             self._mend()
             while self._sent and self._sent[0].is_done():
@@ -218,7 +223,7 @@ class Link:
                 self._coming.popleft()
 
     def wait(self) -> None:
-        """Wait on the host until all that was sent has arrived."""
+        """Make the host wait until all tensors that were sent have arrived."""
         with self._lock:
             self._mend()
             last = self._sent[-1] if self._sent else None
@@ -227,7 +232,10 @@ class Link:
         self.poll()
 
     def _mend(self) -> None:
-        """Give events to a copy that an interrupt stopped half way: it is done when what the stream has now is done."""
+        """Give events to a copy that an interrupt stopped half way.
+
+        The copy counts as done when the work that is queued on its stream now is done.
+        """
         for copies, stream in ((self._sent, self._out), (self._coming, self._back)):
             if copies and not hasattr(copies[-1], "done"):
                 copies[-1].begin = copies[-1].done = event_on(stream, timed=True)
@@ -246,10 +254,10 @@ def link_of(device: torch.device) -> Link:
 
 
 class Incoming:
-    """What was read for a device, on its way there.
+    """A tensor that was read from a file, on its way to its device.
 
     Attributes:
-        coming: its copy on the device, in memory of the stream that the tensor was put on.
+        coming: the copy to the device, into memory of the stream that the tensor was put on.
     """
 
     __slots__ = ("__weakref__", "coming")
@@ -259,40 +267,42 @@ class Incoming:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes there that nobody has taken."""
+        """Bytes on the device, until a reader takes the tensor."""
         return 0 if self.coming.tensor is None else self.coming.host.nbytes
 
 
 class _Read(Outgoing):
-    """Host memory that is filled already, for a link to bring."""
+    """Host memory that is filled already, in the form that :meth:`Link.bring` takes."""
 
     __slots__ = ()
 
     def __init__(self, host: torch.Tensor, device: torch.device) -> None:
         self.device, self.host, self.rate, self.source = device, host, None, None
-        self.done = event_on(current_stream(device))  # a link that brings it waits for this anyway
+        self.done = event_on(current_stream(device))  # `Link.bring` waits for the current stream anyway
 
 
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Host memory that ``device`` reads and writes beside the host: ``uint8``, whole pages from a page's beginning on.
+    """Page-locked host memory for copies from and to ``device``: ``uint8``, whole pages, beginning at a page.
 
     Raises:
-        OSError: when the system has no more memory.
+        OSError: if the system has no more memory.
     """
     pool = pool_of(device, True)
     lease = pool.lease(nbytes)
     begin = -ctypes.addressof(lease) % PAGE
-    if begin:  # not every system's pinned memory begins at a page
+    if begin:  # on some systems pinned memory does not begin at a page: take a page more, and skip to the next page
         lease = pool.lease(nbytes + PAGE)
         begin = -ctypes.addressof(lease) % PAGE
     return tensor_over(lease, torch.Size([(len(lease) - begin) // PAGE * PAGE]), torch.uint8, begin)
 
 
 def sent(tensor: torch.Tensor) -> Outgoing:
-    """Begin to copy ``tensor``, contiguous and of some bytes, into pinned pages, in the order of the current stream.
+    """Begin to copy ``tensor`` into pinned pages, in the order of the current stream.
+
+    ``tensor`` is contiguous and not empty.
 
     Raises:
-        OSError: when the system has no more memory.
+        OSError: if the system has no more memory.
     """
     host = shaped(pinned(tensor.nbytes, tensor.device), tensor.shape, tensor.dtype)
     return link_of(tensor.device).send(tensor, host)
@@ -305,40 +315,40 @@ def arriving(host: torch.Tensor, stream: torch.Stream) -> Incoming:
 
 
 def brought(host: torch.Tensor, device: torch.device, outgoing: Outgoing | None) -> torch.Tensor:
-    """A copy of ``host`` on ``device`` for the current stream; ``outgoing`` may be filling it still."""
+    """A copy of ``host`` on ``device``, for the current stream; ``outgoing`` is the copy that still fills ``host``."""
     link = link_of(device)
     return link.take(link.bring(_Read(host, device) if outgoing is None else outgoing))
 
 
 def taken(incoming: Incoming, device: torch.device) -> torch.Tensor:
-    """The copy of ``incoming`` for the current stream."""
+    """The tensor of ``incoming`` on its device, for the current stream."""
     return link_of(device).take(incoming.coming)
 
 
 def source_of(outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor | None:
-    """What ``outgoing`` copies, as long as it is held, for the current stream."""
+    """The source of ``outgoing`` while it is held, for the current stream; None after that."""
     source = None if outgoing is None else outgoing.source
     return None if source is None else handed_over(source, made_on)
 
 
 def let_go(outgoing: Outgoing | None) -> None:
-    """``outgoing`` is not wanted any more: its source goes at once if it is copied, or when the link is next used.
+    """Release the source of ``outgoing``: now if the copy is done, otherwise when the link is next used.
 
-    It takes no lock and waits for nothing, for destructors.
+    This takes no lock and waits for nothing, so that destructors may call it.
     """
     if outgoing is not None and outgoing.is_done():
         outgoing.source = None
 
 
 class Carried:
-    """One tensor of a device in a store: still on the device, or in a parcel.
+    """One tensor of a device in :class:`OnCpu`: still on the device, or in a parcel.
 
     Attributes:
-        tensor: the tensor, until it is sent.
-        own: whether ``tensor`` is a copy that nobody else has.
-        counted: bytes that count as held on the device, apart from those of the parcel.
-        parcel: what the tensor was sent in.
-        offset: where the tensor begins in the parcel.
+        tensor: the tensor, until it is sent; None after that.
+        own: whether ``tensor`` is a copy that only the store has.
+        counted: bytes that count as held on the device; 0 once the tensor is in a parcel, which counts instead.
+        parcel: the parcel that the tensor was sent in.
+        offset: the byte of the parcel at which the tensor begins.
         stream: the stream that filled the tensor.
     """
 
@@ -362,8 +372,9 @@ class Carried:
     def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, tensor.device
         self.lane, self.stream = lane, current_stream(tensor.device)
-        # A part of something much larger would keep all of it.
-        self.own = not _is_plain(tensor) or tensor.untyped_storage().nbytes() > 2 * self.nbytes
+        # A copy is contiguous, and a small part of a large storage does not keep that storage alive.
+        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self.own = not is_plain or tensor.untyped_storage().nbytes() > 2 * self.nbytes
         self.tensor: torch.Tensor | None = _copy(tensor) if self.own else tensor
         self.position, self.dropped = 0, False
         self.counted = self.owed = 0
@@ -371,13 +382,12 @@ class Carried:
         self.offset = 0
 
     def itself(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, which was put, for the current stream; a clone if the store made it and may give it again."""
+        """``tensor``, which was put, for the current stream.
+
+        If it is the store's own copy, this returns a clone of it: the store may be asked for it again.
+        """
         tensor = handed_over(tensor, self.stream)
         return tensor.clone() if self.own else tensor
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -386,13 +396,14 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Parcel:
-    """What is sent in one copy, and comes back in one: a tensor, or many small ones in one 1-D uint8 tensor.
+    """The unit of copies: a tensor, or many small ones joined in one 1-D uint8 tensor. It goes and comes back whole.
 
     Attributes:
         members: the tickets in it that are not dropped.
-        coming: the copy back that began before somebody asked.
-        came: the end of the last copy back.
-        whole: small tensors that came back together, until each of them was read.
+        joined: whether it was made of several tensors.
+        coming: the copy back that began before backward asked for it.
+        came: the event at the end of the last copy back.
+        whole: the joined tensor that came back, until each of its members was read.
     """
 
     __slots__ = (
@@ -415,9 +426,10 @@ class Parcel:
         self.coming: Coming | None = None
         self.came: torch.Event | None = None
         self.whole: torch.Tensor | None = None
-        self._stream = current_stream(outgoing.device)  # that fills ``whole``, or the source of several
+        self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
         self._unread: set[Carried] = set()
-        # Bytes of members that were dropped, and who counts them: they stay host memory while another member is alive.
+        # The bytes of dropped members, each with the budget that counts them. They stay in use as host memory while
+        # another member is alive.
         self.owed: collections.deque[tuple[Callable[[int], None], int]] = collections.deque()
 
     @property
@@ -428,22 +440,26 @@ class Parcel:
     @property
     def is_idle(self) -> bool:
         """Whether no copy reads or writes its host memory any more."""
-        return self.outgoing.is_done() and (self.came is None or self.came.query())  # nobody captures: see is_done
+        # `is_done` is False while a graph is captured, so that `query` is not called then.
+        return self.outgoing.is_done() and (self.came is None or self.came.query())
 
     def wait(self) -> None:
-        """Wait on the host until no copy uses its host memory."""
+        """Make the host wait until no copy uses its host memory."""
         self.outgoing.wait()
         if self.came is not None:
             self.came.synchronize()
 
     def from_source(self, ticket: Carried, source: torch.Tensor) -> torch.Tensor:
-        """The tensor of ``ticket`` from ``source``, which was sent and is still on the device."""
+        """The tensor of ``ticket``, from the ``source`` of the copy to the host, which is still on the device."""
         if self.joined:
             return self._part(ticket, handed_over(source, self._stream))
         return ticket.itself(source)
 
     def from_back(self, ticket: Carried, back: torch.Tensor | None) -> torch.Tensor:
-        """The tensor of ``ticket``, for the current stream, from what came ``back`` now, or before if that is None."""
+        """The tensor of ``ticket`` for the current stream, from ``back``, which just came back.
+
+        If ``back`` is None, the parcel came back before, and the tensor is a part of ``whole``.
+        """
         if not self.joined and back is not None:
             return back
         if back is not None:
@@ -454,19 +470,19 @@ class Parcel:
         return part
 
     def done_with(self, ticket: Carried) -> None:
-        """``ticket`` was read, or is dropped."""
+        """Note that ``ticket`` was read or dropped; free ``whole`` after the last one."""
         self._unread.discard(ticket)
         if not self._unread:
             self.whole = None
 
     def in_host(self, ticket: Carried) -> torch.Tensor:
-        """The tensor of ``ticket`` in host memory, once it is there; the host waits."""
+        """The tensor of ``ticket`` in host memory. The host waits until it is there."""
         host = self.outgoing.wait()
         return self._part(ticket, host) if self.joined else host
 
     @staticmethod
     def _part(ticket: Carried, whole: torch.Tensor) -> torch.Tensor:
-        # A clone: it may be written to, and its memory can go alone.
+        # A clone, because the caller may write to it, and because its memory can be freed without the others.
         return whole[ticket.offset : ticket.offset + ticket.nbytes].clone().view(ticket.dtype).view(ticket.shape)
 
 
@@ -479,14 +495,14 @@ class Batch:
         self.nbytes = 0
 
     def add(self, ticket: Carried) -> bool:
-        """Add ``ticket``; whether the batch is full now."""
+        """Add ``ticket``, and return whether the batch is full now."""
         self.tickets.append(ticket)
         self.nbytes += ticket.nbytes
         return self.nbytes >= self._enough
 
 
 def join(tickets: Sequence[Carried], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of ``tensors`` in a row, on the current stream; each ticket is told where its own begin."""
+    """The bytes of ``tensors`` in one tensor, on the current stream; ``offset`` of each ticket says where its begin."""
     stream, end = current_stream(tensors[0].device), 0
     for ticket, tensor in zip(tickets, tensors, strict=True):
         ticket.offset = end
@@ -502,16 +518,16 @@ class Owed:
         self._all: collections.deque[tuple[Parcel, Callable[[int], None], int]] = collections.deque()
 
     def give_back(self, parcel: Parcel | None, release: Callable[[int], None], nbytes: int) -> None:
-        """``release`` these bytes of ``parcel``, now or when its copies are done; called from destructors."""
+        """Call ``release(nbytes)`` now, or when the copies of ``parcel`` are done. Destructors call this."""
         if parcel is None or parcel.is_idle:
             release(nbytes)
         elif nbytes:
             self._all.append((parcel, release, nbytes))
 
     def poll(self) -> bool:
-        """Give back the bytes whose copies are done, in their order; whether any bytes were owed."""
+        """Give back the bytes whose copies are done, the oldest first. Returns whether any bytes were owed."""
         owed = bool(self._all)
-        with contextlib.suppress(IndexError):  # there are none, or another thread was faster
+        with contextlib.suppress(IndexError):  # the queue is empty; another thread may have emptied it
             while True:
                 parcel, release, nbytes = self._all.popleft()
                 if not parcel.is_idle:
@@ -521,7 +537,7 @@ class Owed:
         return owed
 
     def wait(self) -> bool:
-        """Wait on the host for the oldest; False when nothing was owed."""
+        """Make the host wait for the oldest copies. Returns False if no bytes were owed."""
         if not self.poll():
             return False
         with contextlib.suppress(IndexError):

@@ -40,11 +40,10 @@ from disthooks.saved.stores.transfer import (
     taken_together,
 )
 
-_SMALL = 256 << 10  # bytes: smaller tensors are written together, since waking a thread costs more (decision 41)
-_MOST_UNPAGED = 256 << 10  # bytes: copies of tensors up to this size are joined in other memory, and need no pages
-
+_SMALL = 256 << 10  # bytes: smaller tensors are written together, because waking a thread costs more (decision 41)
+_MOST_UNPAGED = 256 << 10  # bytes: copies up to this size need no pages of their own, because they are joined to others
 _JOINED = 1 << 20  # bytes: when the small tensors have so many, they are written
-_MUCH = 0.1  # the part of a backward spent waiting for reads from which memory is kept for them (decision 44)
+_MUCH = 0.1  # if more than this part of a backward waits for reads, the memory for reads is kept (decision 44)
 
 
 class Mover(Workers[Slab | list[Ticket], Ticket]):
@@ -57,7 +56,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
 
     Args:
         files: the files, which are written in turn.
-        limit: most bytes in flight to the files, and as many back.
+        limit: most bytes in flight to the files, and most bytes in flight back.
         transfer: moves the bytes.
         threads: how many threads there are at most.
     """
@@ -72,11 +71,12 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         self._reads: collections.deque[Slab] = collections.deque()
         self._ahead = Ahead(limit, self.stats)
         self._flying = 0  # bytes that were put and are not written
-        self._uncalled = 0  # those of them for which no thread was woken yet
+        self._uncalled = 0  # bytes of these for which no thread was woken yet
         self._failed: tuple[Ticket, BaseException] | None = None  # a failed write that was not raised yet (decision 36)
-        # How many failed writes were raised. The others that were in flight then fail for the same reason: not raised.
+        # How many failed writes were raised. Writes that were in flight at that moment fail for the same reason, and
+        # their errors are not raised.
         self._said = 0
-        self._claims: dict[int, Slab] = {}  # slabs that threads of the computation read themselves, by thread
+        self._claims: dict[int, Slab] = {}  # by thread: the slab that a thread of the computation reads itself
         super().__init__(threads)
 
     def after_fork(self) -> None:
@@ -107,7 +107,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         """
         with self._lock:
             self._drain_releases()
-            # If it is closed, the process ends and no thread writes any more, so that waiting would never end.
+            # If the mover is closed, the process ends and no thread writes any more, so waiting would never end.
             while 0 < self._flying > self.limit - ticket.nbytes and not (self._failed or self._closed):
                 self._wait()
             self._say_failure()
@@ -126,8 +126,8 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         """The tensor of ``ticket``: the one that was put if it is still in memory, or a copy.
 
         Raises:
-            StoreError: if a tensor could not be written: it stays in memory, and the error is raised once. Or if this
-                tensor cannot be read, or has another checksum than when it was written.
+            StoreError: if this tensor cannot be read, or has another checksum than when it was written. Also, once, if
+                any tensor could not be written: that tensor stays in memory.
         """
         with self._lock:
             self._drain_releases()
@@ -135,11 +135,12 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 raise StoreError("a stored tensor is asked for after it was dropped")
             self._say_failure()
             ticket.order.read(ticket)
-            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):  # a thread reads it now
+            # It was read ahead, or a thread reads it now.
+            if ticket.ahead is not None or (ticket.reading and ticket.slab not in self._reads):
                 self.stats.ahead += ticket.nbytes
             found = self._in_memory(ticket)
             self._have_read(self._ahead.after(ticket))
-        # Reads into memory that was used before are faster. It is kept only if backward waits for reads.
+        # A read into memory that was used before is faster. Such memory is kept only if backward waits for reads.
         self.transfer.for_reads(keep=2 * self.limit if ticket.order.waiting > _MUCH else 0)
         if found is None:
             begin = time.perf_counter()
@@ -161,7 +162,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         """
         if not ticket.dropped:
             ticket.dropped = True
-            if ticket.outgoing is not None:  # tested first: as Python ends, `let_go` may be gone already
+            if ticket.outgoing is not None:  # tested here, because `let_go` may be gone already when Python ends
                 let_go(ticket.outgoing)
             ticket.tensor = ticket.ahead = ticket.outgoing = None
             self.release(ticket)
@@ -189,7 +190,10 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             return self._flying
 
     def _read_for(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
-        """Read the slab of ``ticket`` here, or wait a while for another thread; the tensor if it is in memory then."""
+        """Read the slab of ``ticket`` in this thread, or wait a while for the thread that reads it.
+
+        Returns the tensor if it is in memory after that.
+        """
         me = threading.get_ident()
         tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
         try:
@@ -204,7 +208,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 slab = self._claims.get(me)
                 if slab is not None:
                     self._was_read(slab, tensors)
-                    self._claims.pop(me, None)  # comes last: after an interrupt before it, all of this is done again
+                    self._claims.pop(me, None)  # last: after an interrupt before this line, all of it is done again
         with self._lock:
             return self._in_memory(ticket)
 
@@ -217,7 +221,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             try:
                 raise failed[1]
             finally:
-                del failed  # its traceback holds this frame, which would be a cycle
+                del failed  # the traceback of the error holds this frame, so the frame must not hold the error
 
     def _lost(self, job: Slab | list[Ticket]) -> None:
         if isinstance(job, Slab):
@@ -226,7 +230,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
             self._was_written(job, StoreError("a thread that moved a saved tensor has died"))
 
     def _in_memory(self, ticket: Ticket) -> torch.Tensor | Incoming | None:
-        """The tensor of ``ticket`` if it is in memory, for a caller that reads it now; None if it is not."""
+        """The tensor of ``ticket`` if it is in memory, for a caller that uses it now; None otherwise."""
         if ticket.ahead is not None:
             ahead = ticket.ahead
             self._ahead.remove(ticket)
@@ -252,7 +256,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
     def _drain_releases(self) -> None:
         interrupted = self._claims.get(threading.get_ident())
         if interrupted is not None:
-            self._was_read(interrupted, [])  # after an interrupt: this thread reads the slab no more
+            self._was_read(interrupted, [])  # an interrupt stopped this thread: it does not read the slab any more
             self._claims.pop(threading.get_ident(), None)
         super()._drain_releases()
         self.transfer.poll()
@@ -274,9 +278,15 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         return slab in self._reads or slab in self._jobs.values() or slab in self._claims.values()
 
     def _let_go(self, ticket: Ticket, read: Slab | None = None) -> None:
-        """Release the place of a dropped ticket, unless its slab is being read; the read of ``read`` has just ended."""
+        """Release the place of a dropped ticket in its file, unless its slab is being read.
+
+        Args:
+            ticket: the ticket; if it is not dropped, nothing happens.
+            read: the slab whose read has just ended, if that is why this is called.
+        """
         slab = ticket.slab
         if slab is not None and read is None and slab in self._reads and all(m.dropped for m in slab.members):
+            # Nobody wants the slab any more, and no thread has begun to read it.
             for member in slab.members:
                 self._let_go(member, slab)
             self._reads.remove(slab)
@@ -286,13 +296,13 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 release, extent = slab.file.release, slab.extent
                 slab.freed = True
                 release(extent)  # a C function: see [Note: interrupts]
-            elif slab.live:
+            elif slab.live:  # other tensors lie in the slab: only the pages of this one are unused
                 slab.file.release(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
             ticket.slab = None
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:
         self._reads.extend(slabs)
-        with contextlib.suppress(StoreError):  # if no thread can be started, the callers of `get` read the slabs
+        with contextlib.suppress(StoreError):  # if no thread can be started, `get` reads the slabs itself
             for _ in slabs:
                 self._call_for_work()
 
@@ -322,8 +332,11 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         self._done.notify_all()
 
     def _was_read(self, slab: Slab, tensors: Sequence[tuple[Ticket, torch.Tensor | Incoming]]) -> None:
-        """Hand out what was read ahead; a ticket without a tensor is read again by its ``get``, which raises."""
-        self._is_over(slab)  # first, so that a ticket that is dropped from now on is released at once
+        """Give each ticket of ``slab`` the tensor that was read for it.
+
+        A ticket without a tensor could not be read. Its ``get`` reads it again, and raises the error.
+        """
+        self._is_over(slab)  # first: a ticket that is dropped from now on is released at once
         for ticket in slab.members:
             ticket.reading = False
         for ticket, tensor in tensors:
@@ -343,18 +356,12 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         if (device := next((ticket.device for ticket in tuple(tickets) if ticket.at is not None), None)) is not None:
             work_for(device)
         if isinstance(job, Slab):
-            self._read_ahead(job)
-        else:
-            self._write(job)
-
-    def _read_ahead(self, slab: Slab) -> None:
-        tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
-        with contextlib.suppress(BaseException):
-            tensors = self.transfer.read(slab)
-        with self._lock:
-            self._was_read(slab, tensors)
-
-    def _write(self, job: list[Ticket]) -> None:
+            tensors: list[tuple[Ticket, torch.Tensor | Incoming]] = []
+            with contextlib.suppress(BaseException):  # `get` reads the slab again, and raises the error
+                tensors = self.transfer.read(job)
+            with self._lock:
+                self._was_read(job, tensors)
+            return
         file = next(self._turns)
         try:
             self.transfer.write(job, file)
@@ -437,7 +444,7 @@ class OnDisk(Store):
     >>> store.drop(ticket)
     """
 
-    # Measured: 80 µs for a tensor, and as much again for each 100 KiB or so (decision 41).
+    # Measured: each tensor costs 80 µs, and about as much again for each 100 KiB (decision 41).
     min_bytes: ClassVar[int] = 64 << 10
     directory: _Directory | Sequence[_Directory]
     limit: int | str | None = None
@@ -450,7 +457,7 @@ class OnDisk(Store):
     _mover: Mover = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.direct, bool) and self.direct != "auto":  # 1 == True: test the type
+        if not isinstance(self.direct, bool) and self.direct != "auto":  # the type is tested because 1 == True
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
         if not isinstance(self.gpu_direct, bool) and self.gpu_direct != "auto":
             raise UsageError(f"OnDisk: gpu_direct must be True, False or 'auto', got {self.gpu_direct!r}")
@@ -476,7 +483,7 @@ class OnDisk(Store):
         try:
             return self._own_mover().transfer.copied(tensor)
         except OSError as error:
-            what = f"OnDisk({self.directory!r}): no host memory to copy {format_bytes(tensor.nbytes)} to"
+            what = f"OnDisk({self.directory!r}): the system has no {format_bytes(tensor.nbytes)} of host memory left"
             raise StoreError(what, path=str(self.directory), wanted=tensor.nbytes) from error
 
     def put(self, tensor: torch.Tensor) -> _Stored:
@@ -498,7 +505,9 @@ class OnDisk(Store):
         except BaseException as error:
             stored.drop()
             if isinstance(error, OSError):
-                what = f"OnDisk({self.directory!r}): no host memory to copy {format_bytes(content.nbytes)} to"
+                what = (
+                    f"OnDisk({self.directory!r}): the system has no {format_bytes(content.nbytes)} of host memory left"
+                )
                 raise StoreError(what, path=str(self.directory), wanted=content.nbytes) from error
             raise
         return stored
@@ -558,7 +567,7 @@ class OnDisk(Store):
 
 
 class _Stored(NamedTuple):
-    """A ticket with its mover and budget. Its destructor drops it, because Ctrl-C may take it from its owner."""
+    """A ticket with its mover and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
 
     mover: Mover
     ticket: Ticket

@@ -13,8 +13,8 @@ import torch
 
 Learns = TypeVar("Learns")
 
-_ORDERS = 8  # how many orders are remembered: a thread may train several models, or batches of several lengths, in turn
-_LOOK = 256  # after so many positions that are dropped or were read, no guess is made
+_ORDERS = 8  # orders that are remembered: a thread may train several models, or batches of several lengths, in turn
+_LOOK = 256  # positions that a guess looks at; if all of them are dropped or were read, there is no guess
 
 
 class Ordered(Protocol):
@@ -49,8 +49,9 @@ class PerThread(Generic[Learns]):
         """The object of this thread."""
         mine = getattr(self._mine, "one", None)
         if mine is None:
+            # No lock: `pop` gives each object to one thread only.
             left = (self._all.pop(thread, None) for thread in list(self._all) if not thread.is_alive())
-            one = next((one for one in left if one is not None), None)  # no lock: `pop` gives each object to one thread
+            one = next((one for one in left if one is not None), None)
             self._all[threading.current_thread()] = self._mine.one = mine = self._make() if one is None else one
         return cast(Learns, mine)
 
@@ -58,10 +59,10 @@ class PerThread(Generic[Learns]):
 class _Order(NamedTuple):
     """The order and the times of the reads of one backward."""
 
-    order: Sequence[int]  # positions
-    times: Sequence[float]  # seconds, in that order
-    rank: dict[int, int]  # by position
-    waiting: float  # the part of the time that was spent waiting, from 0 to 1
+    order: Sequence[int]  # positions, in the order of reads
+    times: Sequence[float]  # the seconds of these reads, in the same order
+    rank: dict[int, int]  # the place of each position in ``order``
+    waiting: float  # the part of the time in which the computation waited for reads, from 0 to 1
 
     @staticmethod
     def of(reads: dict[int, float], waited: float) -> _Order:
@@ -93,11 +94,12 @@ class AccessOrder:
         self._again = False  # whether the last read was of a ticket that had been read before
         self._reached: Ordered | None = None  # the last ticket that was read for the first time
         self._known: dict[int, _Order] = {}  # by the number of tickets that were put; the newest last
-        self._waited = 0.0  # seconds of waiting, which the times do not contain
+        self._waited = 0.0  # seconds of waiting for reads; the times in ``_reads`` do not include them
 
     def put(self, ticket: Ordered) -> None:
-        """``ticket`` is the next one."""
-        # A loop that keeps its graphs never drops some tickets. Begin anew with those that are left, or the list grows.
+        """Note that ``ticket`` is put now, after all others."""
+        # A loop that keeps its graphs never drops some tickets, and the list would grow for ever. So it begins anew
+        # with the tickets that are left.
         if len(self._tickets) > 4 * len(self._live) + 4096:
             self._tickets = [ticket for ticket in self._tickets if not ticket.dropped]
             for i, other in enumerate(self._tickets):
@@ -128,7 +130,7 @@ class AccessOrder:
         self._waited += seconds
 
     def drop(self, ticket: Ordered) -> None:
-        """Note that ``ticket`` is dropped. When all are, the order of their reads is the one expected next time."""
+        """Note that ``ticket`` is dropped. When all are dropped, the order of their reads is expected the next time."""
         self._live.discard(ticket)
         if self._live or not self._tickets:
             return
@@ -142,14 +144,15 @@ class AccessOrder:
 
     @property
     def waiting(self) -> float:
-        """The part of the last backward like this one that was waiting for reads."""
+        """The part of the last backward with as many tickets in which the computation waited for reads."""
         known = self._known.get(len(self._tickets))
         return 0.0 if known is None else known.waiting
 
     def turn(self, ticket: Ordered) -> float:
-        """When ``ticket`` will be read, as a number: a larger one is later than a smaller one.
+        """When ``ticket`` will be read, as a number; a larger number is later.
 
-        The last backward tells. What it did not read comes last. Of what it cannot tell, the newest comes first.
+        The number comes from the order of the last backward. Tickets that it did not read come last. Tickets that it
+        did not have are expected in the reverse order of their puts.
         """
         if not self._known:
             return -ticket.position
@@ -160,9 +163,9 @@ class AccessOrder:
         return math.inf if ticket.position < count else -ticket.position
 
     def after(self, ticket: Ordered) -> Iterator[tuple[Ordered, float]]:
-        """The tickets that will be read after ``ticket``, the next one first, and the seconds of computing until each.
+        """The tickets that will be read after ``ticket``, the next one first, each with the seconds until its read.
 
-        The seconds are 0 where they are not known.
+        The seconds are those of the computation, without waiting. They are 0 if they are not known.
         """
         if self._again and self._reached is not None:
             ticket = self._reached
@@ -180,7 +183,7 @@ class AccessOrder:
 
 
 class Sized(Ordered, Protocol):
-    """What a :class:`Lane` needs besides: its bytes."""
+    """An object that a :class:`Lane` remembers: it also has a size in bytes."""
 
     nbytes: int
 
@@ -188,9 +191,9 @@ class Sized(Ordered, Protocol):
 class Lane(AccessOrder):
     """An :class:`AccessOrder` that learns two things more from each backward.
 
-    The first is how many bytes are put between the put of a tensor and its first read: few for the last modules of a
-    forward, or in the last stage of a pipeline. The second is when each read comes by the clock of the device, because
-    the host runs ahead of it. Both only save time: if they are wrong, no number is.
+    The first is how many bytes are put between the put of a tensor and its first read. They are few for the last
+    modules of a forward, and in the last stage of a pipeline. The second is the time of each read by the clock of the
+    device, because the host runs ahead of the device. Both only save time: if they are wrong, results are still right.
 
     >>> class Ticket:
     ...     position, dropped, nbytes = 0, False, 8
@@ -208,41 +211,46 @@ class Lane(AccessOrder):
         super().__init__()
         self._before: list[int] = []  # bytes put before each position
         self._total = 0
-        self._turns: dict[int, int] = {}  # by position: bytes put between put and first read
-        self._expected: Mapping[int, int] = {}  # the same of the last time
-        self._marks: dict[int, tuple[torch.Event, torch.Event]] = {}  # before a read, and when it could go on
-        self._rounds: dict[int, int] = {}  # by how many were put: how often
-        self._unread: dict[int, dict[int, tuple[torch.Event, torch.Event]]] = {}  # marks, not asked yet
-        self._times: dict[int, dict[int, float]] = {}
+        self._turns: dict[int, int] = {}  # by position: bytes put between the put of a ticket and its first read
+        self._expected: Mapping[int, int] = {}  # these bytes in the last backward
+        # By position: the event before a read, and the event after it.
+        self._marks: dict[int, tuple[torch.Event, torch.Event]] = {}
+        # The three below are by the number of tickets that were put.
+        self._rounds: dict[int, int] = {}  # how many backwards there were
+        self._unread: dict[int, dict[int, tuple[torch.Event, torch.Event]]] = {}  # marks whose times were not read yet
+        self._times: dict[int, dict[int, float]] = {}  # by position: seconds of computing before the read
 
     def put(self, ticket: Ordered) -> None:
-        """``ticket`` is the next one."""
         super().put(ticket)
         place = ticket.position
-        if place != len(self._before):  # all of it is new, or was numbered anew: what is not known is long ago
+        # After the last ticket was dropped, or after `put` gave new positions, these bytes are not known. The tickets
+        # before this one then count as put long ago.
+        if place != len(self._before):
             self._before = [0] * place
             self._total = 0 if place == 0 else self._total
         self._before.append(self._total)
         self._total += cast(Sized, ticket).nbytes
 
     def is_back_soon(self, ticket: Sized, room: int) -> bool:
-        """Whether ``ticket``, just put, was read last time before ``room`` bytes had been put, its own included."""
+        """Whether the last backward read ``ticket``, which was just put, before ``room`` bytes were put.
+
+        The bytes of ``ticket`` itself count.
+        """
         turn = self._expected.get(ticket.position)
         return turn is not None and turn + ticket.nbytes <= room
 
     def read(self, ticket: Ordered) -> None:
-        """``ticket`` is wanted."""
         place = ticket.position
         if place not in self._turns and place < len(self._before):
             self._turns[place] = self._total - self._before[place] - cast(Sized, ticket).nbytes
         super().read(ticket)
 
     def drop(self, ticket: Ordered) -> None:
-        """``ticket`` is dropped; after the last of them what was learned is what the next time expects."""
         count = len(self._tickets)
         super().drop(ticket)
         if not count or self._tickets:
             return
+        # The last ticket is dropped: the next forward and backward expect what this one measured.
         if self._turns:
             self._expected = self._turns
             self._rounds[count] = self._rounds.get(count, 0) + 1
@@ -256,32 +264,29 @@ class Lane(AccessOrder):
     # -- the time of the device
 
     def is_timed(self, ticket: Ordered) -> bool:
-        """Whether to time this read: the first one of a ticket, in the 1st, 2nd, 3rd, 5th, 9th, ... step."""
+        """Whether to time this read: the first read of each ticket, in the 1st, 2nd, 3rd, 5th, 9th, ... step."""
         rounds = self._rounds.get(len(self._tickets), 0)
         return rounds.bit_count() <= 1 and ticket.position not in self._marks
 
     def mark(self, ticket: Ordered, came: torch.Event, went: torch.Event) -> None:
-        """Remember the event at which the computation ``came`` to this read, and that at which it ``went`` on."""
+        """Keep two events: when the computation ``came`` to this read, and when it ``went`` on."""
         self._marks[ticket.position] = came, went
 
     def times(self) -> Mapping[int, float]:
-        """By position, the seconds of computing before the read, as last measured; empty while they are not known.
+        """By position, the seconds of computing before each read, as last measured; empty while they are not known.
 
         This never waits for the device.
         """
         count = len(self._tickets)
         marks = self._unread.get(count)
-        # The last event first, as it most often happens last; another stream or thread may be later.
+        # The last event is asked first, because it mostly happens last; events of another stream may be later.
         if marks is not None and all(event.query() for _, event in reversed(marks.values())):
-            self._times[count] = _seconds(marks)
+            # The computation between two reads: from the event after one to the event before the next.
+            seconds: dict[int, float] = {}
+            at, last = 0.0, None
+            for position, (came, went) in marks.items():
+                at += 0.0 if last is None else max(0.0, last.elapsed_time(came)) / 1000
+                seconds[position], last = at, went
+            self._times[count] = seconds
             del self._unread[count]
         return self._times.get(count, {})
-
-
-def _seconds(marks: Mapping[int, tuple[torch.Event, torch.Event]]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    at, last = 0.0, None
-    for position, (came, went) in marks.items():
-        at += 0.0 if last is None else max(0.0, last.elapsed_time(came)) / 1000
-        found[position], last = at, went
-    return found

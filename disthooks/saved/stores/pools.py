@@ -27,22 +27,22 @@ from disthooks._tensors import format_bytes
 #
 # - To lock pages takes milliseconds. So blocks are used again, and they come in few sizes, so that a new tensor finds
 #   an idle block of its size even when the lengths of batches vary.
-# - Locked pages are lost to all other processes of the node. So one eighth of the memory that the system calls
-#   available, or of the container's limit, is left alone. Beyond that, ordinary memory is used and said once.
-# - After a fork, parent and child share their pages until one of them writes, and the page of the one that writes
-#   moves. The device would go on with the old page. So locked blocks do not exist in a child (MADV_DONTFORK), which
-#   must never unmap their addresses: there is nothing at them, or something else.
-# - Where a node has several parts of memory (NUMA), a copy is fastest from the part that is near to the device, and
-#   pages come from there.
+# - Other processes of the node cannot use locked pages. So one eighth of the memory of the node, and of the
+#   container's limit, is never locked. When only that is left, ordinary memory is used, and one warning says so.
+# - After a fork, parent and child share their pages until one of them writes to a page. Then the writer gets a new
+#   page, and the device would still use the old one. So a child does not get the locked blocks (MADV_DONTFORK). It
+#   must never unmap their addresses, because nothing or something else is there.
+# - If a node has several parts of memory (NUMA), a copy is fastest from the part that is near the device. So pages
+#   come from there.
 
 PAGE = 4096
-_HUGE = 4 << 20  # from here on it is worth asking for huge pages
+_HUGE = 4 << 20  # bytes: from this size on, huge pages are worth asking for
 
 
 def room_for(nbytes: int) -> int:
     """``nbytes`` rounded up to one of eight sizes for each power of two, and to whole pages.
 
-    As there are few sizes, a block that is freed is soon used again, whatever sizes come.
+    Because there are few sizes, a freed block is soon used again, whatever sizes come.
 
     >>> [room_for(n) for n in (1, 4097, 33000, 100_000)]
     [4096, 8192, 36864, 106496]
@@ -52,7 +52,7 @@ def room_for(nbytes: int) -> int:
 
 
 class _Returns:
-    """Memory that goes back to its pool when nobody uses it any more."""
+    """Memory that its destructor gives back to the pool."""
 
     pool: AlignedPool
     block: Any
@@ -63,7 +63,7 @@ class _Returns:
 
 @functools.cache
 def lease_type(room: int) -> Any:
-    """A ctypes array of ``room`` bytes, which goes back to its pool."""
+    """The type of a lease: a ctypes array of ``room`` bytes whose destructor gives its block back to the pool."""
     return type("Lease", (_Returns, ctypes.Array), {"_type_": ctypes.c_char, "_length_": room})
 
 
@@ -74,15 +74,15 @@ class AlignedPool(ForkSafe[Any]):
         keep: bytes. Idle blocks are kept while all blocks together, in use or idle, have at most so many.
     """
 
-    _may_repeat = False  # a block that is idle twice would be given to two
+    _may_repeat = False  # a block that is released twice would be given to two tensors
 
     def __init__(self, keep: int = 0) -> None:
         super().__init__(Order.POOL)
         self.keep = keep
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
-        self._blocks: list[weakref.ref[Any]] = []  # all that there are
-        self._many = 64  # references to blocks that are gone are removed when there are so many
+        self._blocks: list[weakref.ref[Any]] = []  # all blocks, idle or in use
+        self._many = 64  # when there are so many of these references, those to freed blocks are removed
 
     def lease(self, nbytes: int) -> Any:
         """A writable buffer of ``room_for(nbytes)`` bytes, whatever is in them.
@@ -95,30 +95,18 @@ class AlignedPool(ForkSafe[Any]):
         room = room_for(nbytes)
         with self._lock:
             self._drain_releases()
-            number = self._fitting(room)
+            number = next((number for number, idle in self._idle.items() if len(idle) == room), None)
             block = self._idle.pop(number) if number is not None else None
             self._shrink(self.keep - (0 if block is not None else room))
             if block is None:
-                block = self._new(room)
+                block = map_block(room)
                 self._blocks.append(weakref.ref(block))
-        lease = self._over(block)
+        lease = lease_type(len(block)).from_buffer(block)
         lease.pool, lease.block = self, block
         return lease
 
-    def _fitting(self, room: int) -> int | None:
-        """The number of an idle block for ``room`` bytes."""
-        return next((n for n, block in self._idle.items() if len(block) == room), None)
-
-    def _new(self, room: int) -> Any:
-        """A new block; it has a length and can be referenced weakly."""
-        return map_block(room)
-
-    def _over(self, block: Any) -> Any:
-        """A lease of ``block``."""
-        return lease_type(len(block)).from_buffer(block)
-
     def trim(self, keep: int) -> None:
-        """From now on keep ``keep`` bytes; give more than that back to the system."""
+        """Keep at most ``keep`` bytes from now on, and give the idle blocks above that back to the system."""
         if self._releases or keep < self.keep:
             with self._lock:
                 self.keep = keep
@@ -139,7 +127,7 @@ class AlignedPool(ForkSafe[Any]):
     def _shrink(self, most: int) -> None:
         """Free idle blocks, the oldest first, until all blocks together have at most ``most`` bytes."""
         if not self._idle and len(self._blocks) < self._many:
-            return  # if each lease counted all blocks, that would take the square of their number
+            return  # nothing to free; counting all blocks at each lease would take the square of their number
         total = self._total()
         self._many = 2 * len(self._blocks) + 64
         while self._idle and total > most:
@@ -152,7 +140,7 @@ class AlignedPool(ForkSafe[Any]):
 
 
 def map_block(room: int) -> mmap.mmap:
-    """Fresh memory of ``room`` bytes, of huge pages where that is worth it."""
+    """New memory of ``room`` bytes, in huge pages if it is large and the system has them."""
     block = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if room >= _HUGE:
         with contextlib.suppress(AttributeError, OSError):
@@ -174,7 +162,7 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int =
     """
     nbytes = shape.numel() * dtype.itemsize
     flat = torch.frombuffer(lease, dtype=torch.uint8, count=nbytes, offset=offset)
-    return flat.view(dtype).view(shape).data  # no view of another
+    return flat.view(dtype).view(shape).data  # `.data`: autograd does not take it for a view of ``flat``
 
 
 def shaped(block: torch.Tensor, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -196,24 +184,24 @@ _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 
 def memory_at(address: int, nbytes: int, write: bool = False) -> memoryview:
-    """``nbytes`` from ``address`` on, for system calls. This does not keep the memory alive: keep its owner."""
+    """``nbytes`` bytes from ``address`` on, for system calls. This does not keep the memory alive: keep its owner."""
     view: memoryview = _view_memory(address, nbytes, _WRITE if write else _READ)
     return view
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, for the system calls; numpy would be an extra dependency.
+    """The bytes of a contiguous CPU tensor, for system calls; ``Tensor.numpy`` would need an extra dependency.
 
-    This does not keep the memory alive: keep the tensor.
+    The view does not keep the memory alive: keep the tensor.
     """
     return memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
-_LEFT = 8  # one part in so many of a node's memory is left to others: what is page-locked cannot be swapped out
-_WASTE = 1.5  # an idle block may be so many times too large: a new one costs milliseconds
-_SPARE = 1.25  # idle blocks are kept up to so many times what was ever in use at once
+_LEFT = 8  # 1/8 of a node's memory is left to others, because page-locked memory cannot be swapped out
+_WASTE = 1.5  # an idle block may be so many times as large as needed, because a new block costs milliseconds
+_SPARE = 1.25  # all blocks together have at most so many times the most bytes that were ever in use at once
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the system call
-_PREFERRED = 1  # MPOL_PREFERRED: from this node, or another one when it is full
+_PREFERRED = 1  # MPOL_PREFERRED: from this node, or from another one if it is full
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 _ending = threading.Event()
@@ -238,7 +226,7 @@ class Block:
 
     def __del__(
         self,
-        _getpid: Callable[[], int] = os.getpid,  # as Python ends, the names of this module may be gone before
+        _getpid: Callable[[], int] = os.getpid,  # arguments: as Python ends, the module's names may be gone already
         _is_ending: Callable[[], bool] = _ending.is_set,
         _hold: Callable[[Any], None] = ctypes.pythonapi.Py_IncRef,
         _object: Callable[[Any], Any] = ctypes.py_object,
@@ -247,30 +235,30 @@ class Block:
             # See [Note: pinned memory]: this address must not be unmapped in a child.
             _hold(_object(self._memory))
         elif self._unpin is not None and not _is_ending():
-            self._unpin(self.address)  # before it is unmapped; as the process ends the system does both
+            self._unpin(self.address)  # must come before unmapping; at the end of the process the system does both
 
 
 class PinnedPool(ForkSafe[Block]):
     """A pool of page-aligned blocks, page-locked for ``device``.
 
-    A block is used again when no tensor uses it any more: while a device copies to it or from it, somebody holds a
-    tensor over it. Its size is one of :func:`~disthooks.saved.stores.pools.room_for`. Idle blocks are kept up to a
-    quarter more than was ever in use at once. See [Note: pinned memory].
+    A block is used again when no tensor lies in it any more: whoever has a device copy to it or from it holds such a
+    tensor. Sizes of blocks are those of :func:`~disthooks.saved.stores.pools.room_for`. All blocks together have at
+    most a quarter more bytes than were ever in use at once. See [Note: pinned memory].
 
     Args:
         device: an accelerator.
         pin: False for ordinary memory.
     """
 
-    _may_repeat = False  # a block that is idle twice would be given to two
+    _may_repeat = False  # a block that is released twice would be given to two tensors
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
         self.device = device
         self.pin = pin
         self._node = numa_node(device)
-        self._idle: dict[int, collections.deque[Block]] = {}  # by size; that which was used last is the last
-        self._total = self._resting = self._peak = 0  # bytes of all blocks, of those that are idle, most ever in use
-        self.refused = False  # whether the last new one could not be page-locked
+        self._idle: dict[int, collections.deque[Block]] = {}  # by size; the size that was used last comes last
+        self._total = self._resting = self._peak = 0  # bytes: of all blocks, of idle blocks, most ever in use at once
+        self.refused = False  # whether the last new block could not be page-locked
         super().__init__(Order.POOL)
 
     def after_fork(self) -> None:
@@ -287,15 +275,15 @@ class PinnedPool(ForkSafe[Block]):
             return self._total
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of host memory, whatever is in it.
+        """A contiguous tensor in host memory, with any contents.
 
         Raises:
-            OSError: when the system has no more memory.
+            OSError: if the system has no more memory.
         """
         return tensor_over(self.lease(shape.numel() * dtype.itemsize), shape, dtype)
 
     def lease(self, nbytes: int) -> Any:
-        """A writable buffer of at least ``room_for(nbytes)`` bytes, which comes back when nothing uses it."""
+        """A writable buffer of at least ``room_for(nbytes)`` bytes. Its destructor gives it back to the pool."""
         room = room_for(nbytes)
         with self._lock:
             self._drain_releases()
@@ -315,10 +303,10 @@ class PinnedPool(ForkSafe[Block]):
             self._drain_releases()
             self._shrink(0)
             self._peak = self._total
-            self.refused = False  # it may be different next time
+            self.refused = False  # the freed memory may be enough for the next one
 
     def _again(self, room: int) -> Block | None:
-        """An idle block for ``room`` bytes."""
+        """An idle block for ``room`` bytes, of this size or a little larger; None if there is none."""
         found = room if self._idle.get(room) else 0
         if not found:
             found = min((size for size in self._idle if room < size <= _WASTE * room), default=0)
@@ -327,7 +315,7 @@ class PinnedPool(ForkSafe[Block]):
         blocks = self._idle.pop(found)
         block = blocks.popleft()
         if blocks:
-            self._idle[found] = blocks  # used last
+            self._idle[found] = blocks  # as the last key: this size was used last
         self._resting -= found
         return block
 
@@ -339,7 +327,7 @@ class PinnedPool(ForkSafe[Block]):
     def _shrink(self, most: int) -> None:
         while self._idle and self._total > most:
             size = next(iter(self._idle))
-            self._idle[size].popleft()  # unpinned and unmapped, if this was the last of it
+            self._idle[size].popleft()  # the destructor of the block unlocks and unmaps it
             if not self._idle[size]:
                 del self._idle[size]
             self._total -= size
@@ -366,7 +354,7 @@ def pool_of(device: torch.device, pin: bool) -> PinnedPool:
 
 
 def warn_unpinned(room: int, why: str) -> None:
-    """Say that the host waits for copies from now on, and what to do."""
+    """Warn that the host waits for copies from now on, and say what to do."""
     warnings.warn(
         f"page-locked memory is not to be had ({why}): ordinary memory is used, and the host waits for each copy "
         'between it and the device. Give OnCpu a smaller limit= ("64 GiB per node" is shared by the node\'s '
@@ -380,7 +368,7 @@ def warn_unpinned(room: int, why: str) -> None:
 
 
 def mapped_block(room: int, node: int | None) -> Block:
-    """Ordinary memory, near ``node`` if that is known."""
+    """Ordinary memory, in the part ``node`` of the machine's memory if that is known."""
     memory = map_block(room)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     prefer_node(node, address, room)
@@ -388,8 +376,8 @@ def mapped_block(room: int, node: int | None) -> Block:
 
 
 def pinned_block(device: torch.device, room: int, node: int | None) -> Block | None:
-    """Page-locked memory, or None when it is refused."""
-    if device.type != "cuda":  # by torch's own allocator: there is no generic name for locking what one has
+    """Page-locked memory, or None if the driver or the system refuses it."""
+    if device.type != "cuda":  # torch has no generic function that locks given memory, so its allocator makes the block
         try:
             memory = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError:
@@ -399,30 +387,26 @@ def pinned_block(device: torch.device, room: int, node: int | None) -> Block | N
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         if int(runtime.cudaHostRegister(block.address, room, _PORTABLE)) != 0:
-            _forget_error(device)
+            # The runtime reports the refusal once more, at the next launch on the device: make that launch here.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device).add_(1)
             return None
     with contextlib.suppress(AttributeError, OSError):
-        # See [Note: pinned memory].
+        # A child of a fork must not have it. See [Note: pinned memory].
         block._memory.madvise(mmap.MADV_DONTFORK)
     block._unpin, block.pinned = runtime.cudaHostUnregister, True
     return block
 
 
 def _nothing(address: int) -> None:
-    """Torch's allocator unlocks its memory by itself."""
-
-
-def _forget_error(device: torch.device) -> None:
-    """The runtime reports a refusal to the next launch on ``device``: make that this one."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1)
+    """In place of unlocking: torch's allocator unlocks its memory by itself."""
 
 
 # -- what the system has
 
 
 def too_little_left(room: int) -> str:
-    """Why ``room`` bytes more should not be page-locked, if they should not."""
+    """The reason why ``room`` bytes more should not be page-locked; empty if they may be."""
     for left, total, where in filter(None, (_node_memory(), _container_memory())):
         if left - room < total // _LEFT:
             return f"{format_bytes(max(0, left))} of the {format_bytes(total)} of {where} are left"
@@ -440,7 +424,7 @@ def _node_memory() -> tuple[int, int, str] | None:
 
 
 def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | None:
-    """Memory left under the limit of the control group; its page cache counts as left."""
+    """The memory left under the limit of the control group, and the limit. The page cache counts as left."""
     for most, now, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
@@ -455,7 +439,7 @@ def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | No
 
 
 def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int | None:
-    """The number of the part of memory that ``device`` is near to, where the system tells.
+    """The number of the part of memory (NUMA node) that is near ``device``; None if the system does not say.
 
     >>> numa_node(torch.device("cpu")) is None
     True
@@ -466,12 +450,16 @@ def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int |
         about: Any = torch.cuda.get_device_properties(device)
         name = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
         node = int((pathlib.Path(root) / name / "numa_node").read_text())
-        return node if node >= 0 else None  # -1: there is one part only
+        return node if node >= 0 else None  # -1: the machine has only one part
     return None
 
 
 def prefer_node(node: int | None, address: int, room: int) -> bool:
-    """Have the untouched pages at ``address`` come from ``node``; False where the system cannot be told."""
+    """Ask the system to take the pages at ``address``, which nobody has used yet, from ``node``.
+
+    Returns:
+        Whether the system accepted that.
+    """
     number = _MBIND.get(os.uname().machine)
     if node is None or number is None:
         return False
