@@ -1,4 +1,4 @@
-"""A file without a name that many tensors lie in, and GPUDirect Storage, which moves a GPU's tensors to it."""
+"""A file without a name that holds many tensors, and GPUDirect Storage, which moves tensors of a GPU to it."""
 
 from __future__ import annotations
 
@@ -26,32 +26,31 @@ from disthooks.saved.stores.base import ByteBudget
 from disthooks.saved.stores.pools import PAGE, AlignedPool, room_for
 
 CHUNK = 8 << 20  # bytes of one system call
-_PROBE = 32 << 20
+_PROBE = 32 << 20  # bytes that are written and read to measure the disk
 
 
 # [Note: direct I/O]
-# What is written through the page cache of the system stays in memory twice: the cache grows by every byte that is
-# written, and a container's limit counts it. O_DIRECT goes past the cache. Its price is that memory, offset and
-# length have to be multiples of a page:
+# The page cache of the system grows by every byte that is written through it, and the limit of a container includes
+# the cache. O_DIRECT writes past the cache. Its price is that memory, offset and length have to be multiples of a page:
 #
 # - Memory comes from pools of aligned blocks, and tensors are padded to whole pages. Torch's own tensors do not begin
 #   at a page, so they are copied through an aligned buffer, a chunk at a time.
 # - The system may move fewer bytes than it was asked to. A direct call has to begin at a page, so the next one begins
 #   at the last whole page that was moved.
-# - Whether a file system takes such calls is found out by writing a page and reading it back, since some accept the
-#   flag and fail later. ``why_buffered`` says why a file goes through the cache.
+# - Some file systems accept the flag and fail later. So a page is written and read back, to find out whether the file
+#   system takes such calls. ``why_buffered`` says why a file goes through the cache.
 
 # [Note: blocks of the file]
-# Small tensors are written together, each to pages of its own. An extent is used again when all tensors in it are
-# gone, but a limit counts the tensors that are there: one of them must not keep the blocks of the others. So where
-# there is a limit, and the file would have more blocks than that, all parts that nobody uses become holes: pages of
-# dropped tensors in extents that are in use, free extents, and what an extent has beyond its tensor. Without a limit,
-# and below it, they keep their blocks, because to write over blocks is faster than to get new ones. What is compared
-# is ``st_blocks``.
+# Small tensors are written together, each to pages of its own. An extent is used again only when all tensors in it are
+# dropped. But a limit counts only tensors that are still there, so the blocks of dropped tensors must not stay. If
+# there is a limit, and the file would have more blocks (``st_blocks``) than that, all unused parts become holes: pages
+# of dropped tensors in extents that are in use, free extents, and the room that an extent has beyond its tensor.
+# Without a limit, and below it, they keep their blocks, because writing over blocks is faster than getting new ones.
 #
-# A hole in what is in use would lose data. So each part is known in one way only: that of an extent in use by its
-# extent, and it is forgotten when the extent is freed; a free extent until it is used again, or is beyond the end.
-# What is wasted and what is freed goes through one queue, because the order of the two matters.
+# A hole in a part that is in use would lose data. So each unused part is listed in one place only. An unused part of
+# an extent in use is listed in ``_wasted`` under this extent, until the extent is freed. A free extent is listed in
+# ``_unused``, until it is used again or lies beyond the end of the file. Both kinds of releases go through one queue,
+# because their order matters.
 
 
 class Extent(NamedTuple):
@@ -62,7 +61,7 @@ class Extent(NamedTuple):
 
 
 class Waste(NamedTuple):
-    """``room`` bytes at ``start`` of the extent at ``offset``: whole pages that nobody uses."""
+    """Unused pages of an extent in use: ``room`` bytes from byte ``start`` of the extent at ``offset``."""
 
     offset: int
     start: int
@@ -70,7 +69,7 @@ class Waste(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """Bytes a second."""
+    """The speed of a disk, in bytes a second."""
 
     write: float
     read: float
@@ -81,13 +80,14 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     Args:
         directory: where the file is.
-        direct: past the page cache: True, False, or ``"auto"`` for where it works. See [Note: direct I/O].
+        direct: whether to write past the page cache: True, False, or ``"auto"`` to do it if it works. See
+            [Note: direct I/O].
 
     Raises:
-        StoreError: when no file can be made there, or ``direct`` is True and does not work there.
+        StoreError: if no file can be made there, or if ``direct`` is True and does not work there.
     """
 
-    _may_repeat = False  # an extent that is free twice would be given to two
+    _may_repeat = False  # an extent that is released twice would be given to two tensors
 
     def __init__(self, directory: str, direct: bool | Literal["auto"]) -> None:
         super().__init__(Order.SCRATCH_FILE)
@@ -102,28 +102,29 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
         self.direct = self._fd >= 0
         if not self.direct:
             try:
-                # O_TMPFILE where the file system has it, otherwise unlinked at birth.
+                # This uses O_TMPFILE if the file system has it, and otherwise unlinks the file at once.
                 with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
                     self._fd = os.dup(file.fileno())
             except OSError as error:
                 raise self.error("no file can be made", error, None) from error
         self._fd = _high(self._fd)
         self.measured: Bandwidth | None = None
-        self._end = self._size = 0
-        self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)
-        self._free: dict[int, list[int]] = collections.defaultdict(list)  # offsets by room
-        self._ends: dict[int, tuple[int, int]] = {}  # free extents by where they end: offset and room
-        self._used = 0  # extents in use
-        # See [Note: blocks of the file]. Both may have blocks.
-        self._wasted: collections.defaultdict[int, list[Extent]] = collections.defaultdict(list)  # by their extent
-        self._unused: dict[int, int] = {}  # rooms of free extents, by offset
+        self._end = self._size = 0  # bytes: the end of the last extent, and the size of the file
+        self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)  # the largest ends of the last steps
+        self._free: dict[int, list[int]] = collections.defaultdict(list)  # by room: the offsets of free extents
+        self._ends: dict[int, tuple[int, int]] = {}  # by their ends: offset and room of free extents
+        self._used = 0  # how many extents are in use
+        # See [Note: blocks of the file]. The parts in both may still have blocks.
+        self._wasted: collections.defaultdict[int, list[Extent]] = collections.defaultdict(list)  # by extent
+        self._unused: dict[int, int] = {}  # by offset: the rooms of free extents
         self._has_holes = False
-        #: Those whose limits bound what the file takes on the disk, each on so many files (``parts``).
+        #: The budgets whose limits bound the space of this file on the disk, and how many files share each limit.
         self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
         self.parts = 1
-        self._punches = True  # whether the file system can
+        self._punches = True  # whether the file system can make holes, as far as is known
 
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # as Python ends, ``os`` may be gone before
+    # ``_close`` is an argument because as Python ends, ``os`` may be gone already.
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         if self._fd >= 0:
             _close(self._fd)
 
@@ -134,10 +135,10 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
     # -- bytes
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write all of ``memory`` (direct: page-aligned, whole pages) at ``offset``.
+        """Write all of ``memory`` at ``offset``. With direct I/O ``memory`` begins at a page and has whole pages.
 
         Raises:
-            StoreError: when the system does not take it.
+            StoreError: if the system does not write all of it.
         """
         done, nbytes = 0, memory.nbytes
         while done < nbytes:
@@ -151,10 +152,12 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             done += taken
 
     def read(self, memory: memoryview, offset: int, nbytes: int) -> None:
-        """Fill ``memory`` (direct: page-aligned, whole pages), of which ``nbytes`` count, from ``offset``.
+        """Read ``nbytes`` from ``offset`` into ``memory``.
+
+        With direct I/O ``memory`` begins at a page and has whole pages.
 
         Raises:
-            StoreError: rather than ever a byte that was not written.
+            StoreError: if the system does not give all of these bytes.
         """
         done = 0
         while done < nbytes:
@@ -168,13 +171,13 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             done += given
 
     def _whole(self, count: int, wanted: int) -> int:
-        """How many of ``count`` bytes that were moved count. See [Note: direct I/O]."""
+        """How many of the ``count`` bytes that were moved the next call may skip. See [Note: direct I/O]."""
         return count if not self.direct or count >= wanted else count // PAGE * PAGE
 
-    # -- who has which part
+    # -- which parts are used
 
     def allocate(self, nbytes: int) -> Extent:
-        """An extent for ``nbytes``: a free one that has up to twice the room it needs, or else a new one at the end."""
+        """An extent for ``nbytes``: a free one with at most twice the room that is needed, or a new one at the end."""
         room = room_for(nbytes)
         with self._lock:
             self._drain_releases()
@@ -197,7 +200,11 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             return Extent(offset, room)
 
     def shrink(self, keep_peak: bool) -> None:
-        """Give unused space back to the file system: all of it, or what the last steps did not need (``keep_peak``)."""
+        """Give unused space back to the file system.
+
+        Args:
+            keep_peak: keep the space that the last steps needed.
+        """
         with self._lock:
             self._drain_releases()
             wanted = max(self._end, *self._peaks) if keep_peak else self._end
@@ -214,22 +221,22 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     @property
     def may_be_measured(self) -> bool:
-        """Whether the limits leave room for what ``measure`` writes."""
+        """Whether the limits leave room for the bytes that ``measure`` writes."""
         most = self._most
         return most is None or self.resident + _PROBE <= most
 
     @property
     def _most(self) -> int | None:
-        """Bytes that it may take there; None for any number."""
+        """Bytes that the file may take on the disk; None for no limit."""
         limits = [budget.limit for budget in tuple(self.budgets)]
         return sum(limit for limit in limits if limit) // self.parts if limits and None not in limits else None
 
     def _give_back(self, wanted: int = 0, at_once: bool = False) -> None:
-        """Give unused blocks back to the file system: ``at_once``, or when the limits ask for it.
+        """Give unused blocks back to the file system, if the file would have more blocks than its limits allow.
 
         Args:
-            wanted: bytes that will be written to where no blocks are.
-            at_once: whatever the limits are.
+            wanted: bytes that will be written to places that have no blocks yet.
+            at_once: do it whatever the limits are.
         """
         if self.process != os.getpid():
             return
@@ -249,7 +256,7 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             self._wasted.clear()  # each is a hole now, or the file system can make none
 
     def _punch(self, extent: Extent) -> bool:
-        """Whether ``extent`` is a hole now; not every file system can."""
+        """Make ``extent`` a hole. Returns whether it is one now; not every file system can do this."""
         call = _fallocate() if self._punches else None
         done = call is not None and call(self._fd, _PUNCH_HOLE | _KEEP_SIZE, *extent) == 0
         self._punches, self._has_holes = done, self._has_holes or done
@@ -268,12 +275,12 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     def _drain_releases(self) -> None:
         super()._drain_releases()
-        while self._end in self._ends:  # what is free at the end is no part of the file any more
+        while self._end in self._ends:  # a free extent at the end is cut off
             offset, room = self._ends.pop(self._end)
             self._free[room].remove(offset)
             self._unused.pop(offset, None)
             self._end = offset
-        if not self._used and self._peaks[-1]:  # as after every backward
+        if not self._used and self._peaks[-1]:  # all is free, as after every backward: begin anew at 0
             self._free.clear()
             self._ends.clear()
             self._unused.clear()
@@ -281,10 +288,10 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             self._end = 0
             self._peaks.append(0)
 
-    # -- what the disk gives
+    # -- the speed of the disk
 
     def measure(self, buffers: AlignedPool) -> Bandwidth:
-        """Write and read ``_PROBE`` bytes, and keep the bandwidth in ``measured``; StoreError when that fails."""
+        """Write and read ``_PROBE`` bytes, and keep the bandwidth in ``measured``; StoreError if that fails."""
         lease = buffers.lease(CHUNK)
         extent = self.allocate(_PROBE)
         memory = memoryview(lease).cast("B")[:CHUNK]
@@ -318,16 +325,16 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
         )
 
 
-_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of linux/falloc.h
-_FIRST = 512
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # flags of fallocate, from linux/falloc.h
+_FIRST = 512  # the lowest descriptor for a scratch file
 
 
 def _high(fd: int) -> int:
-    """The file of ``fd`` under a descriptor of 512 or more; ``fd`` itself where the process may have none so high.
+    """Move ``fd`` to a descriptor of 512 or more, and return it; ``fd`` itself if the process may have none so high.
 
-    The system gives the lowest number that is free. Code that closes a descriptor twice closes whatever got its number
-    meanwhile. On a busy machine with gloo a scratch file was found closed ("Bad file descriptor") two times, though
-    nothing in disthooks closes it. So the file gets a number that other code is not given.
+    The system gives new files the lowest free number. Code that closes a descriptor twice closes the file that got its
+    number meanwhile. On a busy machine with gloo a scratch file was found closed ("Bad file descriptor") two times,
+    although nothing in disthooks closes it. So the file gets a number that the system does not give to other code.
     """
     try:
         high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -339,7 +346,7 @@ def _high(fd: int) -> int:
 
 @functools.cache
 def _fallocate() -> Any:
-    """The C library's, or None where there is none."""
+    """The function of the C library, or None if it has none."""
     found = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if found is not None:
         found.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -347,7 +354,7 @@ def _fallocate() -> Any:
 
 
 def _open_direct(directory: str) -> tuple[int, str]:
-    """A file past the page cache, or -1 and why there is none. See [Note: direct I/O]."""
+    """The descriptor of a file past the page cache, or -1 and why there is none. See [Note: direct I/O]."""
     flags = getattr(os, "O_DIRECT", 0), getattr(os, "O_TMPFILE", 0)
     if not all(flags):
         return -1, "this system has no O_DIRECT"
@@ -359,7 +366,7 @@ def _open_direct(directory: str) -> tuple[int, str]:
             if os.pwrite(fd, page, 0) == PAGE and os.preadv(fd, [page], 0) == PAGE and page[:6] == b"probed":
                 os.ftruncate(fd, 0)
                 return fd, ""
-        why = "what was written directly did not come back"
+        why = "a page that was written directly was not read back as it was written"
     except OSError as error:
         why = f"the file system there takes no direct writes ({error.strerror})"
     if fd >= 0:
@@ -367,51 +374,51 @@ def _open_direct(directory: str) -> tuple[int, str]:
     return -1, why
 
 
-_LEAST = 1 << 20  # bytes: kvikio moves smaller ones through host memory by itself
-_KINDS = ("cuda",)  # of devices
+_LEAST = 1 << 20  # bytes: kvikio itself moves smaller tensors through host memory
+_KINDS = ("cuda",)  # the types of devices that can use it
 
 _INSTALL = "install kvikio-cu12 (or -cu13, as your CUDA is) and NVIDIA's nvidia-fs driver, or leave gpu_direct=False"
 
 
 class GpuDirect:
-    """Scratch files that are opened once more for GPUs: NVIDIA's GPUDirect Storage, through kvikio.
+    """Scratch files that are opened a second time for GPUs: NVIDIA's GPUDirect Storage, through kvikio.
 
-    kvikio reads and writes on the host's schedule, in threads of its own, whatever the streams do. So a writer waits on
-    the host until the tensor is filled, a reader until nobody uses the memory any more, and both hold the memory until
-    kvikio is done.
+    kvikio reads and writes in threads of its own, and does not wait for streams. So the host waits before a write until
+    the tensor is filled, and before a read until nobody uses the memory any more. Writer and reader hold the memory
+    until kvikio is done.
 
     Raises:
         OSError, RuntimeError, ValueError: what kvikio raises for a file that it cannot move directly.
     """
 
     def __init__(self, kvikio: Any, files: Sequence[ScratchFile]) -> None:
-        # "OFF": an error where it would otherwise go through host memory, silently.
+        # With "OFF", kvikio raises an error where it would otherwise go through host memory without a word.
         with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
-            # By their descriptors: they have no names.
+            # The files have no names, so they are opened by their descriptors.
             self._files = {file: kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+") for file in files}
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which is contiguous, can go this way: it has whole pages, and enough of them."""
+        """Whether ``tensor``, which is contiguous, can go this way: it has whole pages, and is large enough."""
         return tensor.device.type in _KINDS and tensor.nbytes >= _LEAST and tensor.nbytes % PAGE == 0
 
     def write(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
-        """Write ``tensor``, which is filled, at ``offset``, and wait for it.
+        """Write ``tensor``, which is filled, at ``offset``, and wait for that.
 
         Raises:
-            StoreError: when it is not all written.
+            StoreError: if not all of it is written.
         """
         self._move(file, "pwrite", "written", tensor, offset)
 
     def read(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
-        """Fill ``tensor``, which the device is done with, from ``offset``, and wait for it.
+        """Fill ``tensor``, whose memory the device does not use, from ``offset``, and wait for that.
 
         Raises:
-            StoreError: when not all of it is there.
+            StoreError: if not all of it is there.
         """
         self._move(file, "pread", "read", tensor, offset)
 
     def _move(self, file: ScratchFile, call: str, done: str, tensor: torch.Tensor, offset: int) -> None:
-        data = tensor.detach().view(-1).view(torch.uint8)  # bits: it does not know every dtype of torch
+        data = tensor.detach().view(-1).view(torch.uint8)  # bytes, because kvikio does not know every dtype of torch
         what = f"{tensor.nbytes} bytes could not be {done} by GPUDirect Storage"
         try:
             moved = getattr(self._files[file], call)(data, tensor.nbytes, offset).get()
@@ -420,7 +427,7 @@ class GpuDirect:
         except (RuntimeError, ValueError) as error:
             raise file.error(f"{what} ({error})", None, tensor.nbytes) from error
         if moved != tensor.nbytes:
-            raise file.error(f"{what}: only {moved} were", None, tensor.nbytes)
+            raise file.error(f"{what}: only {moved} bytes were {done}", None, tensor.nbytes)
 
 
 def opened(files: Sequence[ScratchFile], checksum: bool) -> tuple[GpuDirect | None, str]:
@@ -436,7 +443,7 @@ def opened(files: Sequence[ScratchFile], checksum: bool) -> tuple[GpuDirect | No
     try:
         found = GpuDirect(kvikio, files)
         _probe(found, files)
-    except Exception as error:  # whatever a driver raises on a machine that it does not fit
+    except Exception as error:  # on a machine that it does not fit, a driver may raise anything
         return None, f"kvikio cannot move files of {', '.join(file.directory for file in files)}: {error}"
     return found, ""
 
@@ -448,8 +455,8 @@ def _kvikio() -> tuple[Any, str]:
     try:
         kvikio: Any = importlib.import_module("kvikio")
         driver: Any = importlib.import_module("kvikio.cufile_driver")
-        importlib.import_module("kvikio.defaults")  # kvikio itself does not: it would not be there
-    except Exception as error:  # also a library that does not load
+        importlib.import_module("kvikio.defaults")  # kvikio itself does not import it
+    except Exception as error:  # a shared library that does not load raises other errors than ImportError
         return None, f"kvikio cannot be imported ({error}): {_INSTALL}"
     try:
         there = driver.get("is_gds_available") if hasattr(driver, "get") else driver.properties.is_gds_available
@@ -459,7 +466,7 @@ def _kvikio() -> tuple[Any, str]:
 
 
 def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
-    """Write a little to each file and read it back; RuntimeError when something else came back."""
+    """Write a little to each file and read it back; RuntimeError if other bytes come back."""
     device = torch.accelerator.current_accelerator()
     there = torch.arange(_LEAST // 8, device=device)
     for file in files:
@@ -472,7 +479,7 @@ def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
         finally:
             file.release(extent)
         if not torch.equal(there, back):
-            raise RuntimeError("what was written did not come back")
+            raise RuntimeError(f"the bytes read from {file.directory} are not those that were written")
 
 
 _files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
@@ -488,28 +495,31 @@ def file_in(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
 
 
 class GpuDirectWay:
-    """GPUDirect Storage for ``files``, opened when it is first needed; and why it cannot be used.
+    """GPUDirect Storage for ``files``, opened when it is first needed.
 
     Args:
-        files: all of those that it has to work for.
-        checksum: whether the host has to read every byte.
-        wanted: whether it has to be there (True), must not be used (False), or is used where it works ("auto").
+        files: the files; it is used only if it works for all of them.
+        checksum: whether the host has to read every byte, for a checksum.
+        wanted: True: it has to work. False: it is not used. ``"auto"``: it is used if it works.
+
+    Attributes:
+        why_staged: why it cannot be used; empty if it can, or if ``wanted`` is False.
 
     Raises:
-        StoreError: at once, when it has to be there and is not.
+        StoreError: at once, if it has to work and does not.
     """
 
     def __init__(self, files: Sequence[ScratchFile], checksum: bool, wanted: bool | Literal["auto"]) -> None:
         self._files, self._checksum, self._lock = files, checksum, shared_lock(Order.WAY)
         self._looked = wanted is False
         self._found: GpuDirect | None = None
-        self.why_staged = ""  # empty, too, when nobody asked for it
+        self.why_staged = ""
         if wanted is True and self() is None:
             what = f"OnDisk({files[0].directory!r}): gpu_direct=True, but {self.why_staged}"
             raise StoreError(what, path=files[0].directory)
 
     def __call__(self) -> GpuDirect | None:
-        """GPUDirect Storage for these files, or None where it cannot be used."""
+        """GPUDirect Storage for these files, or None if it cannot be used."""
         if not self._looked:
             with self._lock:
                 if not self._looked:

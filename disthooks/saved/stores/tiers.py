@@ -139,7 +139,7 @@ class Turns(ForkSafe[Turn]):
             placed.turn.order.put(placed.turn)
 
     def read(self, placed: Placed, look: int) -> list[Placed]:
-        """Note that ``placed`` is read now; returns up to ``look`` tensors that backward will read next."""
+        """Note that ``placed`` is read now. Returns up to ``look`` tensors that backward will read next."""
         turn = placed.turn
         if turn is None:
             return []
@@ -184,7 +184,7 @@ class Queue:
         self._tier = tier
         self._heap: list[tuple[float, int, weakref.ref[Placed]]] = []  # the tensor that backward reads last comes first
         self._numbers = itertools.count()
-        self._most = 1024
+        self._most = 1024  # with more entries than this, entries of dropped and moved tensors are removed
         self._lock = shared_lock(Order.QUEUE)
 
     def __len__(self) -> int:
@@ -200,7 +200,7 @@ class Queue:
             heapq.heappush(self._heap, (-turn, next(self._numbers), weakref.ref(placed)))
 
     def last(self) -> Placed | None:
-        """The tensor of this tier that backward reads last; the oldest if there are several; None if it is empty."""
+        """The tensor of this tier that backward reads last, the oldest of several; None if the tier is empty."""
         with self._lock:
             while self._heap:
                 found = self._there(self._heap[0])
@@ -210,6 +210,7 @@ class Queue:
         return None
 
     def _there(self, entry: tuple[float, int, weakref.ref[Placed]]) -> Placed | None:
+        """The tensor of ``entry``; None if it was dropped, or is in another tier now."""
         placed = entry[2]()
         return None if placed is None or placed.dropped or placed.tier != self._tier else placed
 
@@ -306,8 +307,8 @@ class Tiered(Store):
             try:
                 tensor = store.get(ticket.ticket)
             except StoreError:
-                # The error may be that of another tensor: a store raises a failed write once, at the next call
-                # (decision 36). If this tensor is still in memory, it is well.
+                # The error may be about another tensor: a store raises the error of a failed write once, at the next
+                # call (decision 36). If this tensor is still in memory, backward can use it.
                 held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
@@ -325,7 +326,7 @@ class Tiered(Store):
             self.stores[ticket.tier].prefetch(ticket.ticket)
 
     def drop(self, ticket: Placed) -> None:
-        """Release the tensor, in whichever tier it is."""
+        """Release the tensor in the tier that it is in."""
         ticket.dropped = True
         self._turns.drop(ticket)
         self._let_go(ticket)
@@ -350,7 +351,7 @@ class Tiered(Store):
 
     def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
-        why = ""  # the text alone: the traceback of the error would hold this frame, in a cycle
+        why = ""  # only the text of the error: its traceback would hold this frame, which would be a cycle
         for tier in range(first, len(self.stores)):
             try:
                 placed.ticket = self._put_at(tier, tensor, placed.at)
@@ -372,13 +373,14 @@ class Tiered(Store):
             except StoreError:
                 budget = getattr(store, "budget", None)
                 if not isinstance(budget, ByteBudget) or budget.has_room(tensor.nbytes):
-                    self._broken.add(tier)  # it failed, and not because of its limit
+                    self._broken.add(tier)  # the tier failed for another reason than its limit
                     raise
+                # The tier is full: make room and try again, if a tensor can be moved down.
                 if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier):
                     raise
 
     def _mend(self, tier: int) -> None:
-        """Let a tier that failed be tried again once it is empty; StoreError before that."""
+        """Allow a tier that failed to be used again if it is empty; StoreError if it is not."""
         if tier in self._broken:
             budget = getattr(self.stores[tier], "budget", None)
             if isinstance(budget, ByteBudget) and budget.held:
@@ -403,7 +405,7 @@ class Tiered(Store):
                     continue  # another thread has moved it meanwhile
                 held = self.stores[tier].peek(last.ticket)
                 if held is None:
-                    return False  # it is on a disk, and would have to be read to move it
+                    return False  # it is on a disk, and moving it would take a read
                 before = last.ticket
                 if last.at is None:
                     self._place(last, held, tier + 1)
@@ -467,7 +469,7 @@ class Tiered(Store):
 
     @contextlib.contextmanager
     def _at(self, placed: Placed) -> Iterator[None]:
-        """Hold the lock of ``placed``. If it is dropped meanwhile, its tier drops it at the end."""
+        """Hold the lock of ``placed``. If ``placed`` is dropped meanwhile, its tier drops it at the end."""
         try:
             with placed.lock:
                 yield
@@ -475,7 +477,10 @@ class Tiered(Store):
             self._let_go(placed)
 
     def _let_go(self, placed: Placed) -> None:
-        """Let the tier of ``placed`` drop it if it was dropped, unless another thread holds its lock and will do so."""
+        """Let the tier of ``placed`` drop it if it was dropped.
+
+        If another thread holds its lock, that thread does this when it releases the lock.
+        """
         while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
             try:
                 tier, placed.tier = placed.tier, -1

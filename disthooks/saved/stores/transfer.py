@@ -1,4 +1,4 @@
-"""The bytes of stored tensors on their way from memory to a scratch file and back."""
+"""How the bytes of stored tensors get from memory to a scratch file and back."""
 
 from __future__ import annotations
 
@@ -68,26 +68,26 @@ class Ticket:
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, order: AccessOrder) -> None:
         self.tensor: torch.Tensor | None = tensor  # until it is written
-        self.outgoing: Outgoing | None = None  # how it got from its device to where it is written from
-        self.at: torch.Stream | None = None  # of the device: on which it was filled, and will be wanted
+        self.outgoing: Outgoing | None = None  # the copy from its device to the memory that it is written from
+        self.at: torch.Stream | None = None  # the stream of its device on which it was filled, and will be read
         self.nbytes, self.shape, self.dtype, self.device = tensor.nbytes, tensor.shape, tensor.dtype, device
         self.order = order
-        self.filled: torch.Event | None = None  # there: of what goes to disk from the device itself
+        self.filled: torch.Event | None = None  # for GPUDirect Storage: the event after which the tensor is filled
         self.state = GONE  # until it is put
-        self.said = 0  # how many failures had been said when it was put
-        self.seconds = 0.0  # during which it was written and read, not yet asked for
+        self.said = 0  # how many failed writes had been raised when it was put
+        self.seconds = 0.0  # seconds of its write and reads since these were last asked for
         self.owed = 0  # bytes of it that a budget counts
         self.slab: Slab | None = None
-        self.offset = 0  # in the slab
+        self.offset = 0  # the byte of the slab at which it begins
         self.checksum = 0
         self.dropped = False
-        self.reading = False  # somebody is to read it
-        self.ahead: torch.Tensor | Incoming | None = None  # what was read
+        self.reading = False  # whether a thread reads it, or will
+        self.ahead: torch.Tensor | Incoming | None = None  # the tensor that was read ahead
         self.position = 0
 
 
 class Slab:
-    """What is written and read at once: one large tensor, or many small ones."""
+    """One or more tensors that are written together and read together: one large tensor, or many small ones."""
 
     __slots__ = ("extent", "file", "freed", "live", "members", "start")
 
@@ -95,13 +95,13 @@ class Slab:
         self.file, self.extent, self.members = file, extent, members
         self.live = set(members)
         self.freed = False
-        self.start = 0.0  # when to begin to read it, by ``time.perf_counter``
+        self.start = 0.0  # when its read should begin, by ``time.perf_counter``
 
 
 def taken_together(writes: collections.deque[Ticket], small: int, joined: int) -> list[Ticket]:
-    """Remove from the front of ``writes`` what is written at once.
+    """Remove from the front of ``writes`` the tickets of the next slab.
 
-    That is one tensor, or several of up to ``small`` bytes each until they are ``joined`` bytes.
+    That is one tensor, or several tensors of up to ``small`` bytes each, together about ``joined`` bytes.
     """
     found: list[Ticket] = []
     total = 0
@@ -112,19 +112,19 @@ def taken_together(writes: collections.deque[Ticket], small: int, joined: int) -
         if ticket.state == QUEUED:
             ticket.state = WRITING
             found.append(ticket)
-            total += padded(ticket.nbytes)  # what it takes in the slab, and in the memory it is joined in
+            total += padded(ticket.nbytes)  # its bytes in the slab, and in the memory in which tensors are joined
             if ticket.nbytes > small:
                 break
     return found
 
 
 def padded(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages: each of several joined tensors has its own."""
+    """``nbytes`` rounded up to whole pages: each of several joined tensors has its own pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
-_STAGING = 2 * CHUNK  # bytes of memory to write from that is kept: it is used all the time
-_MEASURE_FROM = 256 << 20  # bytes: a disk that so much goes to is worth measuring
+_STAGING = 2 * CHUNK  # bytes of memory for writes that are always kept, because each write needs some
+_MEASURE_FROM = 256 << 20  # bytes: a disk is measured when so many were written to it
 
 
 Directly = Callable[[], "GpuDirect | None"]
@@ -134,34 +134,34 @@ class Transfer:
     """Writes the tensors of tickets to files and reads them back; see [Note: direct I/O].
 
     Args:
-        checksum: keep a CRC-32 of what is written, and compare it with that of what is read.
-        directly: gives GPUDirect Storage where it works; first called when a tensor could use it.
+        checksum: whether to keep a CRC-32 of each tensor that is written, and to compare it when the tensor is read.
+        directly: returns GPUDirect Storage if it works. It is first called when a tensor could use it.
     """
 
     def __init__(self, checksum: bool, directly: Directly = lambda: None) -> None:
         self._checksum, self.directly = checksum, directly
         self.buffers = AlignedPool()
-        self.stats = IOStats()  # written by several threads: a lost update spoils a statistic
-        self._measured: set[ScratchFile] = set()  # or tried to
-        self._links: dict[torch.device, Link] = {}  # that were used
-        self._sent: collections.deque[Outgoing] = collections.deque()  # whose sources are held, the oldest first
+        self.stats = IOStats()  # several threads change it without a lock: a lost update only makes a figure inexact
+        self._measured: set[ScratchFile] = set()  # files that were measured, or whose measurement failed
+        self._links: dict[torch.device, Link] = {}  # the links that were used
+        self._sent: collections.deque[Outgoing] = collections.deque()  # copies that hold their sources, oldest first
         self._coming: weakref.WeakSet[Incoming] = weakref.WeakSet()
-        self._lock = shared_lock(Order.TRANSFER)  # of both
-        self._allowed = sys.maxsize  # bytes on devices
+        self._lock = shared_lock(Order.TRANSFER)  # guards the two above
+        self._allowed = sys.maxsize  # most bytes on devices
 
     def for_reads(self, keep: int) -> None:
-        """Reads come next: free the memory that writes used, except ``keep`` bytes."""
+        """Note that reads come next: free the memory that writes used, except ``keep`` bytes."""
         self.buffers.trim(keep)
 
     def for_writes(self, in_flight: int) -> None:
-        """Writes come next, of up to ``in_flight`` bytes at a time."""
+        """Note that writes come next, with up to ``in_flight`` bytes at a time."""
         self.buffers.keep = _STAGING + in_flight
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``tensor`` in CPU memory, in whole pages that can be written as they are.
+        """A contiguous copy of ``tensor`` in CPU memory, in whole pages, which can be written without another copy.
 
         Raises:
-            OSError: when the system has no more memory.
+            OSError: if the system has no more memory.
         """
         lease = self.buffers.lease(tensor.nbytes)
         block = tensor_over(lease, torch.Size([len(lease)]), torch.uint8)
@@ -169,12 +169,12 @@ class Transfer:
         return copy.copy_(tensor)
 
     def after_fork(self) -> None:
-        """Forget the copies: a child cannot use the devices."""
+        """Forget the copies, because a child cannot use the devices."""
         self._links.clear()
         self._sent.clear()
 
     def poll(self) -> None:
-        """Let go of the sources of copies that are done."""
+        """Release the sources of copies that are done."""
         if not self._links:
             return
         for link in tuple(self._links.values()):
@@ -185,14 +185,14 @@ class Transfer:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on devices that are on their way out, or came back and were not taken."""
+        """Bytes on devices of tensors that are being copied out, or that came back and were not read yet."""
         self.poll()
         with self._lock:
             coming = sum(incoming.device_bytes for incoming in tuple(self._coming))
             return coming + sum(outgoing.host.nbytes for outgoing in self._sent if outgoing.source is not None)
 
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on devices: the current streams wait for copies, the host does not."""
+        """Hold at most ``nbytes`` on devices. The current streams wait for copies; the host does not."""
         self._allowed = nbytes
         with self._lock:
             while self._sent and self.device_bytes > nbytes and self._sent:
@@ -200,9 +200,10 @@ class Transfer:
                 link_of(outgoing.device).let_go(outgoing)
 
     def make_room(self, nbytes: int, most: int) -> None:
-        """Wait until at most ``most - nbytes`` bytes are being copied from devices.
+        """Make the host wait until at most ``most - nbytes`` bytes are being copied from devices.
 
-        Copies of dropped tensors count, too: nobody else waits for them, and they still use both memories.
+        Copies of dropped tensors count, too: they still use memory on the device and on the host, and nothing else
+        waits for them.
         """
         while True:
             with self._lock:
@@ -214,7 +215,7 @@ class Transfer:
             self.poll()
 
     def begin(self, ticket: Ticket) -> None:
-        """Begin to copy the tensor of ``ticket`` from its device, if it is on one, without waiting."""
+        """Begin to copy the tensor of ``ticket`` from its device, if it is on one. The host does not wait."""
         tensor = ticket.tensor
         if tensor is None or tensor.is_cpu or not tensor.nbytes:
             return
@@ -230,9 +231,12 @@ class Transfer:
         ticket.tensor = outgoing.host
 
     def give(self, ticket: Ticket, found: torch.Tensor | Incoming) -> torch.Tensor:
-        """The tensor that was ``found`` for ``ticket``, on its device and for the current stream.
+        """The tensor of ``ticket`` on its device, for the current stream.
 
-        That is the tensor that was put, as long as it is on its device.
+        Args:
+            ticket: the ticket.
+            found: the tensor that was put, while it is still on its device; otherwise the tensor that was read, or its
+                copy in host memory.
         """
         if isinstance(found, Incoming):
             return taken(found, ticket.device)
@@ -240,15 +244,15 @@ class Transfer:
             return found.to(ticket.device)
         if found.device == ticket.device:
             return handed_over(found, ticket.at)
-        outgoing = ticket.outgoing  # it goes when all is written: what was found is filled then
+        outgoing = ticket.outgoing  # None once the tensor is written, and then ``found`` is filled
         source = source_of(outgoing, ticket.at)
         return source if source is not None else brought(found, ticket.device, outgoing)
 
     def write(self, tickets: Sequence[Ticket], file: ScratchFile) -> None:
-        """Write the tensors of ``tickets`` to a new slab; after an error there is no slab.
+        """Write the tensors of ``tickets`` to a new slab. After an error there is no slab.
 
         Raises:
-            StoreError: when the system does not take it, or the memory of one was taken away meanwhile.
+            StoreError: if the system does not write them, or if the memory of one of them was freed meanwhile.
         """
         # Tickets that were dropped meanwhile have no tensor.
         held = [(ticket, tensor) for ticket in tickets if (tensor := ticket.tensor) is not None and tensor.nbytes]
@@ -256,7 +260,11 @@ class Transfer:
             return
         end = 0
         for ticket, tensor in held:
-            _wait_until_filled(ticket)
+            # Wait until the tensor is in the memory that it is written from.
+            if (outgoing := ticket.outgoing) is not None:
+                outgoing.wait()
+            if ticket.filled is not None:
+                ticket.filled.synchronize()
             ticket.offset = padded(end)
             end = ticket.offset + ticket.nbytes
             _check_memory(tensor, file)
@@ -269,7 +277,7 @@ class Transfer:
                 self._write_at(file, extent.offset, held, end)
             seconds = time.perf_counter() - begin
             for _, tensor in held:
-                _check_memory(tensor, file)
+                _check_memory(tensor, file)  # once more, because it may have been freed during the write
         except BaseException:
             file.release(extent)
             raise
@@ -280,59 +288,57 @@ class Transfer:
             self.stats.written += ticket.nbytes
 
     def look_after(self, file: ScratchFile) -> None:
-        """Give space in ``file`` back that is not needed; measure the disk once, when enough was written."""
+        """Give unused space in ``file`` back, and measure the disk once, when enough was written."""
         file.shrink(keep_peak=True)
         if self.stats.written > _MEASURE_FROM and file not in self._measured and file.may_be_measured:
             self._measured.add(file)
-            with contextlib.suppress(StoreError, OSError):  # then it stays unmeasured
+            with contextlib.suppress(StoreError, OSError):  # the disk is then not measured
                 file.measure(self.buffers)
 
     def _write_at(
         self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
     ) -> None:
+        """Write the tensors of ``held``, ``nbytes`` together, at ``offset``, with as few copies as possible."""
         tensor, direct = held[0][1], self.directly() if held[0][0].filled is not None else None
-        if direct is not None:
-            direct.write(file, tensor, offset)  # never with others: it is large
-        elif len(held) > 1:
-            self._write_joined(file, offset, held, nbytes)
-        elif not file.direct:
+        if direct is not None:  # such a tensor is large, and therefore alone
+            direct.write(file, tensor, offset)
+            return
+        if len(held) > 1:  # join them in one buffer
+            staging = self.buffers.lease(nbytes)
+            address = ctypes.addressof(staging)
+            for ticket, small in held:
+                ctypes.memmove(address + ticket.offset, small.data_ptr(), ticket.nbytes)
+            file.write(memoryview(staging).cast("B")[: padded(nbytes)], offset)
+            return
+        if not file.direct:
             file.write(memory_of(tensor), offset)
-        elif _is_in_pages(tensor):
+            return
+        # Direct I/O takes a tensor as it is only if it begins at a page, and if its storage has all of its last page.
+        # Other tensors go through an aligned buffer. See [Note: direct I/O].
+        end = int(tensor.storage_offset()) * tensor.element_size() + padded(nbytes)
+        if tensor.data_ptr() % PAGE == 0 and end <= tensor.untyped_storage().nbytes():
             file.write(memory_at(tensor.data_ptr(), padded(nbytes)), offset)
-        else:
-            self._write_aligned(file, offset, tensor)
-
-    def _write_joined(
-        self, file: ScratchFile, offset: int, held: Sequence[tuple[Ticket, torch.Tensor]], nbytes: int
-    ) -> None:
-        staging = self.buffers.lease(nbytes)
-        address = ctypes.addressof(staging)
-        for ticket, tensor in held:
-            ctypes.memmove(address + ticket.offset, tensor.data_ptr(), ticket.nbytes)
-        file.write(memoryview(staging).cast("B")[: padded(nbytes)], offset)
-
-    def _write_aligned(self, file: ScratchFile, offset: int, tensor: torch.Tensor) -> None:
-        """Write ``tensor`` through an aligned buffer. See [Note: direct I/O]."""
-        staging = self.buffers.lease(min(tensor.nbytes, CHUNK))
+            return
+        staging = self.buffers.lease(min(nbytes, CHUNK))
         memory = memoryview(staging).cast("B")
-        for start in range(0, tensor.nbytes, CHUNK):
-            count = min(CHUNK, tensor.nbytes - start)
+        for start in range(0, nbytes, CHUNK):
+            count = min(CHUNK, nbytes - start)
             ctypes.memmove(staging, tensor.data_ptr() + start, count)
             file.write(memory[: padded(count)], offset + start)
 
     def read(self, slab: Slab) -> list[tuple[Ticket, torch.Tensor | Incoming]]:
-        """The tensors of a slab that were not dropped, in one block of memory.
+        """Read the tensors of a slab that were not dropped, into one block of memory.
 
-        Tensors of a device are on their way there when this returns.
+        The copies of tensors to their device are under way when this returns.
 
         Raises:
-            StoreError: when it cannot be read, or is not what was written.
+            StoreError: if they cannot be read, or if other bytes were read than were written.
         """
         file = slab.file
         if file.process != os.getpid():
             raise StoreError(
                 f"OnDisk({file.directory!r}): process {file.process} stored this tensor, and {os.getpid()} is a fork "
-                "of it: its file may be written meanwhile. Run the backward in the process that ran the forward",
+                "of it. The parent may have changed the file. Run the backward in the process that ran the forward",
                 path=file.directory,
             )
         wanted = [ticket for ticket in slab.members if not ticket.dropped]
@@ -352,7 +358,8 @@ class Transfer:
             ticket.seconds += seconds * ticket.nbytes / nbytes
             start = ticket.offset - begin
             if self._checksum and zlib.crc32(memory[start : start + ticket.nbytes]) != ticket.checksum:
-                raise file.error("what was read is not what was written (its checksum differs)", None, ticket.nbytes)
+                why = "other bytes were read than were written (the checksum differs)"
+                raise file.error(why, None, ticket.nbytes)
             self.stats.read += ticket.nbytes
         return [(ticket, self._arrived(ticket, lease, ticket.offset - begin)) for ticket in wanted]
 
@@ -363,7 +370,7 @@ class Transfer:
         assert stream is not None
         with on(stream):
             tensor = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
-        event_on(stream).synchronize()  # the memory may have been another tensor's until now
+        event_on(stream).synchronize()  # the stream may still use the memory for the tensor that had it before
         begin = time.perf_counter()
         with self.stats.one_read(ticket.nbytes):
             direct.read(file, tensor, offset)
@@ -372,24 +379,27 @@ class Transfer:
         return tensor
 
     def _memory(self, file: ScratchFile, nbytes: int, device: torch.device | None) -> tuple[Any, memoryview]:
-        """Memory to read into: pinned if its contents go on to a ``device``."""
+        """Memory to read into: pinned if the tensors go on to a ``device``."""
         try:
             if device is not None:
                 block = pinned(nbytes, device)
                 return block, memory_at(block.data_ptr(), block.nbytes, write=True)
             lease = self.buffers.lease(nbytes)
         except OSError as error:
-            raise file.error("no memory to read into", error, nbytes) from error
+            raise file.error("there is no memory to read a saved tensor into", error, nbytes) from error
         return lease, memoryview(lease).cast("B")
 
     def _arrived(self, ticket: Ticket, lease: Any, offset: int) -> torch.Tensor | Incoming:
-        """The tensor of ``ticket`` that was read; if it belongs on a device, it is sent there if there is room."""
+        """The tensor of ``ticket``, which was read to ``offset`` of ``lease``.
+
+        If it belongs on a device that has room for it, the copy to this device begins.
+        """
         if not isinstance(lease, torch.Tensor):
             return tensor_over(lease, ticket.shape, ticket.dtype, offset)
         host = shaped(lease, ticket.shape, ticket.dtype, offset)
         if ticket.at is None:
             return host
-        with self._lock:  # two threads must not both find the last room
+        with self._lock:  # so that two threads do not both take the last room
             if self.device_bytes + ticket.nbytes > self._allowed:
                 return host
             incoming = arriving(host, ticket.at)
@@ -397,44 +407,31 @@ class Transfer:
         return incoming
 
 
-def _wait_until_filled(ticket: Ticket) -> None:
-    """Wait until the tensor of ``ticket`` is in the memory that it is written from."""
-    if (outgoing := ticket.outgoing) is not None:
-        outgoing.wait()
-    if ticket.filled is not None:
-        ticket.filled.synchronize()
-
-
-def _is_in_pages(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` begins at a page, and has its last page for itself."""
-    end = int(tensor.storage_offset()) * tensor.element_size() + padded(tensor.nbytes)
-    return tensor.data_ptr() % PAGE == 0 and end <= tensor.untyped_storage().nbytes()
-
-
 def _check_memory(tensor: torch.Tensor, file: ScratchFile) -> None:
+    """Raise StoreError if the memory of ``tensor`` was freed, as ``untyped_storage().resize_(0)`` does."""
     last = int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.untyped_storage().nbytes() < last:
-        what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was taken away before it was written"
+        what = f"the memory of a saved tensor of shape {tuple(tensor.shape)} was freed before the tensor was written"
         raise file.error(what, None, last)
 
 
-_MOST = 64  # tickets that are looked at: backward differs from the expected order by a few
-_MARGIN = 1.5  # a read may take so many times what the last ones took
+_MOST = 64  # tickets to look ahead: backward departs from the expected order by a few
+_MARGIN = 1.5  # a read is expected to take up to so many times as long as the last reads took
 
 
 class Ahead:
-    """The tickets that were read, or will be, before they are asked for; used under the lock of the mover.
+    """The tickets that are read before backward asks for them, done or not; used under the lock of the mover.
 
     Args:
-        budget: most bytes of them; a larger one is read alone.
-        stats: counts what was read in vain, and knows how fast reads are.
+        budget: most bytes of them. A tensor that is larger is read alone.
+        stats: counts the bytes that were read in vain, and knows how fast reads are.
     """
 
     def __init__(self, budget: int, stats: IOStats) -> None:
         self._budget, self._stats = budget, stats
         self._tickets: dict[Ticket, None] = {}  # the oldest first
         self._bytes = 0
-        self._enough = 0  # for so many reads nothing more has to be read ahead
+        self._enough = 0  # for so many reads of backward, enough is read ahead already
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._tickets)
@@ -443,23 +440,23 @@ class Ahead:
         return len(self._tickets)
 
     def add(self, ticket: Ticket) -> None:
-        """``ticket`` was read, or will be."""
+        """Note that ``ticket`` was read, or will be."""
         if ticket not in self._tickets:
             self._tickets[ticket] = None
             self._bytes += ticket.nbytes
 
     def remove(self, ticket: Ticket) -> None:
-        """``ticket`` was asked for or dropped: forget what was read for it."""
+        """Note that ``ticket`` was asked for or dropped, and forget the tensor that was read for it."""
         ticket.ahead = None
         if ticket in self._tickets:
             del self._tickets[ticket]
             self._bytes -= ticket.nbytes
 
     def after(self, ticket: Ticket) -> list[Slab]:
-        """The slabs to read because ``ticket`` is asked for now, each with the time to ``start``; make room for them.
+        """The slabs to read because backward asks for ``ticket`` now; other tensors make room for them.
 
-        Each should be there just in time. A tensor that is read early takes memory, and it would do so just while a
-        long operation works with large tensors.
+        The ``start`` of each slab is set so that it is read just in time. A tensor that is read too early takes memory,
+        maybe while a long operation works with large tensors.
         """
         following = itertools.islice(cast("Iterator[tuple[Ticket, float]]", ticket.order.after(ticket)), _MOST)
         first = next(following, None)
@@ -468,7 +465,7 @@ class Ahead:
         if self._enough and (first[0] in self._tickets or first[0].tensor is not None):
             self._enough -= 1
             return []
-        due: dict[Ticket, float] = {}  # in order
+        due: dict[Ticket, float] = {}  # the tickets that fit, in the order of reads
         room = self._budget
         for other, seconds in itertools.chain([first], following):
             room -= other.nbytes
@@ -477,19 +474,19 @@ class Ahead:
             due[other] = seconds
         self._enough = len(due) // 4
         found = [self.one(other, {ticket, *due}) for other in due]
-        self._set_starts(due)
+        # Each read starts at the last moment at which it, and all reads behind it, are in time.
+        now, latest = time.perf_counter(), math.inf
+        for other, seconds in reversed(due.items()):
+            if other.reading and other.slab is not None:
+                latest = min(latest, seconds) - _MARGIN * other.nbytes * self._stats.pace
+                other.slab.start = now + latest
         return [slab for slab in found if slab is not None]
 
-    def _set_starts(self, due: dict[Ticket, float]) -> None:
-        """Set for each read the last moment to start, so that it and all reads behind it are in time."""
-        now, latest = time.perf_counter(), math.inf
-        for ticket, seconds in reversed(due.items()):
-            if ticket.reading and ticket.slab is not None:
-                latest = min(latest, seconds) - _MARGIN * ticket.nbytes * self._stats.pace
-                ticket.slab.start = now + latest
-
     def one(self, ticket: Ticket, wanted: set[Ticket]) -> Slab | None:
-        """The slab to read for ``ticket``, if it is not in memory and fits; others than ``wanted`` make room."""
+        """The slab to read for ``ticket``; None if ``ticket`` is in memory or being read, or does not fit.
+
+        Tensors that were read ahead and are not in ``wanted`` make room for it.
+        """
         slab = ticket.slab
         if ticket.state != WRITTEN or ticket.reading or ticket.dropped or ticket in self._tickets or slab is None:
             return None
@@ -504,5 +501,5 @@ class Ahead:
             if not member.dropped and member.ahead is None:
                 member.reading = True
                 self.add(member)
-        slab.start = 0.0  # at once, unless a better time is set
+        slab.start = 0.0  # at once, unless the caller sets a later time
         return slab
