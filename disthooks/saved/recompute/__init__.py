@@ -1,1 +1,1 @@
-"""What is cheap to compute again is not stored."""
+"""``Recompute``: a saved tensor that is a cheap function of other saved tensors is computed again, not stored."""

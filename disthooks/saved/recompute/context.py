@@ -1,4 +1,4 @@
-"""``RecomputeContext`` plans and verifies programs in one forward; ``Recomputed`` is a content that they replace."""
+"""``RecomputeContext`` plans and verifies the programs of a forward; ``Recomputed`` is a content that they replace."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from disthooks._torch import node_name
 from disthooks.saved.contents import StoredContent
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
-from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, saves_now
+from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, metadata_of, saves_now
 from disthooks.saved.recompute.program import Norms, Planner, Program
 from disthooks.saved.recompute.verify import MOST_PLACES, Proofs, Recompute, Verification
 
 # [Note: an origin is no cycle]
-# An `Origin` holds the node that made its tensor until the contents of the tensor are taken. A node whose operator
-# saves its own output (tanh, relu, exp) holds the packed value of that output, and so the origin: a cycle through C++
-# that no collector sees. The graph would stay in memory although the user dropped it, until the next operator saves
-# something. So the program of such a tensor is planned when the tensor is packed, and its origin holds the program
-# instead of the node: a program holds values that were saved before, and no node. For other tensors planning waits,
-# because the same operator may save the values that they can be computed from. A node of the user's own
-# (`autograd.Function`) has no formula, and may have attributes that lead to anything: its outputs have no origin.
+# An `Origin` holds the node that made its tensor until the contents of the tensor are taken. If the operator of a node
+# saves its own output (tanh, relu, exp), the node holds the packed value of this output, and so its origin. That is a
+# cycle through C++, which no collector sees: the graph would stay in memory, although the user has dropped it, until
+# the next operator saves a tensor. So the program of such a tensor is planned when the tensor is packed, and its origin
+# holds the program instead of the node. A program holds values that were saved before, and no node. The programs of
+# other tensors are planned later, because the same operator may save the values from which they can be computed. A node
+# of the user's own (`autograd.Function`) has no formula, and its attributes may lead to anything: its outputs have no
+# origin.
 
-#: The dtypes that a tensor of the key's dtype may be a widened copy of.
+#: For the dtype of a tensor: the narrower dtypes from which the tensor may have been widened.
 _WIDENED = {
     torch.float32: (torch.bfloat16, torch.float16),
     torch.float64: (torch.float32, torch.bfloat16, torch.float16),
 }
 
 
-#: The last tensors that a lossy pipeline holds, so that programs can be verified with exact inputs.
+#: The number of tensors that a lossy pipeline holds, the last ones, so that programs are verified with exact inputs.
 _EXACT_TENSORS = 8
 
 
@@ -49,7 +50,7 @@ class Origin(NamedTuple):
 
     Attributes:
         context: of the forward in which the tensor was packed.
-        edge: the output of the node that made the tensor; None once the program is planned.
+        edge: the output of the node that made the tensor; None after the program was planned.
         layout: how the tensor lies in its storage.
         planned: the program, if it was planned when the tensor was packed.
     """
@@ -59,28 +60,14 @@ class Origin(NamedTuple):
     layout: Layout
     planned: Program | None = None
 
-    def without_node(self, device: torch.device) -> Origin:
-        """This origin, planned now if its node saves its own output. See [Note: an origin is no cycle]."""
-        if self.edge is None or not saves_now(self.edge.node):
-            return self
-        return self._replace(edge=None, planned=self.context.plan(self.edge, self.layout, device))
-
-    def program(self, original: torch.Tensor) -> Program | None:
-        """The program that computes the tensor, if it is known and proven to give the bits of ``original``."""
-        return self.context.program(self, original)
-
-    def narrow(self, original: torch.Tensor) -> Narrow | None:
-        """The dtype that the tensor was widened from, if the graph says so and the bits of ``original`` prove it."""
-        return self.context.narrow(self, original)
-
 
 class RecomputeContext:
     """Plans the programs of one forward and verifies them.
 
     Args:
-        pipeline: the open pipeline of the attachment; it has the verifications of its places. If stored contents do not
-            come back bit for bit, a verification needs the exact inputs of a program: the last tensors are held for
-            it, as long as some place is not settled.
+        pipeline: the open pipeline of the attachment; it has the verifications of its places. A verification needs the
+            exact inputs of a program. So if a codec is lossy, the last tensors are held for verifications, as long as
+            some place is not settled.
         module_name: the name of the module, for errors and reports.
         module: the module whose forward it is; None in a ``saving`` block.
     """
@@ -107,12 +94,12 @@ class RecomputeContext:
         return Origin(self, edge, layout)
 
     def plan(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
-        """The program that computes the output of ``edge``, if the graph tells one. It is not verified yet."""
+        """The program that computes the output of ``edge``, not verified yet; None if the graph has none."""
         steps = cast(Recompute, self._pipeline.recompute).steps
         return Planner(self._counters, self._norms, steps).program(edge, layout, device)
 
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
-        """The verified program of ``origin``. See :meth:`Origin.program`."""
+        """The program that computes the tensor of ``origin``; None if none is proven to give ``original``'s bits."""
         program = origin.planned
         if origin.edge is not None:
             program = self.plan(origin.edge, origin.layout, original.device)
@@ -128,12 +115,11 @@ class RecomputeContext:
         return program
 
     def narrow(self, origin: Origin, original: torch.Tensor) -> Narrow | None:
-        """The verified dtype that the tensor of ``origin`` was widened from. See :meth:`Origin.narrow`."""
+        """The dtype from which the tensor of ``origin`` was widened; None if it was not, or that is not proven."""
         if origin.edge is None or node_name(origin.edge.node) != "ToCopyBackward0":
             return None
         try:
-            reader = NodeReader(origin.edge)
-            dtype = reader.dtype_of(reader.input(0))
+            dtype = metadata_of(NodeReader(origin.edge).input(0)).dtype
         except NotComputable:
             return None
         if dtype not in _WIDENED.get(original.dtype, ()):
@@ -143,7 +129,7 @@ class RecomputeContext:
         return None if variant is None else Narrow(dtype, verification)
 
     def _verification(self, name: str, key: Any) -> Verification:
-        """The verification of the place ``key`` in this module; ``name`` says its operators in errors."""
+        """The verification of the place ``key`` in this module; ``name`` has its operators, for errors."""
         of_attachment = self._pipeline.verifications
         found = of_attachment.get((self._module_name, key))
         if found is None:
@@ -171,16 +157,16 @@ def fills_storage(tensor: torch.Tensor) -> bool:
 
 
 class Recomputed(StoredContent):
-    """Contents that are dropped if a verified program computes them again, and go into the store if none does.
+    """Contents that are dropped if a verified program computes them again, and go into the store otherwise.
 
-    If a tensor is a widened copy of a narrow tensor that nobody saved, the store gets it in the narrow dtype.
+    If a tensor is a widened copy of a narrow tensor that was not saved, the store gets it in the narrow dtype.
     """
 
     __slots__ = ("_narrow", "_origin", "_program", "_wide")
 
     def __init__(self, origin: Origin, *args: Any) -> None:
         super().__init__(*args)
-        self._origin: Origin | None = origin  # None once the contents are taken
+        self._origin: Origin | None = origin  # None after the contents were taken
         self._program: Program | None = None
         self._wide: torch.dtype | None = None
         self._narrow: Narrow | None = None
@@ -188,15 +174,17 @@ class Recomputed(StoredContent):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the contents can be had as they were saved: a program needs all its inputs to be intact."""
+        """Whether the contents can come back as they were saved: a program needs all its inputs to be intact."""
         if self.is_offloaded and self._program is not None:
             return self._program.has_its_inputs()
         return super().is_intact
 
     def prepare(self) -> None:
-        """Drop the node that holds this content. See [Note: an origin is no cycle]."""
-        if self._origin is not None:
-            self._origin = self._origin.without_node(self.alias.device)
+        """Plan the program now if its node holds this content. See [Note: an origin is no cycle]."""
+        origin = self._origin
+        if origin is not None and origin.edge is not None and saves_now(origin.edge.node):
+            planned = origin.context.plan(origin.edge, origin.layout, self.alias.device)
+            self._origin = origin._replace(edge=None, planned=planned)
 
     def stay_in_memory(self) -> None:
         """Keep the tensor where it is, and drop the node that made it."""
@@ -213,21 +201,21 @@ class Recomputed(StoredContent):
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         origin = self._origin
         if self._copy is not None:
-            storage = self._copy.untyped_storage()  # the contents as they were saved: the user may have written since
+            storage = self._copy.untyped_storage()  # the contents as they were saved; the user may have changed them
         if origin is not None and not self.is_volatile:
             original = origin.layout.over(storage)
-            program = origin.program(original)
+            program = origin.context.program(origin, original)
             if program is not None:
                 self._program, self.cost = program, program.cost
                 self.counters.count_recomputed(program.name, self.nbytes, self.module_name)
                 return True
-            self._narrow = origin.narrow(original)
+            self._narrow = origin.context.narrow(origin, original)
             self._wide = None if self._narrow is None else original.dtype
         if self._narrow is None or self._wide is None:
             return super()._offload(storage)
         self.cost, self.is_in_order = 1, False
         if self._copy is not None:
-            # The store gets narrow contents, while a tensor that is saved again is compared with the wide ones.
+            # The store gets the narrow contents. If the tensor is saved again, it is compared with the wide ones.
             self.release_copy()
             self._weak_copy, self._copy = None, self._store.own(self.content(storage))
         is_taken = super()._offload(storage)

@@ -1,11 +1,11 @@
 """Formulas: how to compute the output of a graph node again, for operators that are cheap.
 
-To add one, write a function of a :class:`NodeReader` under ``@formula(name of the node)`` that returns a :class:`Call`,
-and a line in ``tests/unit/saved/test_formulas.py``. It raises ``NotComputable`` if the graph does not tell everything
-that it needs. Only functions of an element or of a row are here, and norms whose statistics are saved: a sum
-that threads or blocks share may have other bits the next time. Everything that selects a kernel, besides the tensors,
-goes into ``key``. If several variants may give the bits of the original, list them in ``runs``: the variant that is
-proven is used. See [Note: how recompute is proven] in ``verify.py``.
+To add a formula, write a function of a :class:`NodeReader` under ``@formula(name of the node)`` that returns a
+:class:`Call`, and a line in ``tests/unit/saved/test_formulas.py``. The function raises ``NotComputable`` if the graph
+does not have everything that it needs. This file has only functions of an element or of a row, and norms whose
+statistics are saved: a sum that threads or blocks share may have other bits the next time. ``key`` has everything that
+selects a kernel, besides the tensors. If several variants may give the bits of the original, list them in ``runs``: the
+variant that is proven is used. See [Note: how recompute is proven] in ``verify.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from disthooks.saved.packed import InPlace
-from disthooks.saved.recompute.graph import NodeReader, NotComputable, Saved, Source
+from disthooks.saved.recompute.graph import NodeReader, NotComputable, Saved, Source, metadata_of
 
 Run = Callable[..., torch.Tensor]
 _aten: Any = torch.ops.aten
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: the operator's name, for reports.
-        args: the tensors that it is computed from.
+        args: the sources of the operator's tensors; None for a tensor that it does not get.
         runs: functions of the tensors in ``args``, one for each variant, the likeliest first.
         key: all other arguments.
         cost: how many operators read or write all elements; a view costs nothing.
@@ -107,14 +107,14 @@ for _node, _about in _UNARY.items():
 
 @formula("AddBackward0")
 def add(node: NodeReader, find: Finder) -> Call:
-    """A residual. If a constant is added, the graph does not have it, and the sum is not computable."""
+    """A residual. The sum is not computable if one of the terms is a constant, because the graph does not have it."""
     alpha = node.number("alpha")
     return Call("add", [node.input(0), node.input(1)], (lambda x, y: torch.add(x, y, alpha=alpha),), (alpha,))
 
 
 @formula("SubBackward0")
 def subtract(node: NodeReader, find: Finder) -> Call:
-    """A difference, with the limits of a sum."""
+    """A difference. It is not computable if one of the terms is a constant."""
     alpha = node.number("alpha")
     return Call("sub", [node.input(0), node.input(1)], (lambda x, y: torch.sub(x, y, alpha=alpha),), (alpha,))
 
@@ -135,33 +135,31 @@ def div(node: NodeReader, find: Finder) -> Call:
 def dropout(node: NodeReader, find: Finder) -> Call:
     """A product with the mask, which the node saved: bool, one byte for each element (decision 88).
 
-    The graph does not tell whether ``native_dropout`` got ``train=False``. With ``train=False`` the mask is all True
-    and nothing is scaled. A random mask is all True with a probability below exp(-64), for which tensors are too small
-    here.
+    The graph does not say whether ``native_dropout`` got ``train=False``. With ``train=False`` the mask is all True,
+    and the output is the input. So each variant returns its input if the mask is all True. A random mask of a tensor
+    that is computed here is all True with a probability below exp(-64).
     """
     p = node.number("p")
-    if math.prod(node.shape) * p < 64:
+    if math.prod(node.shape) * p < 64:  # the probability that a random mask is all True may be higher than exp(-64)
         raise NotComputable
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     rounded = 0.0 if p == 1 else float(torch.tensor(1.0 - p, dtype=torch.float32, device="cpu").reciprocal())
-    runs = [lambda x, mask: x * (mask.to(x.dtype) * scale)]  # the CPU's operator
+    # The CPU's operator multiplies in this way. On a device, backward's operator has the product of forward's kernel.
+    runs: list[Run] = [lambda x, mask: torch.where(mask.all(), x, x * (mask.to(x.dtype) * scale))]
     if node.device.type != "cpu":
-        runs.insert(0, lambda x, mask: _aten.native_dropout_backward(x, mask, rounded))  # forward has the same product
-    return Call("dropout", [node.input(0), node.saved("result1")], tuple(map(_unless_off, runs)), (p,), 2)
-
-
-def _unless_off(run: Run) -> Run:
-    return lambda x, mask: torch.where(mask.all(), x, run(x, mask))
+        product = _aten.native_dropout_backward
+        runs.insert(0, lambda x, mask: torch.where(mask.all(), x, product(x, mask, rounded)))
+    return Call("dropout", [node.input(0), node.saved("result1")], tuple(runs), (p,), 2)
 
 
 # -- norms
 
 
 def _folded(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invstd: torch.Tensor) -> torch.Tensor:
-    """Batch norm by its saved statistics, in eval mode, with the whole scale in the weight (decision 80).
+    """Batch norm from its saved statistics, in eval mode, with the whole scale in the weight (decision 80).
 
-    On a CPU this multiplies the same numbers as training mode. No reduction runs again: its bits would depend on the
-    number of threads.
+    On a CPU this multiplies the same numbers as training mode. No reduction runs again, because its bits would depend
+    on the number of threads.
     """
     weight = invstd if weight is None else invstd * weight
     bias = None if bias is None else bias.to(mean.dtype)
@@ -171,14 +169,14 @@ def _folded(x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, invstd:
 
 @formula("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 def batch_norm(node: NodeReader, find: Finder) -> Call:
-    """In training mode computed from the input and the saved statistics; in eval mode the operator runs again."""
+    """In training mode the input and the saved statistics give the output; in eval mode the operator runs again."""
     weight = node.saved("weight", must_copy=True)
-    if node.is_given(2):
-        bias: Source | None = node.input(2)
-    else:
-        bias = None if weight is None else _constant(find(weight).bias)
-    x = node.operand(0, "input")
-    eps, training = _eps_and_mode(node)
+    bias, x = _bias(node, weight, find), node.operand(0, "input")
+    training = node.number("training")
+    try:
+        eps = node.number("eps")
+    except NotComputable:
+        eps = node.number("epsilon")  # the name that cuDNN and MIOpen use
     if not training:
         mean, var = node.saved("running_mean", must_copy=True), node.saved("running_var", must_copy=True)
         return Call(
@@ -190,9 +188,12 @@ def batch_norm(node: NodeReader, find: Finder) -> Call:
             ),
             (eps, training),
         )
-    mean, invstd = _statistics(node)
+    mean, invstd = node.saved("result1"), node.saved("result2")
+    if mean is None or invstd is None:
+        raise NotComputable
     runs: tuple[Run, ...] = (_folded,)
-    if node.device.type != "cpu":  # first the kernel of the native operator, last cuDNN's own, which is deterministic
+    if node.device.type != "cpu":
+        # The first variant is the kernel of the native operator, the last one cuDNN's own, which is deterministic.
         runs = (
             lambda x, w, b, m, s: torch.batch_norm_elemt(x, w, b, m, s, eps),
             _folded,
@@ -201,18 +202,12 @@ def batch_norm(node: NodeReader, find: Finder) -> Call:
     return Call("batch_norm", [x, weight, bias, mean, invstd], runs, (eps, training, node.device.type))
 
 
-def _eps_and_mode(node: NodeReader) -> tuple[float, bool]:
-    try:
-        return node.number("eps"), node.number("training")
-    except NotComputable:
-        return node.number("epsilon"), node.number("training")  # the name that cuDNN and MIOpen use
-
-
-def _statistics(node: NodeReader) -> tuple[Saved | None, Saved | None]:
-    mean, invstd = node.saved("result1"), node.saved("result2")
-    if mean is None or invstd is None:
-        raise NotComputable
-    return mean, invstd
+def _bias(node: NodeReader, weight: Saved | None, find: Finder) -> Source | None:
+    """The bias of a norm: an input of the operator, or a constant of the module if it is frozen."""
+    if node.has_gradient(2):
+        return node.input(2)
+    bias = None if weight is None else find(weight).bias
+    return None if bias is None else Saved(InPlace(bias, ""), must_copy=True)
 
 
 @formula("NativeLayerNormBackward0")
@@ -249,26 +244,20 @@ def rms_norm(node: NodeReader, find: Finder) -> Call:
 
 @formula("NativeGroupNormBackward0")
 def group_norm(node: NodeReader, find: Finder) -> Call:
-    """The operator runs again. The graph has every argument except a frozen bias, which the module has."""
+    """The operator runs again. The graph has every argument except a frozen bias; that is read from the module."""
     weight = node.saved("weight", must_copy=True)
-    bias = node.input(2) if node.is_given(2) else None if weight is None else _constant(find(weight).bias)
+    bias = _bias(node, weight, find)
     numbers = tuple(node.number(name) for name in ("N", "C", "HxW", "group", "eps"))
-    return Call(
-        "group_norm",
-        [node.operand(0, "input"), weight, bias],
-        (lambda x, w, b: torch.native_group_norm(_dense(x), w, b, *numbers)[0],),
-        numbers,
-    )
 
+    def run(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        # `group_norm` makes its input contiguous before it calls this operator. On a CPU it leaves an input in
+        # channels-last format as it is, and the operator has other kernels for that.
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+        if not (x.is_cpu and last is not None and x.is_contiguous(memory_format=last)):
+            x = x.contiguous()
+        return torch.native_group_norm(x, weight, bias, *numbers)[0]
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as ``group_norm`` makes it contiguous: on a CPU tensors in channels-last format go to other kernels."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    return x if x.is_cpu and last is not None and x.is_contiguous(memory_format=last) else x.contiguous()
-
-
-def _constant(tensor: torch.Tensor | None) -> Saved | None:
-    return None if tensor is None else Saved(InPlace(tensor, ""), must_copy=True)
+    return Call("group_norm", [node.operand(0, "input"), weight, bias], (run,), numbers)
 
 
 # -- casts and copies
@@ -278,7 +267,7 @@ def _constant(tensor: torch.Tensor | None) -> Saved | None:
 def cast(node: NodeReader, find: Finder) -> Call:
     """A cast to another dtype on the same device, as autocast does to an activation."""
     source = node.input(0)
-    if node.device_of(source) != node.device:
+    if metadata_of(source).device != node.device:
         raise NotComputable
     dtype = node.dtype
     return Call("cast", [source], (lambda x: x.to(dtype),), (dtype,))
@@ -286,11 +275,11 @@ def cast(node: NodeReader, find: Finder) -> Call:
 
 @formula("CloneBackward0")
 def clone(node: NodeReader, find: Finder) -> Call:
-    """``contiguous()`` or ``clone()``: the layout of the original tells which of the two variants it was."""
+    """``contiguous()`` or ``clone()``: the layout of the original says which of the two variants it was."""
     return Call("clone", [node.input(0)], (lambda x: x.contiguous(), torch.clone))
 
 
-# -- views; a view is computed from the value it was made of, whatever the base of that is
+# -- views; a view is computed from the value of which it was made, which may be a view itself
 
 
 @formula("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1")
@@ -303,7 +292,7 @@ def view(node: NodeReader, find: Finder) -> Call:
 
 @formula("ExpandBackward0")
 def expand(node: NodeReader, find: Finder) -> Call:
-    """Dimensions of one repeated without a copy."""
+    """Dimensions of one element, repeated without a copy."""
     shape = node.shape
     return Call("expand", [node.input(0)], (lambda x: x.expand(shape),), (shape,), 0)
 
@@ -335,5 +324,5 @@ def alias(node: NodeReader, find: Finder) -> Call:
 
 
 def _signed(number: int) -> int:
-    """The argument as it was given: a node holds a negative number as an unsigned one of 64 bits."""
+    """The argument as the operator got it. A node holds a negative number as an unsigned number of 64 bits."""
     return number - (1 << 64) if number > math.ldexp(1, 63) else number

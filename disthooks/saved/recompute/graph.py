@@ -1,8 +1,9 @@
-"""Read a node of the autograd graph: its inputs, the tensors that it saved, and its arguments.
+"""Reads a node of the autograd graph: its inputs, the tensors that it saved, and its arguments.
 
-Nothing here holds a node. A node that is held by a value which autograd saved on that node is a cycle through C++ that
-is never freed. An annotation of a value is written on the node that made the value: it lives as long as somebody can
-ask for it. A table by the numbers of nodes would mix them up, because each thread counts its nodes from 0.
+No object that lives longer than a plan holds a node. If a value that autograd saved on a node held this node, the two
+would be a cycle through C++ that is never freed. An annotation of a value is written on the node that made the value,
+so it lives as long as the node. A table by the numbers of nodes would confuse nodes, because each thread counts its
+nodes from 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KEY = "disthooks"
 
 
 class NotComputable(Exception):
-    """The graph does not tell how a value was computed, or one of its inputs is not there any more."""
+    """The graph does not say how a value was computed, or one of the inputs is gone."""
 
 
 class Edge(NamedTuple):
@@ -36,12 +37,18 @@ def leaf_of(edge: Edge) -> Any:
     return edge.node.variable if node_name(edge.node) == "torch::autograd::AccumulateGrad" else None
 
 
+def metadata_of(edge: Edge) -> Any:
+    """An object that has the dtype, shape and device of the value of ``edge``."""
+    leaf = leaf_of(edge)
+    return edge.node._input_metadata[edge.number] if leaf is None else leaf
+
+
 class Saved(NamedTuple):
-    """A tensor that a node saved: exactly the tensor that its operator worked with.
+    """A tensor that a node saved: exactly the tensor that its operator used.
 
     Attributes:
         held: the object that autograd holds for the tensor.
-        must_copy: whether the tensor may be written where it lies without a count (running statistics, weights).
+        must_copy: whether the tensor may be written in place without a new version, as running statistics and weights.
     """
 
     held: Handle | InPlace
@@ -59,8 +66,9 @@ class _Annotation(NamedTuple):
 def is_as_made(tensor: torch.Tensor, node: Any) -> bool:
     """Whether ``tensor`` has the values that ``node`` gave it.
 
-    A change under ``no_grad`` leaves the node of a tensor as it was. The version tells: it is 0 if nobody wrote into
-    the tensor. If an operator made the tensor in place, it is the operator that saves tensors now.
+    A change under ``no_grad`` does not change the node of a tensor, but its version: the version is 0 if no operator
+    wrote into the tensor. An operator that works in place raises the version too, so a tensor with a higher version is
+    still as it was made if the operator of ``node`` is the one that saves tensors now.
     """
     return tensor._version == 0 or saves_now(node)
 
@@ -71,9 +79,9 @@ def saves_now(node: Any) -> bool:
 
 
 def annotate(tensor: torch.Tensor, held: Packed | InPlace, layout: Layout) -> None:
-    """Write on the node of ``tensor`` that ``held`` has its value, with ``layout``, so that Recompute finds it there.
+    """Annotate the node of ``tensor``: ``held`` has its value, with ``layout``. Recompute finds the value there.
 
-    If the tensor may have been changed since its node made it, nothing is written.
+    The node stays as it is if the tensor may have been changed since the node made it.
     """
     node: Any = tensor.grad_fn
     if node is not None and is_as_made(tensor, node):
@@ -81,14 +89,14 @@ def annotate(tensor: torch.Tensor, held: Packed | InPlace, layout: Layout) -> No
 
 
 def annotation(edge: Edge) -> Handle | InPlace | None:
-    """The object that holds the value of ``edge``: a new handle, or the tensor in memory; None if nobody holds it."""
+    """The object that holds the value of ``edge``: a new handle, or a tensor in memory; None if no object holds it."""
     found = edge.node.metadata.get(_KEY, {}).get(edge.number)
     held = None if found is None else found.held()
     return held.handle(found.layout) if isinstance(held, Packed) else held
 
 
 class NodeReader:
-    """Reads the node of one value; formulas are given one.
+    """Reads the node of one value, for the formulas.
 
     Args:
         edge: the value, an output of the node.
@@ -96,27 +104,26 @@ class NodeReader:
 
     def __init__(self, edge: Edge) -> None:
         self._node = edge.node
-        about = edge.node._input_metadata[edge.number]
-        self.dtype: torch.dtype = about.dtype
-        self.shape: tuple[int, ...] = tuple(about.shape)
-        self.device: torch.device = about.device
+        metadata = edge.node._input_metadata[edge.number]
+        self.dtype: torch.dtype = metadata.dtype
+        self.shape: tuple[int, ...] = tuple(metadata.shape)
+        self.device: torch.device = metadata.device
 
     def input(self, place: int) -> Edge:
-        """The input of the operator at ``place``, if a gradient flows to it.
+        """The input of the operator at ``place``.
 
         Raises:
-            NotComputable: if no gradient flows there. The graph knows nothing of such a constant.
+            NotComputable: if no gradient flows to it. The graph does not have such a constant.
         """
-        edges = self._node.next_functions
-        if place >= len(edges) or edges[place][0] is None:
+        if not self.has_gradient(place):
             raise NotComputable
-        return Edge(*edges[place])
+        return Edge(*self._node.next_functions[place])
 
     def saved(self, name: str, must_copy: bool = False) -> Saved | None:
-        """The tensor that the node saved by that ``name``; None if the operator was not given one, or did not save it.
+        """The tensor that the node saved as ``name``; None if the operator did not get one, or did not save it.
 
         Raises:
-            NotComputable: if something else than disthooks holds the tensor, or it was released.
+            NotComputable: if the tensor is not held by disthooks, or was released.
         """
         # `_saved_<name>` would restore the tensor from its store; `_raw_saved_<name>` does not.
         try:
@@ -130,7 +137,7 @@ class NodeReader:
         return None if held is None else Saved(held, must_copy)
 
     def operand(self, place: int, name: str) -> Source:
-        """The operand at ``place``: the tensor saved by ``name`` if there is one, otherwise the input."""
+        """The operand at ``place``: the tensor saved as ``name`` if there is one, otherwise the input."""
         try:
             found = self.saved(name)
         except NotComputable:
@@ -144,19 +151,7 @@ class NodeReader:
         except (AttributeError, RuntimeError) as error:
             raise NotComputable from error
 
-    def is_given(self, place: int) -> bool:
+    def has_gradient(self, place: int) -> bool:
         """Whether a gradient flows to the input at ``place``."""
         edges = self._node.next_functions
         return place < len(edges) and edges[place][0] is not None
-
-    def device_of(self, edge: Edge) -> torch.device:
-        """The device of another value."""
-        return self._about(edge).device  # type: ignore[no-any-return]
-
-    def dtype_of(self, edge: Edge) -> torch.dtype:
-        """The dtype of another value."""
-        return self._about(edge).dtype  # type: ignore[no-any-return]
-
-    def _about(self, edge: Edge) -> Any:
-        leaf = leaf_of(edge)
-        return edge.node._input_metadata[edge.number] if leaf is None else leaf

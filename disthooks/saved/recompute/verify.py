@@ -1,4 +1,4 @@
-"""``Recompute``, the stage of a pipeline, and the verifications that say where it may drop a tensor.
+"""``Recompute``, a stage of a pipeline, and the verifications that decide where it may drop a tensor.
 
 A *place* is a position in a module where tensors are saved that one program can compute. A :class:`Verification`
 compares what the program computes there with the original, bit for bit.
@@ -29,8 +29,8 @@ class Recompute:
     """Stage: drop a saved tensor that is a cheap function of other saved tensors, and compute it again in backward.
 
     This stage is lossless. It finds the function in the autograd graph, so the model does not change: the output of a
-    ReLU behind a batch norm is computed from the input of the batch norm, which is saved anyway. The functions that it
-    knows are in ``disthooks/saved/recompute/formulas.py``.
+    ReLU behind a batch norm is computed from the input of the batch norm, which is saved anyway. The known functions
+    are in ``disthooks/saved/recompute/formulas.py``.
 
     The first tensors of each place in a module are computed at once and compared with the original, bit for bit. If a
     tensor differs, the original is stored as if this stage was not there, and ``report().differed`` names the place.
@@ -69,31 +69,30 @@ class Recompute:
 
 
 # [Note: how recompute is proven]
-# A formula is a guess about which kernel made a tensor. Nothing is dropped on a guess: the program of a place is run on
-# the exact inputs and its result is compared with the original, bit for bit. There may be several variants (fused or
-# not, with an eps or another one); those that differ once are never tried again. A place is trusted when one variant is
-# left and at least `_ENOUGH` different numbers were compared, because the zeros of a dry run are the result of any eps
-# and any order of operations. After that the 2nd, 4th, 8th, ... tensor is compared, and a difference is an error:
-# something that the graph does not show takes part, and gradients since the last comparison may be wrong (decision 87).
+# A formula is a guess about the kernel that made a tensor. No tensor is dropped because of a guess: the program of a
+# place runs on the exact inputs, and its result is compared with the original, bit for bit. There may be several
+# variants (fused or not, with one eps or another); a variant that differs once is never tried again. A place is trusted
+# when some variant is left and at least `_ENOUGH` different numbers were compared: zeros, as in a dry run, are the
+# result of any eps and any order of operations, so they prove nothing. After that the 2nd, 4th, 8th, ... tensor is
+# compared, and a difference is an error: something that the graph does not show changes the result, and gradients since
+# the last comparison may be wrong (decision 87).
 
 # [Note: how a proof outlives its attachment]
-# On a device a comparison makes the host wait. The host waits for the comparisons before a place is trusted, and for
-# none of the later ones. So that it waits only once, verifications are kept by model (`proofs_of`) and, for `saving`
-# blocks, by line of code (`proofs_here`): a loop that attaches in each step goes on where it was. A trusted place drops
-# its original in the steps of a comparison too, because memory must not rise in steps 2, 4, 8, ... The answer of such a
-# comparison is read when the place comes up next, in forward or in backward, and a difference raises there. A place
-# that was never proven drops nothing (decision 97).
+# On a device the host waits for the answer of a comparison until the place is trusted, and never afterwards (unless
+# every tensor is compared). So that it waits only once for a place, verifications are kept by model (`proofs_of`) and,
+# for `saving` blocks, by line of code (`proofs_here`): a loop that attaches in each step goes on where it was. If a
+# comparison of a trusted place is due, the original is dropped all the same, because memory must not rise in steps 2,
+# 4, 8, ... The answer of such a comparison is read when the place is used next, in forward or in backward, and a
+# difference raises an error there. A place that was never proven drops nothing (decision 97).
 
-
-#: Computes a tensor by the variant of that number; gives None if it cannot do so now.
+#: Computes a tensor by the variant with that number; gives None if an input is gone.
 Attempt = Callable[[int], "torch.Tensor | None"]
 
-
-#: A place is trusted after so many different numbers were compared, counted among at most `_SAMPLE` of each tensor.
+#: A place is trusted after this many different numbers were compared. They are counted in a sample of each tensor.
 _ENOUGH, _SAMPLE = 256, 4096
-#: The host waits for so many comparisons of a place that is not trusted yet.
+#: The number of tensors of an untrusted place for whose comparisons the host waits.
 _WAITED = 8
-#: Verifications that are kept. A model whose sizes change all the time makes new places for ever.
+#: The largest number of verifications that are kept. A model whose sizes change in each step makes ever new places.
 MOST_PLACES = 1 << 14
 
 
@@ -103,7 +102,7 @@ class _PendingComparison(NamedTuple):
     Attributes:
         variants: the variants that were compared.
         answer: int64 in pinned memory: for each variant 1 if it is right, then the count of different numbers.
-        done: the event after which ``answer`` is there.
+        done: the event after which ``answer`` can be read.
     """
 
     variants: list[int]
@@ -112,19 +111,19 @@ class _PendingComparison(NamedTuple):
 
 
 class Verification:
-    """Whether one program, at one place of a module, gives the bits of the original.
+    """The comparisons of one program, at one place of a module, with the originals.
 
     See [Note: how recompute is proven].
 
     Args:
         where: the place in words, for the error.
         always: whether every tensor is compared, and the host waits for the answer.
-        lock: guards the decisions. Threads of replicas share verifications, and decisions are rare.
+        lock: guards the decisions, because threads of replicas share verifications. Decisions are rare.
 
     Attributes:
-        is_proven: one variant is left, and enough numbers were compared.
-        is_different: no variant is right; the tensors of this place are stored.
-        is_broken: a trusted place differed, so what was dropped before may come back wrong.
+        is_proven: whether some variant was always right, and enough numbers were compared.
+        is_different: whether no variant is right; then the tensors of this place are stored.
+        is_broken: whether a trusted place differed, so that tensors dropped before may come back wrong.
     """
 
     __slots__ = (
@@ -145,17 +144,17 @@ class Verification:
         self.where, self._always = where, always
         self.is_proven = self.is_different = self.is_broken = False
         self._candidates: list[int] | None = None  # variants that were always right; None before the first comparison
-        self._numbers = 0  # different numbers that were compared
-        self._tensors = 0  # tensors of this place so far
+        self._numbers = 0  # the count of different numbers that were compared
+        self._tensors = 0  # the count of tensors of this place
         self._pending: _PendingComparison | None = None
 
     @property
     def is_settled(self) -> bool:
-        """Whether the answer is known, or 64 tensors have not been enough to know it."""
+        """Whether the place is proven or different, or 64 tensors have decided neither."""
         return self.is_proven or self.is_different or self._tensors >= 64
 
     def choose_variant(self, attempt: Attempt, variants: int, original: torch.Tensor) -> int | None:
-        """The variant whose result may take the place of ``original`` now; None if ``original`` has to be stored.
+        """The variant whose result may replace ``original`` now; None if ``original`` has to be stored.
 
         Args:
             attempt: computes the tensor by a variant, in the layout of ``original``.
@@ -163,7 +162,7 @@ class Verification:
             original: the tensor that was saved.
 
         Raises:
-            StoreError: if the result differs although this place was trusted and is not compared each time.
+            StoreError: if the result differs although the place was trusted, unless every tensor is compared.
         """
         is_captured = is_capturing(original.device)
         if not is_captured:
@@ -172,17 +171,17 @@ class Verification:
             return None
         self._tensors += 1
         is_trusted = self.is_proven and not self._always
-        # A capture allows no comparison, and one place has at most one comparison under way.
+        # No comparison can run while a graph is captured, and a place has at most one comparison under way.
         cannot_compare = is_captured or self._pending is not None
         if cannot_compare or (is_trusted and self._tensors.bit_count() != 1):
             return self._first_candidate() if is_trusted else None
         return self._compare(attempt, variants, original, is_trusted)
 
     def raise_if_broken(self, device: torch.device) -> None:
-        """Called before a tensor that was dropped here is computed again on ``device``.
+        """Raise an error if a tensor of this place may be wrong. Call it before the tensor is computed on ``device``.
 
         Raises:
-            StoreError: if a comparison has found meanwhile that the result may be wrong.
+            StoreError: if a later comparison of this place has failed.
         """
         if self._pending is not None and not is_capturing(device):
             self._read_pending()
@@ -193,13 +192,13 @@ class Verification:
         if self._candidates is None:
             compared = list(range(variants))
         else:
-            compared = self._candidates[: 1 if self.is_proven else None]
+            compared = self._candidates[: 1 if self.is_proven else None]  # a proven place uses only the first one
         answers = []
         for variant in compared:
             computed = _attempted(attempt, variant)
             if computed is None:  # the exact inputs are gone this time
                 return self._first_candidate() if self.is_proven else None
-            answers.append(_same(computed, original))
+            answers.append(_has_bits_of(original, computed))
         answers.append(_different_numbers(original))
         if not on_accelerator(original):
             return self._decide(compared, [int(each) for each in answers])
@@ -222,12 +221,12 @@ class Verification:
             self._decide(pending.variants, pending.answer.tolist())
 
     def _decide(self, compared: list[int], answer: list[int]) -> int | None:
-        """Take in the answer of a comparison; the first of the ``compared`` variants that was right, or None."""
+        """Apply the answer of a comparison. Returns the first of the ``compared`` variants that was right, or None."""
         *same, numbers = answer
         right = [variant for variant, is_same in zip(compared, same, strict=True) if is_same]
         wrong = set(compared) - set(right)
         with self._lock:
-            # Another thread may have trusted one of several variants while these were compared.
+            # Another thread may have trusted the place, with one of these variants, during the comparison.
             failed = self.is_proven and self._first_candidate() in wrong
             before = compared if self._candidates is None else self._candidates
             self._candidates = [] if failed else [variant for variant in before if variant not in wrong]
@@ -277,22 +276,21 @@ def proofs_of(model: nn.Module) -> Proofs:
 
 
 def proofs_here() -> Proofs:
-    """The verifications of the line of the user's code that calls now. They are freed with that code."""
+    """The verifications of the line of the user's code that is calling disthooks. They are freed with that code."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_globals.get("__name__", "")):
+    while frame is not None:
+        # Frames of these modules may be between the user's line and this function.
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("disthooks", "contextlib", "copy") and not module.startswith(
+            "torch._dynamo"
+        ):
+            return _of_code.setdefault(frame.f_code, {}).setdefault(frame.f_lineno, Proofs())
         frame = frame.f_back
-    if frame is None:
-        return Proofs()
-    return _of_code.setdefault(frame.f_code, {}).setdefault(frame.f_lineno, Proofs())
-
-
-def _is_ours(name: str) -> bool:
-    """Whether the frames of the module ``name`` stand between the user's line and disthooks."""
-    return name.partition(".")[0] in ("disthooks", "contextlib", "copy") or name.startswith("torch._dynamo")
+    return Proofs()
 
 
 def _different_numbers(original: torch.Tensor) -> torch.Tensor:
-    """How many different numbers a sample of ``original`` has; a scalar on its device, so the host does not wait."""
+    """The count of different numbers in a sample of ``original``: a scalar on its device, so the host does not wait."""
     dtype = {1: torch.int8, 2: torch.int16}.get(original.itemsize, torch.int32)
     numbers = torch.empty(0, dtype=dtype, device=original.device).set_(
         original.untyped_storage(), 0, (original.nbytes // dtype.itemsize,), (1,)
@@ -302,7 +300,7 @@ def _different_numbers(original: torch.Tensor) -> torch.Tensor:
 
 
 def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
-    """The result of a variant; an empty tensor if the variant fails; None if it cannot be tried now."""
+    """The result of a variant; an empty tensor if the variant fails; None if an input or memory is missing now."""
     try:
         return attempt(variant)
     except DisthooksError:
@@ -310,11 +308,11 @@ def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
     except torch.OutOfMemoryError:
         return None
     except (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError):
-        return torch.empty(0)  # the formula does not fit its node, or the device does not have the operator
+        return torch.empty(0)  # the formula does not fit the node, or the device does not have the operator
 
 
-def _same(computed: torch.Tensor, original: torch.Tensor) -> Any:
-    """Whether two tensors have the same bits, so that -0.0 differs from 0.0 and a NaN equals itself."""
+def _has_bits_of(original: torch.Tensor, computed: torch.Tensor) -> Any:
+    """Whether two tensors have the same bits: -0.0 differs from 0.0, and a NaN equals itself."""
     one, two = _bits(computed), _bits(original)
     if one.shape != two.shape:
         return torch.zeros((), dtype=torch.bool, device=original.device)
