@@ -1,25 +1,25 @@
-"""Contents that go to a store or stay as a small copy, and the index that finds what is packed already."""
+"""Contents that go to a store or stay as a small copy, and the index that finds contents that are packed already."""
 
 # [Note: contents are of one moment]
 # Much code writes to a tensor without counting the change: `y.data.fill_(0)`, a numpy array over the same memory,
 # `dist.all_reduce(y)`, kernels of an extension. So the contents of a saved tensor are those that it has when the
 # operator that saves it is done, no matter when a thread of a store moves them: the contents are copied, and the store
-# gets the copy (decision 108). `pack` makes the copy, because by then the inputs of an operator are what they were
-# given as, and its outputs are computed.
+# gets the copy (decision 108). `pack` makes the copy: at that time nobody has written to the inputs of the operator
+# yet, and its outputs are computed.
 
 # [Note: contents are taken late]
-# The exception is what an operator allocates by itself. It may save such a tensor first and fill it afterwards, as
+# Tensors that an operator allocates by itself are the exception. It may save such a tensor first and fill it later, as
 # `rrelu` does with its noise (pytorch#193671). No code of the user's can have such a tensor before the operator
 # returns, so its reference counts tell it apart. It is copied when the next operator of the call begins.
 
 # [Note: leaves within one call]
-# The same tensor, saved again by a later operator, may have been written meanwhile. Its version does not say so, thus
-# its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32 (decision 109). Where they
-# differ, what is saved now is another content. The checksum is computed only if the saved tensor is still alive when
+# A later operator may save the same tensor again, and it may have been written meanwhile. Its version does not say so,
+# so its bytes are compared: with the copy while that is in memory, otherwise by a CRC-32 (decision 109). If they
+# differ, the tensor is packed as another content. The checksum is computed only if the saved tensor is still alive when
 # the next operator but one saves something; most are not. An accelerator's bytes cannot be compared without waiting for
 # it. There the copy is made on the device when the next operator begins. Leaves and constants, which optimizers,
-# line searches and `gradcheck` write through `.data`, are shared by what one operator saves and no further
-# (decision 21); tensors with a history are shared as long as their version is the same.
+# line searches and `gradcheck` write through `.data`, are shared among the tensors that one operator saves and no
+# further (decision 21); tensors with a history are shared as long as their version is the same.
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import collections
 import ctypes
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,27 +44,18 @@ from disthooks.saved.report import Counters
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.pools import memory_of
 
-
-def is_written_uncounted(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Whether ``tensor``, whose changes ``owner`` counts, is a leaf to be optimised, or a view of one.
-
-    They are written through ``.data``, which counts no change. See [Note: leaves within one call].
-    """
-    return (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
-
-
-# What saved tensors have in common that are views of one packed value: the address of the storage object, the version,
-# the region (or the dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py.
-# Equal keys do not say that the contents are equal.
+# All views of one packed value have the same key: the address of the storage object, the version, the region (or the
+# dtype, for a codec), the identity of the owner. See [Note: storage and version] in packed.py. Equal keys do not say
+# that the contents are equal.
 Key = tuple[int, int, object, int]
 
 
 class ContentIndex:
     """Finds the packed values of one attachment that are alive, so that one content is packed once.
 
-    ``find``, ``add`` and ``remember`` are called under the lock of the attachment's counters; ``lookup_view`` and
-    ``withdraw`` need none. References to values that are gone are sorted out from time to time, because a callback for
-    each of them would cost more (decision 29).
+    ``find`` and ``add`` are called under the lock of the attachment's counters; ``lookup_view`` needs none. References
+    to values that are gone are sorted out from time to time, because a callback for each of them would cost more
+    (decision 29).
 
     Attributes:
         recent: the values that were offloaded last, whose copies are in memory for operators that save the same again.
@@ -82,31 +73,31 @@ class ContentIndex:
         return len(self._by_key) + len(self._by_owner)
 
     def find(self, key: Key) -> Packed | None:
-        """What is packed under ``key``."""
+        """The packed value under ``key``; None if it is gone, or if no other saved tensor may share it."""
         reference = self._by_key.get(key)
         packed = None if reference is None else reference()
         return None if packed is None or packed.is_withdrawn else packed
 
-    def add(self, key: Key, packed: Packed) -> None:
-        """Let ``packed`` be found under ``key`` as long as it lives."""
+    def add(self, key: Key, packed: Packed, owner: torch.Tensor | None = None) -> None:
+        """Let ``find`` find ``packed`` under ``key`` as long as it lives.
+
+        Args:
+            key: of the content.
+            packed: the content.
+            owner: ``lookup_view`` finds ``packed``, which must be all of its storage, for this tensor and its views.
+        """
         if len(self) > self._limit:
             self._by_key = {key: reference for key, reference in self._by_key.items() if reference() is not None}
             self._by_owner = {owner: ref for owner, ref in self._by_owner.items() if ref() is not None}
             self._limit = 2 * len(self) + 1024
-        self._by_key[key] = weakref.ref(packed)
-
-    def withdraw(self, packed: Packed) -> None:
-        """Let no other saved tensor share ``packed``. The end of a generator calls this from a destructor."""
-        packed.is_withdrawn = True
-
-    def remember(self, owner: torch.Tensor, packed: Packed) -> None:
-        """Let ``lookup_view`` find ``packed``, which is all of its storage, for ``owner`` and its views."""
-        self._by_owner[id(owner)] = weakref.ref(packed)
+        reference = self._by_key[key] = weakref.ref(packed)
+        if owner is not None:
+            self._by_owner[id(owner)] = reference
 
     def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
-        """What ``tensor`` is packed as, and its layout, if that can be told without looking at its storage.
+        """The packed value of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
 
-        It is the short way for a tensor that was saved before, and for views of it.
+        None if a full look is necessary.
 
         Args:
             tensor: of any kind.
@@ -133,9 +124,9 @@ class ContentIndex:
 
 
 class StoredTickets:
-    """What the store gave for one packed value; they are dropped with it.
+    """The tickets that the store gave for one packed value. They are dropped with it.
 
-    It is an object of its own, so that the packed value needs no destructor. While a destructor runs, Python lets other
+    This object has the destructor, so that the packed value needs none. While a destructor runs, Python lets other
     threads find the dying object again, and they would share bytes that are being dropped (decision 13).
     """
 
@@ -161,7 +152,6 @@ class StoredContent(Packed):
         "_checksum",
         "_codecs",
         "_copy",
-        "_is_private",
         "_shape",
         "_spec",
         "_store",
@@ -186,8 +176,17 @@ class StoredContent(Packed):
         super().__init__(alias, storage, region, first_layout, counters, module_name)
         self._codecs, self._store = codecs, store
         self.is_untyped = not codecs
-        self.is_in_order = region is None and _is_all_in_order(alias, first_layout, self.nbytes)
-        self.is_in_place = self._is_private = False
+        # Whether the tensor is all of its storage, in its order, in a dtype that torch can copy.
+        self.is_in_order = (
+            region is None
+            and first_layout.offset == 0
+            and not (first_layout.conj or first_layout.neg)
+            and alias.is_contiguous()
+            and 1 not in first_layout.size  # such a dimension may have any stride, and a copy would have another
+            and alias.nbytes == self.nbytes
+            and first_layout.dtype in _COPIED
+        )
+        self.is_in_place = False
         self.may_stay_in_place = True  # if no codec changed it, and the store would put it where it is
         self._stored_addresses: list[int] = []
         # The contents as they were saved: held until the store has them, and a little longer for operators that save
@@ -200,11 +199,7 @@ class StoredContent(Packed):
     def is_lossless(self) -> bool:
         return not any(codec.lossy for codec in self._codecs)
 
-    @property
-    def is_private(self) -> bool:
-        return self._is_private
-
-    # -- the copy, and what is compared with it
+    # -- the copy, and comparisons with it
 
     def copy_now(self) -> None:
         with self._lock:
@@ -220,7 +215,7 @@ class StoredContent(Packed):
         with self._lock:
             copy, self._copy = self._copy, None
             if copy is not None and self._weak_copy is not None and self.owner() is not None:
-                self._checksum = _checksum(copy)  # tells from now on whether what is saved again is the same
+                self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
 
     def stay_in_memory(self) -> None:
         self._copy = self._weak_copy = None
@@ -239,11 +234,14 @@ class StoredContent(Packed):
                 return False
             region = self.region
             if region is None and not is_most_of(layout, part.nbytes, self.nbytes):
-                region = region_of(layout, self.nbytes)  # of a small part of much only that part is compared
+                region = region_of(layout, self.nbytes)  # if `part` is small, no more than its elements are compared
                 if region is not None:
                     region = region.raw()
                     return copy is not None and torch.equal(_at(region, storage), _at(region, copy.untyped_storage()))
-            now = _all_of(storage) if region is None else _at(region, storage).contiguous()
+            if region is None:
+                now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # all of its bytes
+            else:
+                now = _at(region, storage).contiguous()
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -268,13 +266,26 @@ class StoredContent(Packed):
             self.is_in_place = True
             return False
         self._shape = (content.dtype, content.shape)
-        # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does, would
-        # keep all of that storage in memory.
-        parts = tuple(alone(part) for part in parts)
+        begin, total, moved, addresses = time.perf_counter(), 0, 0, []
+        stored = StoredTickets(self._store, self.counters)  # if an interrupt comes, this drops the tickets that it has
+        for part in parts:
+            # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does,
+            # would keep all of that storage in memory.
+            part = alone(part)
+            try:
+                stored.tickets.append(self._store.put(part))
+            except StoreError as error:
+                raise _with_module(error, "to store what", self.module_name) from error
+            total += part.nbytes
+            moved += part.nbytes if self._store.leaves_memory(part) or part.device != self.alias.device else 0
+            addresses.append(part.data_ptr())
+        # The bytes are held now, and from now on the destructor of `stored` takes them off again.
+        stored.nbytes = total
+        self.counters.change_held(total)
+        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
         # Python code must not be given this memory: see [Note: what a function of the user's own is given].
-        self._stored_addresses = [part.data_ptr() for part in parts]
-        self._tickets = self._put(parts, content.nbytes)
-        self._is_private = True  # the content is a copy
+        self._stored_addresses, self._tickets = addresses, stored
+        self.is_private = True  # the content is a copy
         return True
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -309,36 +320,20 @@ class StoredContent(Packed):
                     error = relative_error(codec.decode(parts, spec), tensor)
                     self.counters.codec_errors.add(repr(codec), error)
 
-    def _put(self, tensors: Sequence[torch.Tensor], nbytes_before_codecs: int) -> StoredTickets:
-        begin = time.perf_counter()
-        stored = StoredTickets(self._store, self.counters)  # first: if an interrupt comes, it drops what is in it
-        total = moved = 0
-        for tensor in tensors:
-            try:
-                stored.tickets.append(self._store.put(tensor))
-            except StoreError as error:
-                raise _with_module(error, "to store what", self.module_name) from error
-            total += tensor.nbytes
-            moved += tensor.nbytes if self._store.leaves_memory(tensor) or tensor.device != self.alias.device else 0
-        stored.nbytes = total
-        self.counters.change_held(total)
-        self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, nbytes_before_codecs)
-        return stored
-
     # -- and back
 
     def _restore(self) -> torch.Tensor:
         if self.alias.is_cuda:
             refuse_capture(self.module_name)  # the backward may be captured
-        begin = time.perf_counter()
+        begin, copied = time.perf_counter(), 0.0
+        tensors: list[torch.Tensor] = []
         try:
-            tensors = [self._store.get(ticket) for ticket in self._tickets.tickets]
+            for ticket in self._tickets.tickets:
+                tensors.append(self._store.get(ticket))
+                copied += self._store.pop_transfer_seconds(ticket)
         except StoreError as error:
             raise _with_module(error, "to bring back what", self.module_name) from error
-        seconds, copied = time.perf_counter() - begin, 0.0
-        for ticket in self._tickets.tickets:
-            copied += self._store.pop_transfer_seconds(ticket)
-        self.counters.count_got(self._tickets.nbytes, seconds, self.module_name, copied)
+        self.counters.count_got(self._tickets.nbytes, time.perf_counter() - begin, self.module_name, copied)
         content = self._decode(tensors) if self._codecs else tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._shape or content.device != self.alias.device:
@@ -369,44 +364,39 @@ class StoredContent(Packed):
         return tensor.data_ptr() in self._stored_addresses
 
 
-class StorageParts:
-    """Adds up the regions of storages that one operator saves, to tell when a storage is better packed whole.
+class StorageParts(dict[Key, tuple["weakref.ref[StoredContent]", int]]):
+    """The regions of storages that one operator saves, to tell when a storage is better packed whole.
 
-    Queries, keys and values are thirds of one storage, mostly. Packed alone, each would be copied out of it, and spread
-    again in backward to strides that reach over nearly all of it. So if the parts are half of the storage or more, the
-    first of them is widened to all of it (decision 42). Only a sum is kept for each storage, because an operator may
-    save thousands of views of one tensor.
+    Queries, keys and values are thirds of one storage, mostly. If each were packed alone, it would be copied out of the
+    storage, and spread again in backward to strides that reach over nearly all of it. So if the parts are half of the
+    storage or more, the first of them is widened to all of it (decision 42). For the key of each whole storage there
+    are only the first part and the sum of the bytes, because an operator may save thousands of views of one tensor.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[Hashable, tuple[weakref.ref[StoredContent], int]] = {}
-
-    def add(self, key: Hashable, packed: Packed) -> None:
-        """Add ``packed`` to the storage that ``key`` stands for, if it is a region of it."""
-        if type(packed) is not StoredContent or packed.region is None:
-            return
-        first, covered = self._sums.get(key, (weakref.ref(packed), 0))
+    def add(self, key: Key, packed: StoredContent, region: StorageRegion) -> None:
+        """Add ``packed``, a ``region`` of the storage under ``key``."""
+        first, covered = self.get(key, (weakref.ref(packed), 0))
         if first() is None:
             first, covered = weakref.ref(packed), 0
-        self._sums[key] = first, covered + packed.region.nbytes
+        self[key] = first, covered + region.nbytes
 
-    def to_widen(self, key: Hashable, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> StoredContent | None:
+    def to_widen(self, key: Key, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> StoredContent | None:
         """The first part, if all parts and ``region`` together are half of the ``nbytes`` of the storage or more."""
-        reference, covered = self._sums.get(key, (None, 0))
+        reference, covered = self.get(key, (None, 0))
         packed = None if reference is None else reference()
         if packed is None or packed.region is None or packed.is_offloaded or packed.owner() is not owner:
             return None
         return packed if (covered + region.nbytes) * 2 >= nbytes else None
-
-    def clear(self) -> None:
-        """Forget the sums: the parts are offloaded now."""
-        self._sums.clear()
 
 
 class SmallCopy(Packed):
     """A copy of a small part of a large storage, which stays in memory so that the rest need not."""
 
     __slots__ = ("_copy",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_private = True
 
     def copy_now(self) -> None:
         with self._lock:
@@ -422,10 +412,6 @@ class SmallCopy(Packed):
             self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
         return True
 
-    @property
-    def is_private(self) -> bool:
-        return True
-
     def _restore(self) -> torch.Tensor:
         return _spread(self._copy if self.stream is None else handed_over(self._copy, self.stream), self.region)
 
@@ -436,25 +422,13 @@ def _with_module(error: StoreError, doing: str, module_name: str) -> StoreError:
     return StoreError(message, path=error.path, wanted=error.wanted, free=error.free)
 
 
-# Of other dtypes some have no kernel for a copy (torch.int4, torch.bits8), so their contents are taken as bits.
+# Some of the other dtypes have no kernel for a copy (torch.int4, torch.bits8), so their contents are taken as bits.
 _COPIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COPIED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-def _is_all_in_order(alias: torch.Tensor, layout: Layout, nbytes: int) -> bool:
-    """Whether ``alias`` is all of its storage of ``nbytes``, in its order, in a dtype that torch can copy."""
-    return (
-        layout.offset == 0
-        and not (layout.conj or layout.neg)
-        and alias.is_contiguous()
-        and 1 not in layout.size  # such a dimension may have any stride, and a copy would have another
-        and alias.nbytes == nbytes
-        and layout.dtype in _COPIED
-    )
-
-
 def _spread(content: torch.Tensor, region: StorageRegion | None) -> torch.Tensor:
-    """``content`` at the strides of its region; without a region as it is, at the front of a storage."""
+    """``content`` at the strides of its region. Without a region: without gaps, from the front of a storage."""
     if content.is_conj() or content.is_neg():
         content = content.resolve_conj().resolve_neg()
     if region is None:
@@ -469,10 +443,6 @@ def _at(region: StorageRegion, storage: torch.UntypedStorage) -> torch.Tensor:
     """The elements of ``region`` in ``storage``."""
     tensor = torch.empty(0, dtype=region.dtype, device=storage.device)
     return tensor.set_(storage, region.offset, region.size, region.stride)
-
-
-def _all_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _checksum(content: torch.Tensor) -> int:

@@ -1,19 +1,18 @@
-"""The hooks of one call: what autograd saves goes through ``pack`` here and comes back through ``unpack``.
+"""The hooks of one call: the tensors that autograd saves go through ``pack`` here and come back through ``unpack``.
 
-A ``HookSite`` is where hooks open around calls: a module, a function, an autograd Function.
+A ``HookSite`` is a place where hooks open around calls: a module, a function, an autograd Function.
 """
 
 # [Note: hooks step back]
 # Where hooks would do harm or no good, a call runs without them and is counted with the reason
 # (`eligibility.reason_not_to_hook`). Inside a non-reentrant checkpoint they would defeat it, because its own hooks have
-# to be on top. Inside a backward (a reentrant checkpoint, a reversible block) what is saved is used at once
-# (decision 20). In a transform of torch.func there is no memory at hand. Where two attachments are open, the inner one
-# takes what is saved.
+# to be on top. Inside a backward (a reentrant checkpoint, a reversible block) the saved tensors are used at once
+# (decision 20). In a transform of torch.func the tensors have no memory that could be copied. If two attachments are
+# open, the inner one gets the saved tensors.
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import sys
 import threading
@@ -31,7 +30,7 @@ from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
-from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent, is_written_uncounted
+from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
 from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Packed
 from disthooks.saved.pipeline import OpenPipeline
@@ -45,14 +44,14 @@ _WEIGHTS = ("parameter", "buffer", "autocast weight")  # reasons to keep what no
 
 
 class Decision(NamedTuple):
-    """What becomes of one saved tensor; counted by this at the end of ``pack``.
+    """The fate of one saved tensor, and the reason. ``pack`` counts the tensor by it at its end.
 
     Attributes:
         fate: "keep" it in memory; "share" a packed value that is there; "recast" a weight's copy; "recompute" it if
             Recompute knows how; "store" it.
         reason: why it is kept, or why only a small copy of it is.
         part: the plain tensor whose bytes are packed.
-        weight: of which it is autocast's copy.
+        weight: the weight of which the tensor is autocast's copy.
     """
 
     fate: Literal["keep", "share", "recast", "recompute", "store"]
@@ -76,7 +75,7 @@ class SavedTensorHooks:
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
     Args:
-        pipeline: what to do with a saved tensor, and the state of its attachment.
+        pipeline: the stages that a saved tensor goes through, and the state of their attachment.
         module_name: for errors and reports.
         module: the module whose forward this is, if there is one.
     """
@@ -88,7 +87,7 @@ class SavedTensorHooks:
         self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
         self._thread = threading.get_ident()
         self._sequence = -1  # number of the operator that saved something last
-        self._has_inner = False  # whether another attachment took what was saved in a part of the call
+        self._has_inner = False  # whether another attachment took the tensors that a part of the call saved
         self._has_in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()  # to be offloaded
         self._parts = StorageParts()  # among the pending ones
@@ -120,7 +119,7 @@ class SavedTensorHooks:
                 if self._has_in_place:
                     self._pipeline.counters.warn_of_in_place(self._module_name, self._pipeline.store)
         finally:
-            # After an error nobody will use the graph. What it holds stays in memory, for itself alone.
+            # After an error nobody will use the graph. The contents that it holds stay in memory, for itself alone.
             for reference in self._pending:
                 packed = reference()
                 if packed is not None:
@@ -136,16 +135,11 @@ class SavedTensorHooks:
                 "that call"
             ) from error
 
-    @property
-    def has_seen_nothing(self) -> bool:
-        """Whether nothing was saved in this thread during the call, by any attachment."""
-        return self._sequence == -1 and not self._has_inner
-
     # -- pack: decide, find, wrap
 
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
-        # First of all, because each further name for the tensor counts: see [Note: contents are taken late].
+        # This is the first line, because each further name for the tensor counts: see [Note: contents are taken late].
         is_fresh = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()
         if tensor.is_cuda:
             refuse_capture(self._module_name)  # a capture may have begun inside the call
@@ -168,12 +162,19 @@ class SavedTensorHooks:
         return handle if decision.part is tensor else DTensorHandle(handle, tensor)
 
     def _decide(self, tensor: torch.Tensor, owner: torch.Tensor) -> Decision:
-        """What becomes of ``tensor``, which is not known yet; ``owner`` counts its changes."""
+        """The decision about ``tensor``, which is not known yet; ``owner`` counts its changes."""
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             return _kept("parameter")
-        part = stored_part(tensor)
-        if part is None:
-            return _kept(exotic(tensor) or "local part")
+        part, reason = tensor, exotic(tensor)
+        if reason is not None:
+            # Nobody knows what a subclass of Tensor is made of. A DTensor's local part can be packed. Nobody can have a
+            # DTensor without importing torch.distributed, so it is not imported for this.
+            kind = type(tensor)
+            if kind.__name__ != "DTensor" or not kind.__module__.startswith("torch.distributed."):
+                return _kept(reason)
+            part = tensor._local_tensor  # type: ignore[attr-defined]
+            if exotic(part) is not None:
+                return _kept(reason)
         reason = self._reason_to_keep(owner, part)
         if reason == "small" and self._holds_much(part):
             return Decision("store", "small", part)
@@ -215,9 +216,9 @@ class SavedTensorHooks:
         return region_of(Layout.of(part), nbytes) is not None and self._weights.kind_of(part) is None
 
     def _keep(self, tensor: torch.Tensor, decision: Decision) -> InPlace:
-        """``tensor`` in memory: as itself if it has no history, otherwise as an alias, since itself would be a cycle.
+        """Keep ``tensor`` in memory: itself if it has no history, otherwise an alias, because itself would be a cycle.
 
-        A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold what was gathered.
+        A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered memory.
         """
         is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
         alias = tensor if is_itself else tensor.detach()
@@ -232,7 +233,7 @@ class SavedTensorHooks:
         part, is_small = cast(torch.Tensor, decision.part), decision.reason == "small"
         storage, layout = part.untyped_storage(), Layout.of(part)
         region = None if decision.fate == "recast" else region_of(layout, storage.nbytes())
-        dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # codecs want to know what bytes mean
+        dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # a codec needs to know the dtype
         if region is not None and dtype is None:
             region = region.raw()
         key: Key = (storage._cdata, tensor._version, region or dtype, id(owner))
@@ -244,16 +245,29 @@ class SavedTensorHooks:
         is_known = packed is not None and packed.owner() is owner and self._has_same_contents(packed, part, layout)
         if packed is None or not is_known:
             packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
-            packed.owner, packed.is_constant = weakref.ref(owner), not owner.requires_grad
-            packed.is_volatile = is_vector or is_written_uncounted(tensor, owner)
-            packed.saved_at, packed.is_never_shared = (threading.get_ident(), sequence_number()), is_vector
-            self._add(key, packed, part, None if is_vector or part is not tensor else owner)
-            self._parts.add(whole_key, packed)
-        if self._recompute is not None and part is tensor:
-            self._annotate(self._recompute, tensor, owner, packed, layout)
+            # Leaves to be optimised, and views of them, are written through `.data`, which counts no change.
+            is_of_leaf = (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
+            packed.is_volatile = is_vector or is_of_leaf
+            # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
+            has_short_way = isinstance(packed, StoredContent) and region is None and not is_vector and part is tensor
+            counters = self._pipeline.counters
+            with counters.lock:
+                self._contents.add(key, packed, owner if has_short_way else None)
+                counters.saved_bytes += part.nbytes
+            self._pending.append(weakref.ref(packed))
+            if region is not None and type(packed) is StoredContent:
+                self._parts.add(whole_key, packed, region)
+        recompute = self._recompute
+        if recompute is not None and part is tensor:
+            # By the annotations of the nodes that produced `tensor` and its base Recompute finds their packed value.
+            annotate(tensor, packed, layout)
+            recompute.remember(tensor)
+            if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
+                annotate(owner, packed, Layout.of(owner))
         if is_known:
             return self._count(tensor, _SHARED, part.nbytes, packed.handle(layout))
-        packed.prepare()
+        if recompute is not None:
+            packed.prepare()
         if part.is_cpu and not (is_fresh or is_vector):
             packed.copy_now()
         return self._count(tensor, decision, part.nbytes, packed.handle(layout))
@@ -261,12 +275,12 @@ class SavedTensorHooks:
     def _find(
         self, key: Key, whole_key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None
     ) -> Packed | None:
-        """What is packed under ``key``; for a ``region`` also the packed value of all of its storage.
+        """Find the packed value under ``key``, or for a ``region`` the packed value of all of its storage.
 
         If the regions that this operator saves are half of the storage, the first of them becomes that value.
         """
         # A reader of a packed value holds its lock and then takes that of the counters: see [Note: the order of locks].
-        # So under the lock of the counters no packed value is asked for anything that takes its own.
+        # So under the lock of the counters nothing is called that takes the lock of a packed value.
         with self._pipeline.counters.lock:
             packed = self._contents.find(key)
             if packed is not None or region is None:
@@ -304,46 +318,29 @@ class SavedTensorHooks:
         layout: Layout,
         owner: torch.Tensor,
     ) -> Packed:
-        """A new packed value of what ``alias`` lies over."""
-        pipeline = self._pipeline
+        """A new packed value of the memory that ``alias`` lies over."""
+        pipeline, module_name = self._pipeline, self._module_name
+        packed: Packed
         if decision.reason == "small":
-            return SmallCopy(alias, storage, region, layout, pipeline.counters, self._module_name)
-        if decision.weight is not None:
-            return AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, self._module_name)
-        arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters
-        origin = None
-        if self._recompute is not None and decision.fate == "recompute" and region is None:
-            origin = self._recompute.origin(owner)
-        if origin is None:
-            stored = StoredContent(*arguments, self._module_name)
+            packed = SmallCopy(alias, storage, region, layout, pipeline.counters, module_name)
+        elif decision.weight is not None:
+            packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
         else:
-            stored = Recomputed(origin, *arguments, self._module_name)
-        stored.may_stay_in_place = self._recompute is None  # Recompute computes other tensors from the stored contents
-        return stored
-
-    def _add(self, key: Key, packed: Packed, part: torch.Tensor, owner: torch.Tensor | None) -> None:
-        """Let ``packed`` be found from now on, and by the short way for ``owner`` and its views."""
-        counters = self._pipeline.counters
-        with counters.lock:
-            self._contents.add(key, packed)
-            counters.saved_bytes += part.nbytes
-            if owner is not None and packed.region is None and isinstance(packed, StoredContent):
-                self._contents.remember(owner, packed)
-        self._pending.append(weakref.ref(packed))
-
-    def _annotate(
-        self, recompute: RecomputeContext, tensor: torch.Tensor, owner: torch.Tensor, packed: Packed, layout: Layout
-    ) -> None:
-        """Annotate the node that produced ``tensor``, so that Recompute finds its packed value."""
-        annotate(tensor, packed, layout)
-        recompute.remember(tensor)
-        if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
-            annotate(owner, packed, Layout.of(owner))
+            arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
+            origin = None
+            if self._recompute is not None and decision.fate == "recompute" and region is None:
+                origin = self._recompute.origin(owner)
+            stored = StoredContent(*arguments) if origin is None else Recomputed(origin, *arguments)
+            stored.may_stay_in_place = self._recompute is None  # else it computes other tensors from what is stored
+            packed = stored
+        packed.owner, packed.is_constant = weakref.ref(owner), not owner.requires_grad
+        packed.saved_at = threading.get_ident(), sequence_number()
+        return packed
 
     def _count(self, tensor: torch.Tensor, decision: Decision, nbytes: int, handle: _Held) -> _Held:
         """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back. All of ``pack`` ends here.
 
-        What is stored, cast or computed again is counted when that is done, by its packed value.
+        A packed value itself counts its contents when they are stored, or dropped to be cast or computed again.
         """
         if decision.fate == "share":
             self._pipeline.counters.count_shared(nbytes, self._module_name)
@@ -364,7 +361,7 @@ class SavedTensorHooks:
             alias = tensor if tensor.is_leaf else tensor.detach()
             is_alias = alias is not tensor and exotic(alias) is None
             kept = InPlace(alias, self._module_name, "small", is_alias)
-            return self._count(tensor, Decision("keep", "small"), nbytes, kept)
+            return self._count(tensor, _kept("small"), nbytes, kept)
         begin = time.perf_counter()
         handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
         counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
@@ -373,14 +370,16 @@ class SavedTensorHooks:
     # -- offload
 
     def _offload_pending(self) -> None:
-        """Offload what the operators before this one saved; they are done."""
+        """Offload the tensors that the operators before this one saved; these operators are done."""
         self._parts.clear()
         recent, undecided = self._contents.recent, self._contents.undecided
         for _ in range(len(recent)):
-            with contextlib.suppress(IndexError):  # another thread was faster
+            try:
                 packed = recent.popleft()()
-                if packed is not None:
-                    packed.release_copy()
+            except IndexError:
+                break  # another thread was faster
+            if packed is not None:
+                packed.release_copy()
         while self._pending:
             packed = self._pending.popleft()()
             if packed is None:
@@ -397,7 +396,7 @@ class SavedTensorHooks:
             self._offload_undecided(undecided)
 
     def _offload_undecided(self, undecided: collections.deque[weakref.ref[Packed]]) -> None:
-        """Ask again for those that waited for their device, the oldest first, up to one that still waits."""
+        """Offload the packed values whose devices have answered by now, the oldest first, up to one that waits."""
         for _ in range(len(undecided)):
             try:
                 reference = undecided.popleft()
@@ -414,7 +413,7 @@ class SavedTensorHooks:
     def _keep_in_memory(self, packed: Packed) -> None:
         """Leave ``packed`` in memory, for its own graph alone."""
         packed.stay_in_memory()
-        self._contents.withdraw(packed)
+        packed.is_withdrawn = True  # without a lock: the end of a generator may call this from a destructor
 
 
 @uncompiled(
@@ -429,21 +428,6 @@ def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Te
     return tensor
 
 
-def stored_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The plain tensor whose bytes are packed for ``tensor``: itself, or the local part of a DTensor.
-
-    None if there is none: nobody knows what other subclasses are made of.
-    """
-    kind = type(tensor)
-    if kind is torch.Tensor:
-        return tensor if exotic(tensor) is None else None
-    # Nobody can have a DTensor without importing torch.distributed, so it is not imported for this.
-    if kind.__name__ != "DTensor" or not kind.__module__.startswith("torch.distributed."):
-        return None
-    part: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    return part if exotic(part) is None else None
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
     """Bytes on this rank, also of tensors that have no ``nbytes``, such as sparse ones."""
     if type(tensor) is not torch.Tensor:
@@ -452,12 +436,13 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 class HookSite(NamedTuple):
-    """Where hooks open around calls.
+    """A place where hooks open around calls.
 
     Attributes:
-        pipeline: of the attachment.
-        name: of the module or function, for errors and reports.
-        openers: of an attached module: those whose ``__call__`` opens the hooks. See [Note: the class's own call].
+        pipeline: the open pipeline of the attachment.
+        name: the name of the module or function, for errors and reports.
+        openers: for an attached module, the openers of the classes whose ``__call__`` opens the hooks. See
+            [Note: the class's own call].
     """
 
     pipeline: OpenPipeline
@@ -466,7 +451,7 @@ class HookSite(NamedTuple):
 
     @uncompiled(BREAK, callees=False)
     def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns, run with the hooks on; without them, and counted, where they cannot be.
+        """Call ``function`` with the hooks on. If hooks cannot be on here, call it without them, and count that.
 
         The body of a generator runs after the call, so it is wrapped: hooks open each time that it goes on.
         """
@@ -484,7 +469,8 @@ class HookSite(NamedTuple):
         hooks = SavedTensorHooks(self.pipeline, self.name, module)
         with hooks:
             result = run(function, *args, **kwargs)
-        if hooks.has_seen_nothing and module is not None and function is not _next_of:
+        # Was nothing saved in this thread during the call, by any attachment?
+        if hooks._sequence == -1 and not hooks._has_inner and module is not None and function is not _next_of:
             self._warn_of_threads(module, result, args)
         return result
 
@@ -492,8 +478,8 @@ class HookSite(NamedTuple):
     def _warn_of_threads(self, module: nn.Module, result: Any, args: tuple[Any, ...]) -> None:
         """Warn if the layers of ``module``, in whose call nothing was saved, seem to have run in other threads.
 
-        The graph tells: what came out has a history that what went in does not have, and the module has weights that
-        train.
+        The graph tells: the outputs of the module have a history that its inputs do not have, and the module has
+        weights that train.
         """
         counters = self.pipeline.counters
         if counters.warned.has_warned_of("threads") or next(module.children(), None) is None:
@@ -524,9 +510,10 @@ class HookSite(NamedTuple):
 @functools.lru_cache(maxsize=256)
 @uncompiled()
 def _caller_for(kind: Hashable) -> Callable[..., Any]:
-    """What calls a function, in a frame that can be compiled: the compiler inlines those of torch, or skips them.
+    """A function that calls another one, in a frame of ours that can be compiled.
 
-    The compiler finds compiled code, and limits its number, by code object: each ``kind`` of module gets one.
+    The compiler inlines or skips the frames of torch. It finds compiled code, and limits its number, by code object:
+    so each ``kind`` of module gets a function with a code object of its own.
     """
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -537,7 +524,7 @@ def _caller_for(kind: Hashable) -> Callable[..., Any]:
 
 
 def _next_of(go_on: Callable[[], Any]) -> tuple[bool, Any]:
-    """Whether the generator has ended, and what it gave. Its end is no error, so what it saved is stored."""
+    """Whether the generator has ended, and the value that it gave. Its end is no error, so what it saved is stored."""
     try:
         return False, go_on()
     except StopIteration as stop:

@@ -1,14 +1,14 @@
-"""What autograd holds for saved tensors, and the packed value that several of them share.
+"""The objects that autograd holds for saved tensors, and the packed value that several of these objects share.
 
-``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved tensor over it. ``InPlace``,
-``DTensorHandle`` and ``FunctionsHandle`` are what autograd holds for other saved tensors.
+A ``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved tensor over it. Autograd holds an
+``InPlace``, a ``DTensorHandle`` or a ``FunctionsHandle`` for other saved tensors.
 """
 
 # [Note: the witness]
 # A tensor that was changed in place after it was saved has to raise in backward, also when its contents were offloaded
 # meanwhile. `alias = tensor.detach()` shares the version counter of the saved tensor. Once the contents are offloaded,
-# `alias.data = empty` exchanges its memory for none and keeps the counter. So a tensor of zero bytes goes on to see
-# every change that is made through any alias, even if the saved tensor itself is gone (decision 1).
+# `alias.data = empty` takes the memory from the alias, which keeps the counter. So a tensor of zero bytes still sees
+# every change that is made through any other alias, even if the saved tensor itself is gone (decision 1).
 
 # [Note: storage and version]
 # Two saved tensors have the same content if they lie over the same storage object, at the same version. The key has the
@@ -22,7 +22,7 @@
 # the same `Restored`, and drops it when it has read. So the restored memory goes with the last reader, by Python's own
 # reference counts: no destructor, no lock (decisions 5 and 28). A handle that reads a second time, with `retain_graph`,
 # begins a new generation, which all other handles join. A reader that comes much later in backward leaves the
-# generation and restores for itself, because to hold the memory until then costs more (decisions 45 and 107).
+# generation and restores for itself, because holding the memory until then costs more (decisions 45 and 107).
 
 # [Note: what a function of the user's own is given]
 # The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then knows
@@ -37,12 +37,12 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from disthooks._fork_safe import Order, tensor_lock
-from disthooks._streams import current_stream, handed_over, on, on_accelerator, used_on
+from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
 from disthooks._tensors import Layout, StorageRegion
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
@@ -60,7 +60,7 @@ def changed_message(module_name: str, now: int, then: int) -> str:
 
 
 class FunctionsHandle:
-    """What autograd holds for a tensor that the user's own ``pack`` took."""
+    """The object that autograd holds for a tensor that the user's own ``pack`` took."""
 
     __slots__ = ("counters", "module_name", "nbytes", "store", "ticket")
 
@@ -75,7 +75,7 @@ class FunctionsHandle:
         self.counters.change_held(-self.nbytes)
 
     def unpack(self) -> torch.Tensor:
-        """What the user's ``unpack`` makes of the ticket."""
+        """The tensor that the user's ``unpack`` makes of the ticket."""
         begin = time.perf_counter()
         tensor: torch.Tensor = self.store.get(self.ticket)
         self.counters.count_got(self.nbytes, time.perf_counter() - begin, self.module_name)
@@ -83,7 +83,7 @@ class FunctionsHandle:
 
 
 class InPlace:
-    """What autograd holds for a tensor that stays in memory, and the reason why it stays."""
+    """The object that autograd holds for a tensor that stays in memory, with the reason why it stays."""
 
     __slots__ = ("__weakref__", "is_alias", "module_name", "reason", "tensor", "version")
 
@@ -91,14 +91,10 @@ class InPlace:
         self.tensor, self.version, self.module_name, self.reason = tensor, tensor._version, module_name, reason
         self.is_alias = is_alias  # of an activation's memory, so Python code gets a copy
 
-    def check(self) -> None:
-        """MutationError when the tensor was changed in place since it was saved."""
+    def unpack(self) -> torch.Tensor:
+        """The tensor itself, or a copy for Python code. MutationError when it was changed in place since."""
         if self.tensor._version != self.version:
             raise MutationError(changed_message(self.module_name, self.tensor._version, self.version))
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor itself, or a copy for Python code."""
-        self.check()
         if not (self.is_alias and is_python_node(current_node())):
             return self.tensor
         # See [Note: what a function of the user's own is given]. The copy has the same strides, so it takes the
@@ -122,7 +118,7 @@ class Restored:
         tensor: the contents; None until the first handle asks.
         version: of ``tensor`` when it was restored. A later version means that a reader wrote into it.
         stream: of an accelerator, which fills ``tensor``.
-        has_python_reader: whether Python code has it, and may do with it what it likes.
+        has_python_reader: whether Python code was given ``tensor``, which it may write into or keep.
     """
 
     __slots__ = ("__weakref__", "has_python_reader", "stream", "tensor", "version")
@@ -134,7 +130,7 @@ class Restored:
 
 
 class _LastRestored(NamedTuple):
-    """What a node of the user's own was given. It may ask for the same again while it runs, and gets the same memory.
+    """The tensor that a node of the user's own was given. If it asks again while it runs, it gets the same memory.
 
     The memory is held weakly, by torch's own count (decision 13), so it lives only as long as the node uses it.
     """
@@ -165,22 +161,18 @@ class _LastRestored(NamedTuple):
 
 
 class _ReadByNode(threading.local):
-    """What the node of the user's own that runs in this thread has read. It holds no packed value."""
+    """The contents that the node of the user's own that runs in this thread has read. It keeps no packed value alive.
+
+    Attributes:
+        node: the identity of the node.
+        once: the packed values that the node has read.
+        copies: the contents of those that the node has read twice.
+    """
 
     def __init__(self) -> None:
-        self._node = 0
+        self.node = 0
         self.once: weakref.WeakSet[Packed] = weakref.WeakSet()
-        self.copies: weakref.WeakKeyDictionary[Packed, torch.Tensor] = (
-            weakref.WeakKeyDictionary()
-        )  # of what it read twice
-
-    def of(self, node: Any) -> _ReadByNode:
-        """What ``node`` has read; what another node has read is forgotten."""
-        if self._node != id(node):
-            self._node = id(node)
-            self.once.clear()
-            self.copies.clear()
-        return self
+        self.copies: weakref.WeakKeyDictionary[Packed, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 _read_by_node = _ReadByNode()
@@ -189,7 +181,7 @@ _read_by_node = _ReadByNode()
 class Readers:
     """The handles of one packed value, and in which generation they read. See [Note: one restore a generation].
 
-    Its packed value guards it by its lock.
+    The lock of the packed value guards them.
     """
 
     __slots__ = ("_current", "_limit", "_restore_count", "handles", "last")
@@ -204,7 +196,10 @@ class Readers:
     def add(self, packed: Packed, layout: Layout) -> Handle:
         """A new handle, which reads with the current generation."""
         restored = None if self._current is None else self._current()
-        handle = Handle(packed, layout, self._new_generation() if restored is None else restored)
+        if restored is None:
+            restored = Restored()
+            self._current = weakref.ref(restored)
+        handle = Handle(packed, layout, restored)
         if len(self.handles) > self._limit:
             self.handles = [other for other in self.handles if other() is not None]
             self._limit = 2 * len(self.handles) + 64
@@ -217,7 +212,8 @@ class Readers:
         if restored is None and self.last is not None:
             restored = self.last.get(reader)
         if restored is None:
-            restored = self._new_generation()
+            restored = Restored()
+            self._current = weakref.ref(restored)
             for reference in self.handles:
                 other = reference()
                 if other is not None and other is not handle:
@@ -230,23 +226,19 @@ class Readers:
         A while is until backward has passed as many saved bytes as the content has. It doubles with each restore, so
         contents that thousands of steps share, such as a mask, are restored a logarithmic number of times.
         """
-        far, reach = Restored(), nbytes << min(self._restore_count, 64)
+        far, reach = None, nbytes << min(self._restore_count, 64)
         self._restore_count += 1
         for reference in self.handles:
             other = reference()
             if other is None or other.restored is not restored:
                 continue
             if handle.saved_bytes_before - other.saved_bytes_before > reach:
+                far = far or Restored()  # one for all of them; most contents have no such handle
                 other.restored = far
-
-    def _new_generation(self) -> Restored:
-        restored = Restored()
-        self._current = weakref.ref(restored)
-        return restored
 
 
 class Witness:
-    """What was saved, and whether it was changed in place since. See [Note: the witness].
+    """The facts about a saved tensor, and whether it was changed in place since. See [Note: the witness].
 
     Attributes:
         alias: shares the version counter of the saved tensor, and at first its memory.
@@ -254,10 +246,10 @@ class Witness:
         is_changed: whether a change was seen. It stays True.
         storage_ref: holds the storage weakly. See [Note: storage and version].
         nbytes: of the storage.
-        region: what of the storage is packed; None for all of it.
+        region: the part of the storage that is packed; None for all of it.
         first_layout: how the tensor that was saved first lies over the storage.
         is_in_order: whether that tensor is all of the storage, in its order, and is packed as it is (decision 30).
-        owner: the tensor that counts the changes. Whoever makes the packed value sets it.
+        owner: the tensor that counts the changes. ``SavedTensorHooks`` sets it when it makes the packed value.
         saved_at: thread and number of the operator that saved it last.
         module_name: for errors and reports.
         stream: that fills the saved tensor, on an accelerator. Another one may be current by the time it is copied.
@@ -291,7 +283,7 @@ class Witness:
         self.module_name = module_name
         self.owner: weakref.ref[torch.Tensor]
         self.saved_at = (0, 0)
-        self.stream = current_stream(alias.device) if on_accelerator(alias) else None
+        self.stream = None if alias.is_cpu else stream_of(alias)
         self.is_changed = self.is_in_order = False
 
     def looks_changed(self) -> bool:
@@ -316,12 +308,12 @@ class Packed(Witness, ABC):
         cost: how many operators run to restore the contents.
         is_constant: whether no gradient flows to what was saved.
         is_volatile: whether it may be changed without a count while it is in memory.
-        is_never_shared: whether operators write to it without a count, as batch norm does to its statistics.
         is_withdrawn: whether no other saved tensor may share it any more.
         is_untyped: whether the contents are bits, so that views of another dtype may share them.
         is_offloaded: whether the contents are no longer in the user's memory.
+        is_private: whether the offloaded contents lie in memory or in a file that nobody else writes to.
         is_undecided: whether a device has yet to say if the contents may be dropped.
-        is_sealed: whether the contents are as they were saved, whoever writes to the tensor from now on.
+        is_sealed: whether the contents stay as they were saved, even if somebody writes to the tensor from now on.
     """
 
     __slots__ = (
@@ -331,8 +323,8 @@ class Packed(Witness, ABC):
         "cost",
         "counters",
         "is_constant",
-        "is_never_shared",
         "is_offloaded",
+        "is_private",
         "is_sealed",
         "is_undecided",
         "is_untyped",
@@ -351,19 +343,19 @@ class Packed(Witness, ABC):
     ) -> None:
         super().__init__(alias, storage, region, first_layout, module_name)
         self.counters, self.cost = counters, 0
-        self.is_constant = self.is_volatile = self.is_never_shared = self.is_withdrawn = False
-        self.is_offloaded = self.is_undecided = self.is_sealed = False
+        self.is_constant = self.is_volatile = self.is_withdrawn = False
+        self.is_offloaded = self.is_private = self.is_undecided = self.is_sealed = False
         self.is_untyped = True
         self._lock, self._readers = tensor_lock(Order.PACKED), Readers()
 
-    # -- what a subclass says
+    # -- the methods that a subclass overrides
 
     @abstractmethod
     def _offload(self, storage: torch.UntypedStorage) -> bool:
-        """Put the contents of ``storage`` elsewhere.
+        """Put the contents of ``storage`` elsewhere, and say whether that was done.
 
-        False when they have to stay. If ``is_undecided`` is set, it may be asked for again later. After an error
-        everything is as it was.
+        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. After an
+        error everything is as it was.
         """
 
     @abstractmethod
@@ -371,7 +363,7 @@ class Packed(Witness, ABC):
         """The contents, in fresh memory whose first element stands at the region's offset."""
 
     def prepare(self) -> None:
-        """Work out what is known when it is packed. Called once, without the lock of the counters."""
+        """Plan how Recompute computes the contents. Called once, when they are packed, without the counters' lock."""
 
     def copy_now(self) -> None:
         """Copy the contents, if they are to be offloaded. See [Note: contents are of one moment] in contents.py."""
@@ -380,14 +372,14 @@ class Packed(Witness, ABC):
         """Copy the contents again, if they were copied: they are all of the storage from now on."""
 
     def release_copy(self) -> None:
-        """Let go of the copy, which is held for operators that save the same again at once."""
+        """Drop the copy, which is held for operators that save the same again at once."""
 
     def stay_in_memory(self) -> None:
-        """Let go of what was needed to offload the contents: they stay where they are."""
+        """Drop everything that was needed to offload the contents: they stay where they are."""
 
     @property
     def can_compare(self) -> bool:
-        """Whether what was saved, or a checksum of it, is there to compare with."""
+        """Whether the contents as they were saved, or a checksum of them, are there to compare with."""
         return False
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
@@ -409,11 +401,6 @@ class Packed(Witness, ABC):
         return self.is_sealed or not self.looks_changed()
 
     @property
-    def is_private(self) -> bool:
-        """Whether the offloaded contents lie in memory or in a file that nobody else writes to."""
-        return False
-
-    @property
     def is_lossless(self) -> bool:
         """Whether the contents come back bit for bit."""
         return True
@@ -426,7 +413,7 @@ class Packed(Witness, ABC):
             return self._readers.add(self, layout)
 
     def offload(self) -> None:
-        """Put the contents elsewhere and let go of the memory; after an error everything is as it was."""
+        """Put the contents elsewhere and drop the memory. After an error everything is as it was."""
         with self._lock:
             # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
             # packed value stays an alias, as autograd has it without hooks.
@@ -453,10 +440,11 @@ class Packed(Witness, ABC):
                 self.alias.data = _empty(self.alias.dtype, self.alias.device)
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
-        """What of ``storage`` is packed, as a tensor without conj or neg bits: those belong to the views.
+        """The packed part of ``storage``, as a tensor without conj or neg bits: those belong to the views.
 
-        Without a region that is all of it: the tensor that was saved, if it is in order; otherwise 1-D and as
-        ``uint8``, or as the dtype of that tensor if it is ``typed`` and the dtype divides the storage (decision 4).
+        Without a region all of the storage is packed: as the tensor that was saved, if that is in order; otherwise as
+        a 1-D tensor of ``uint8``. With ``typed`` the 1-D tensor has the dtype of the saved tensor, if the dtype
+        divides the storage (decision 4).
         """
         if self.is_in_order:
             return self.alias.detach()
@@ -471,7 +459,7 @@ class Packed(Witness, ABC):
     # -- from elsewhere to memory
 
     def peek(self, layout: Layout) -> torch.Tensor | None:
-        """What a handle of ``layout`` would get, without a trace for later readers. None if it is still in memory."""
+        """The tensor that a handle of ``layout`` would get; no later reader notices. None if it is still in memory."""
         with self._lock:
             if not self.is_offloaded:
                 return None
@@ -488,8 +476,18 @@ class Packed(Witness, ABC):
             if not self.is_offloaded:
                 return self._in_memory(handle.layout, is_python)
             is_only_reader, reader = len(self._readers.handles) == 1, (id(node), backward_id())
-            restored = self._restored_for(handle, reader, node if is_python else None)
-            tensor, stream = cast(torch.Tensor, restored.tensor), restored.stream
+            # By reading, the handle leaves its generation: see [Note: one restore a generation].
+            restored, handle.restored = handle.restored or self._readers.join_again(handle, reader), None
+            tensor = restored.tensor
+            # No reader is given memory that an earlier reader wrote to (decision 23).
+            if tensor is None or tensor._version != restored.version:
+                is_for_node = is_python and node is not None
+                tensor = restored.tensor = self._restore_for(node) if is_for_node else self._restore()
+                restored.version = tensor._version
+                restored.stream = None if self.stream is None else current_stream(tensor.device)
+                restored.has_python_reader = False
+                self._readers.drop_far_readers(handle, restored, self.nbytes)
+            stream = restored.stream
             if is_python:  # see [Note: what a function of the user's own is given]
                 if self.is_memory_of_store(tensor):
                     tensor = restored.tensor = tensor.clone()
@@ -505,22 +503,9 @@ class Packed(Witness, ABC):
         return tensor if stream is None else handed_over(tensor, stream)
 
     def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
-        """What lies at ``layout`` in memory, as long as the contents are not offloaded."""
+        """The elements at ``layout``, as long as the contents are in memory."""
         storage = self.alias.untyped_storage()
         return layout.over(storage.clone() if is_for_python else storage)  # type: ignore[no-untyped-call]
-
-    def _restored_for(self, handle: Handle, reader: tuple[int, int], python_node: Any) -> Restored:
-        """The generation of ``handle``, which leaves it by this, with its contents in memory."""
-        restored, handle.restored = handle.restored or self._readers.join_again(handle, reader), None
-        tensor = restored.tensor
-        # What an earlier reader wrote to is never handed out (decision 23).
-        if tensor is None or tensor._version != restored.version:
-            tensor = restored.tensor = self._restore() if python_node is None else self._restore_for(python_node)
-            restored.version = tensor._version
-            restored.stream = None if self.stream is None else current_stream(tensor.device)
-            restored.has_python_reader = False
-            self._readers.drop_far_readers(handle, restored, self.nbytes)
-        return restored
 
     def _restore_for(self, python_node: Any) -> torch.Tensor:
         """The contents for a node of the user's own, in fresh memory.
@@ -528,7 +513,12 @@ class Packed(Witness, ABC):
         Its backward may say ``ctx.saved_tensors`` many times. Each time torch asks for all that it saved, and the node
         may write into each answer. So from the second time on a copy is held until that node is done.
         """
-        read = _read_by_node.of(python_node)
+        read = _read_by_node
+        if read.node != id(python_node):
+            read.node = id(python_node)
+            # These are of another node, which is done.
+            read.once.clear()
+            read.copies.clear()
         copy = read.copies.get(self)
         if copy is not None:
             return copy.clone()
@@ -541,11 +531,12 @@ class Packed(Witness, ABC):
 
 
 class Handle:
-    """What autograd holds for one saved tensor: the packed value, and how this view lies over it.
+    """The object that autograd holds for one saved tensor: the packed value, and how the tensor lies over it.
 
     Attributes:
         restored: the generation in which it reads; None once it has read.
-        saved_bytes_before: what its attachment had packed before. Backward comes from the highest to the lowest.
+        saved_bytes_before: the bytes that its attachment had packed before. Backward reads from the highest number to
+            the lowest.
     """
 
     __slots__ = ("__weakref__", "layout", "packed", "restored", "saved_bytes_before")
@@ -562,14 +553,15 @@ class Handle:
 
     def unpack(self) -> torch.Tensor:
         """The saved tensor; any number of times, in any thread."""
-        packed = self.packed  # compared here, and not in `check` alone, because every tensor of every backward pays it
+        packed = self.packed
+        # Every tensor of every backward pays for this comparison, so `check` is called only if it will raise.
         if packed.is_changed or packed.alias._version != packed.version:
             packed.check()
         return packed.tensor(self)
 
 
 class DTensorHandle:
-    """What autograd holds for a DTensor: the handle of its local part, and a description of the whole.
+    """The object that autograd holds for a DTensor: the handle of its local part, and a description of the whole.
 
     The DTensor counts the changes, not its local part. So the witness here is a DTensor without memory (decision 22).
     """
@@ -579,7 +571,7 @@ class DTensorHandle:
     def __init__(self, handle: Handle, tensor: torch.Tensor) -> None:
         self.handle, self._version = handle, tensor._version
         witness: Any = tensor.detach()
-        # All tensors inside but the local part are kept: they are what the description of the whole is made of.
+        # The description of the whole is made of the other tensors inside, so all but the local part are kept.
         names, self._context = witness.__tensor_flatten__()
         self._inner = {name: getattr(witness, name) for name in names if name != "_local_tensor"}
         witness._local_tensor = torch.empty(0, device="cpu")
