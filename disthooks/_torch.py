@@ -118,9 +118,8 @@ def in_transform() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def recorded_by_jit() -> bool:
-    """Whether ``torch.jit.trace`` records the operators of this thread."""
-    return torch._C._is_tracing()
+#: Whether `torch.jit.trace` records the operators of this thread.
+recorded_by_jit: Callable[[], bool] = torch._C._is_tracing
 
 
 def being_traced() -> bool:

@@ -30,22 +30,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class saving:
-    """Have what autograd saves inside a ``with`` block, or in the calls of a function, go through ``stages``.
+    """Put the tensors that autograd saves in a ``with`` block, or in the calls of a function, through ``stages``.
 
     As a block it is like ``torch.autograd.graph.save_on_cpu``, and so has no effect in the threads that
     ``nn.DataParallel`` starts: use a wrapper or :func:`~disthooks.save_activations` there. The block can be entered
     again, also while it is open.
 
     As a decorator it takes a function, a method (static and class methods too), a generator function, or a class
-    derived from ``torch.autograd.Function``: what ``ctx.save_for_backward`` gets in its calls goes through the
-    stages, and what is saved beside them stays. A decorated Function is a subclass of the same name; the one that was
-    given is as it was.
+    derived from ``torch.autograd.Function``: the tensors that ``ctx.save_for_backward`` gets in its calls go through
+    the stages, and tensors that are saved in another way stay. A decorated Function is a subclass of the same name, and
+    the original class is not changed.
 
     Args:
-        stages: a store, or what :func:`~disthooks.pipeline` takes or gives.
+        stages: a store, a :func:`~disthooks.pipeline`, or the arguments of one.
 
     Raises:
-        UsageError: when ``stages`` make no pipeline, or what is decorated is none of these.
+        UsageError: when ``stages`` make no pipeline, or when it decorates something else.
 
     >>> import torch
     >>> from disthooks import OnDisk
@@ -71,7 +71,7 @@ class saving:
         self._entered = threading.local()  # the hooks that this thread entered and has not left
 
     def __reduce__(self) -> tuple[type[saving], tuple[Pipeline]]:
-        return saving, (self._site.pipeline.stages,)  # a copy has saved nothing yet and is not open
+        return saving, (self._site.pipeline.stages,)  # a copy has saved nothing yet, and it is not open
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held, on this rank."""
@@ -113,7 +113,7 @@ class saving:
 
         @functools.wraps(target)
         @uncompiled(callees=False)
-        # A function and no callable object, so that it becomes a method when it stands in a class.
+        # It is a function and no callable object, so that it becomes a method when it stands in a class.
         def decorated(*args: Any, **kwargs: Any) -> Any:
             if nothing_to_hook():
                 return target(*args, **kwargs)
@@ -131,7 +131,7 @@ def _autograd_function(site: HookSite, target: type[torch.autograd.Function]) ->
             return super(own, cls).apply(*args, **kwargs)
         return site.call(None, super(own, cls).apply, *args, **kwargs)
 
-    # A subclass of the same name: the Function that was given is as it was, for those who use it undecorated.
+    # It is a subclass of the same name, so that `target` is not changed for code that uses it undecorated.
     names = {"__module__": target.__module__, "__qualname__": target.__qualname__, "__doc__": target.__doc__}
     own: Any = type(target)
     own = own(target.__name__, (target,), {**names, "apply": classmethod(apply)})
@@ -147,7 +147,7 @@ _UNUSED = (
 
 
 class Saving(Attachment):
-    """What :func:`save_activations` attached."""
+    """The handle of the hooks that :func:`save_activations` attached."""
 
     def __init__(self, pipeline: OpenPipeline, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -164,17 +164,17 @@ class Saving(Attachment):
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
-    """Have what autograd saves in the forward of the matching modules go through ``to``.
+    """Put the tensors that autograd saves in the forward of the matching modules through ``to``.
 
     Attach before or after DDP, ``fully_shard`` or another engine takes the model. Names, classes (``type(m)``) and
-    ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. A matching
-    module inside another one that matches is covered by the outer one. A call under ``no_grad``, in a
-    ``torch.func`` transform, while exporting, or inside a checkpointed region goes through without hooks and
-    is counted in ``report().passed``.
+    ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. If a matching
+    module is inside another matching module, the hooks of the outer one are enough. A call under ``no_grad``, in a
+    ``torch.func`` transform, while exporting, or inside a checkpointed region runs without hooks and is counted in
+    ``report().passed``.
 
     Args:
         model: the model, or a part of it.
-        patterns: one or several of: a glob over the module's name (``*`` crosses dots), a module class, a
+        patterns: one or several patterns: a glob over the module's name (``*`` crosses dots), a module class, a
             predicate of name and module.
         to: a store, or a :func:`~disthooks.pipeline`.
 
@@ -182,7 +182,7 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
         A handle with ``remove()`` and ``report()``; also a context manager.
 
     Raises:
-        UsageError: when ``model`` is no module, or ``patterns`` are none.
+        UsageError: when ``model`` is no module, or a pattern is none of these.
         MatchError: when a pattern matches no module; the message lists near names.
         AttachError: when a module cannot take hooks in place (a ``GraphModule``, a scripted module, one that is
             attached already); the message names the remedy. Nothing is attached then.
@@ -199,9 +199,13 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     found = chosen(model, patterns)
     opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
     with _attaching:
-        # All are asked before the first is attached, so that after an error nothing is.
+        # All modules are checked before hooks go on the first one, so that after an error nothing is attached.
         for name, module in found:
-            _refuse(name, module)
+            where = repr(name or "the model")
+            if why := refusal(module):
+                raise AttachError(f"{where} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)")
+            if site_of(module) is not None:
+                raise AttachError(f"{where} has saved-tensor hooks already: remove() that attachment first")
         saving = Saving(opened, tuple(name for name, _ in found))
         attach((module, HookSite(opened, name or type(module).__name__)) for name, module in found)
         # The set is weak, so that a handle that outlives its model does not keep it in memory.
@@ -212,24 +216,15 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
 def chosen(model: nn.Module, patterns: Pattern | Iterable[Pattern]) -> list[tuple[str, nn.Module]]:
     """The modules that :func:`save_activations` would attach to.
 
+    Raises:
+        AttachError: when no matching module is ever called.
+
     >>> [name for name, _ in chosen(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")]
     ['']
     """
-    found = _without_uncalled(model, match_modules(model, as_patterns(patterns)))
-    # Hooks of a module take what its parts save, too, so its parts need none.
-    inner = {part for _, module in found for part in module.modules() if part is not module}
-    return [(name, module) for name, module in found if module not in inner]
-
-
-def _without_uncalled(model: nn.Module, matched: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Those of the ``matched`` modules that are called.
-
-    Containers such as ``ModuleList`` are left out silently: their children are called, not they. The user is told
-    about an ``out_proj`` of MultiheadAttention, which looks like a layer and is none.
-
-    Raises:
-        AttachError: when nothing is left.
-    """
+    matched = match_modules(model, as_patterns(patterns))
+    # Hooks act when a module is called. Containers such as `ModuleList` are left out silently: their children are
+    # called, not they. The user is warned of an `out_proj` of MultiheadAttention, which looks like a layer and is none.
     unused = {id(part.out_proj) for part in model.modules() if isinstance(part, nn.MultiheadAttention)}
     reasons = {name: _UNUSED if id(module) in unused else reason_never_called(module) for name, module in matched}
     if all(reasons.values()):
@@ -237,16 +232,9 @@ def _without_uncalled(model: nn.Module, matched: list[tuple[str, nn.Module]]) ->
         hint = f": {f'{name}.*'.lstrip('.')!r}" if why != _UNUSED else ""
         raise AttachError(f"{name or 'the model'!r}: {why}{hint}")
     found = [(name, module) for name, module in matched if not reasons[name]]
-    inner = {id(part) for _, module in found for part in module.modules()}
-    if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in inner]:
-        warnings.warn(f"no hooks on {', '.join(map(repr, lost))}: {_UNUSED}", stacklevel=4)
-    return found
-
-
-def _refuse(name: str, module: nn.Module) -> None:
-    if why := refusal(module):
-        raise AttachError(
-            f"{name or 'the model'!r} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)"
-        )
-    if site_of(module) is not None:
-        raise AttachError(f"{name or 'the model'!r} has saved-tensor hooks already: remove() that attachment first")
+    covered = {id(part) for _, module in found for part in module.modules()}
+    if lost := [name for name, module in matched if reasons[name] == _UNUSED and id(module) not in covered]:
+        warnings.warn(f"no hooks on {', '.join(map(repr, lost))}: {_UNUSED}", stacklevel=3)
+    # The hooks of a module take the tensors that its parts save, too, so its parts need none.
+    inner = {part for _, module in found for part in module.modules() if part is not module}
+    return [(name, module) for name, module in found if module not in inner]

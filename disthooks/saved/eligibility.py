@@ -1,4 +1,4 @@
-"""Whether hooks may open: asked at every call, and when a module is attached. See [Note: hooks step back]."""
+"""Says whether hooks may open, at every call and when a module is attached. See [Note: hooks step back]."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _UNCAPTURED = (
 
 @uncompiled()
 def refuse_capture(module_name: str) -> None:
-    """Raise AttachError while a CUDA graph is captured. Asked when hooks open, and when they act on a GPU's tensor.
+    """Raise AttachError while a CUDA graph is captured. Called when hooks open, and when they act on a GPU's tensor.
 
-    A graph is replayed without Python, so no hook would run then. To pass silently would leave a model whose memory
-    nobody offloads (decision 76).
+    A graph is replayed without Python, so no hook would run then. Without the error the user would have a model whose
+    memory nobody offloads (decision 76).
     """
     if _streams.capturing():
         place = f"the saved-tensor hooks of {module_name!r}" if module_name else "a saving(...) block"
@@ -55,7 +55,7 @@ _said: set[str] = set()
 
 @uncompiled()
 def _say_broken() -> None:
-    """Tell the user once that graphs break. The compiler calls this while it traces, and takes it for a constant."""
+    """Tell the user once that graphs break. The compiler calls this while it traces, as a constant."""
     if _BROKEN not in _said:
         _said.add(_BROKEN)
         warnings.warn(_BROKEN, stacklevel=2)
@@ -66,7 +66,7 @@ _say_broken.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_
 
 @uncompiled()
 def nothing_to_hook() -> bool:
-    """Whether the compiler traces a call that saves nothing, or that is exported. False when plain Python runs."""
+    """Whether the compiler traces a call that saves nothing or that is exported. False when plain Python runs."""
     if not torch.compiler.is_dynamo_compiling():
         return False
     if exporting() or not torch.is_grad_enabled():
@@ -85,20 +85,20 @@ def reason_not_to_hook() -> str | None:
     if recorded_by_jit():
         return "torch.jit.trace"
     if being_traced():
-        return "tracing"  # sizes may be tensors then, and what a store gives back would be a constant
+        return "tracing"  # sizes may be tensors then, and the trace would have a restored tensor as a constant
     if not hooks_allowed() or in_transform():
-        return "hooks disabled"  # some transforms of torch.func forbid hooks; in the others no memory is at hand
+        return "hooks disabled"  # some transforms of torch.func forbid hooks; in the others tensors have no memory
     top = top_hooks(True)
     if top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint":
-        return "checkpoint"  # a non-reentrant one, whose own hooks ours would defeat
-    # A reentrant checkpoint computes again inside a backward what it uses at once (decision 20).
+        return "checkpoint"  # a non-reentrant one: our hooks would take the tensors from its own hooks
+    # A reentrant checkpoint computes tensors again inside a backward and uses them at once (decision 20).
     return "backward" if in_backward() else None
 
 
 def reason_never_called(module: nn.Module) -> str | None:
     """Why hooks around the calls of ``module`` itself could never act, or None if they can."""
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # its class has no forward to look at; `module_class.refusal` names it
+        return None  # its class has no forward to look at; `module_class.refusal` has the reason for such a module
     kind = type(module)
     called = kind.__call__ is not nn.Module.__call__ or "forward" in module.__dict__  # as modules of torch.compile have
     if kind.forward is nn.Module.forward and not called:

@@ -21,8 +21,8 @@ from disthooks.saved.hooks import HookSite
 # `model(x)` calls `type(model).__call__`, and nothing that is set on the module itself comes before that. An attached
 # module keeps its class, so `type(m) is nn.Linear` stays true. What changes is the function `__call__` in the class's
 # own dictionary, as long as a module of this class is attached: it asks the module for its site and opens hooks there.
-# A module without a site, in any model, is called as before. The other ways have these faults:
-#   * A forward hook pair leaks when forward is interrupted, and is inside of what `module.compile()` compiled.
+# A module without a site, in any model, is called as before. Other ways to open hooks have these faults:
+#   * A pair of forward hooks leaves our hooks on when forward is interrupted, and `module.compile()` compiles it too.
 #   * A function on the instance, also torch's `_compiled_call_impl`, has the original's parameters in a replica of
 #     DataParallel, and an outer torch.compile does not see it.
 #   * A subclass for the module changes `type()`: initialisers, registries and quantization miss the module silently.
@@ -31,7 +31,7 @@ from disthooks.saved.hooks import HookSite
 # The site says whose function opens it, so that hooks open once. The compiler does not guard the functions of a
 # class: what it compiled before is forgotten when a class is changed, and traced again.
 
-_SITE = "_disthooks_site"  # where an attached module's site is, in its __dict__; None in the class
+_SITE = "_disthooks_site"  # the key of an attached module's site in its __dict__; in the class it is None
 
 _lock = shared_lock(Order.CLASSES)
 _openers: weakref.WeakSet[_Opener] = weakref.WeakSet()  # of the classes that are changed now
@@ -47,7 +47,7 @@ class _ModuleSite(HookSite):
 
 
 def _nothing() -> None:
-    """What a copy of a module gets as its site."""
+    """Gives a copy of a module None as its site."""
 
 
 def site_of(module: nn.Module) -> HookSite | None:
@@ -75,7 +75,8 @@ def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
         openers: dict[type[nn.Module], _Opener] = {}
         try:
             for kind in dict.fromkeys(kind for module, _ in sites for kind in _classes(module)):
-                openers[kind] = _opener(kind)
+                found = getattr(kind.__dict__.get("__call__"), "_disthooks_opener", None)  # a module of it is attached
+                openers[kind] = found if isinstance(found, _Opener) else _Opener(kind)
         except BaseException:
             _restore_unused()
             raise
@@ -87,7 +88,7 @@ def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
-    """Open no hooks around the calls of ``modules`` any more. A class without attached modules is as it was."""
+    """Open no hooks around the calls of ``modules`` any more. A class without attached modules is restored."""
     with _lock:
         for module in modules:
             site = module.__dict__.pop(_SITE, None)
@@ -103,20 +104,14 @@ def _restore_unused() -> None:
 
 
 def _classes(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes whose ``__call__`` opens the hooks of ``module``: its own, and for a lazy module its later one."""
+    """The classes whose ``__call__`` opens the hooks of ``module``: its own, and the later one of a lazy module."""
     kind = type(module)
     if torch.nn.utils.parametrize.is_parametrized(module) and len(kind.__bases__) == 1:
-        return (kind.__bases__[0],)  # parametrize made the class for this module alone, and takes it back
+        return (kind.__bases__[0],)  # parametrize made the class for this module alone, and will remove it again
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.cls_to_become is not None:
         later = cast("type[nn.Module]", module.cls_to_become)
         return (later,) if issubclass(kind, later) else (kind, later)
     return (kind,)
-
-
-def _opener(kind: type[nn.Module]) -> _Opener:
-    """The opener that stands in ``kind``, made now if there is none."""
-    found = getattr(kind.__dict__.get("__call__"), "_disthooks_opener", None)
-    return found if isinstance(found, _Opener) else _Opener(kind)
 
 
 class _Opener:
@@ -127,13 +122,13 @@ class _Opener:
         call = _call(kind, self)
         call.__dict__["_disthooks_opener"] = self
         ours = {
-            _SITE: None,  # of modules that are not attached: the compiler guards an attribute, but no missing key
+            _SITE: None,  # for modules that are not attached: the compiler guards an attribute, but no missing key
             "__call__": call,
             "__reduce_ex__": _reduce(kind),
             "__prepare_scriptable__": _prepare_scriptable(kind),
         }
         self._kind = kind
-        self._ours: dict[str, Any] = {}  # what the class was given so far
+        self._ours: dict[str, Any] = {}  # the attributes that the class was given so far
         self._own = {name: kind.__dict__[name] for name in ours if name in kind.__dict__}
         try:
             for name, value in ours.items():
@@ -161,7 +156,7 @@ class _Opener:
             value = self._ours[name]
             if name not in self._kind.__dict__ or self._kind.__dict__[name] is not value:
                 if name == "__call__":
-                    return  # somebody else has replaced ours since and may call it, so it has to stay
+                    return  # somebody else has replaced our function since and may call it, so it has to stay
             elif name in self._own:
                 setattr(self._kind, name, self._own[name])
             else:
@@ -196,7 +191,7 @@ def _reduce(kind: type[nn.Module]) -> Callable[..., Any]:
     own = kind.__dict__.get("__reduce_ex__")
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """What the plain module gives, so that a copy or a pickle has no state of ours (decision 96)."""
+        """Return the value of the plain module, so that a copy or a pickle has no state of ours (decision 96)."""
         given = super(kind, self).__reduce_ex__(protocol) if own is None else own(self, protocol)
         if isinstance(given, str) or len(given) < 3 or not isinstance(given[2], dict) or _SITE not in given[2]:
             return given
@@ -210,7 +205,7 @@ def _prepare_scriptable(kind: type[nn.Module]) -> Callable[..., Any]:
     own = kind.__dict__.get("__prepare_scriptable__")
 
     def prepare(self: nn.Module) -> Any:
-        """``torch.jit.script`` asks for what to compile instead of this module, and the call is counted."""
+        """``torch.jit.script`` calls this to get the module that it compiles in place of this one. Count that call."""
         site = site_of(self)
         if site is not None:
             site.pipeline.counters.count_pass("torch.jit.script", site.name)

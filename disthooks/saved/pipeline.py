@@ -1,4 +1,4 @@
-"""What to do with a saved tensor: a gate, what to compute again, codecs, then exactly one store.
+"""The stages that a saved tensor goes through: a gate, ``Recompute``, codecs, then exactly one store.
 
 A ``Pipeline`` is frozen and can be shared. An ``OpenPipeline`` is one at work, with the state of one attachment.
 """
@@ -50,8 +50,8 @@ class Pipeline:
     Attributes:
         at_least: tensors of fewer bytes stay in memory.
         codecs: applied in order on the way in, in reverse on the way back.
-        store: where the result goes.
-        recompute: the stage that drops what it can compute again; None without it.
+        store: the store that the result goes to.
+        recompute: the stage that drops tensors that it can compute again; None without it.
     """
 
     at_least: int
@@ -67,17 +67,17 @@ class Pipeline:
 
 
 class OpenPipeline:
-    """A pipeline at work: its stages, and what one attachment counts, finds and has proven.
+    """A pipeline at work: its stages, and the counts, contents and proofs of one attachment.
 
     All modules and threads of the attachment use the same one. A copy or a pickle of it starts anew.
 
     Args:
         stages: the pipeline.
-        proofs: what Recompute has proven of the model so far, if the pipeline has it.
+        proofs: the proofs about the model that Recompute has made so far, if the pipeline has Recompute.
 
     Attributes:
         counters: of the attachment.
-        contents: finds what is packed already.
+        contents: finds contents that are packed already.
         is_lossless: whether no codec loses anything.
         verifications: those of the ``proofs`` that came up in this attachment.
     """
@@ -107,7 +107,7 @@ class OpenPipeline:
         return OpenPipeline, (self.stages,)  # a copy of a module has saved nothing yet
 
     def report(self, names: Sequence[str] = ()) -> SavedReport:
-        """What the attachment did so far, with its store's own reports; ``names`` are the attached modules."""
+        """The counts of the attachment so far, with its store's own reports; ``names`` are the attached modules."""
         is_idle = self.recompute is not None and not self.verifications
         return self.counters.report(self.store, names, is_idle)
 
@@ -142,10 +142,11 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
         raise UsageError(
             f"pipeline{_shown(stages)} does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}"
         )
-    codecs = tuple(stage for stage in rest if isinstance(stage, Codec))
-    if len(codecs) < len(rest):
-        odd = next(stage for stage in rest if not isinstance(stage, Codec))
-        raise UsageError(f"pipeline{_shown(stages)}: {odd!r} is out of place; {_ORDER}")
+    codecs: list[Codec] = []
+    for stage in rest:
+        if not isinstance(stage, Codec):
+            raise UsageError(f"pipeline{_shown(stages)}: {stage!r} is out of place; {_ORDER}")
+        codecs.append(stage)
     if codecs and isinstance(store, Functions):
         raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
     if recompute is not None and isinstance(store, Functions):
@@ -153,11 +154,11 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
             f"pipeline{_shown(stages)}: Functions takes each tensor as it is; give Recompute another store"
         )
     least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
-    return Pipeline(least, codecs, store, recompute if isinstance(recompute, Recompute) else None)
+    return Pipeline(least, tuple(codecs), store, recompute if isinstance(recompute, Recompute) else None)
 
 
 def _hint(stages: tuple[object, ...]) -> str | None:
-    """What to write instead of something that looks like a stage and is none."""
+    """Advice about an argument that looks like a stage and is none; None if there is no such argument."""
     for stage in stages:
         if isinstance(stage, type):
             return f"{stage.__name__} is a class; write {stage.__name__}(...)"

@@ -198,7 +198,13 @@ class SavedReport:
             worst = ", ".join(f"{codec} {error:.2g}" for codec, error in sorted(self.errors.items()))
             lines.append(f"largest relative error in a sample of tensors: {worst}")
         if len(self.sites) > 1:
-            lines.append(self._largest())
+            # The modules from which the most bytes were moved, or else those that saved the most.
+            order = sorted(
+                self.sites.items(), key=lambda item: (-item[1].moved, -item[1].saved - item[1].kept, item[0])
+            )
+            most = [f"{name or 'outside of modules'} {format_bytes(each.saved + each.kept)}" for name, each in order]
+            rest = f", and {len(most) - _FEW} more" if len(most) > _FEW else ""
+            lines.append(f"most in {', '.join(most[:_FEW])}{rest}")
         if calls:
             lines.append(f"calls without hooks: {calls}")
         if self.inner:
@@ -206,15 +212,6 @@ class SavedReport:
         lines += [str(tier) for tier in self.tiers]
         lines += [f"* {line}" for line in self.advice()]
         return "\n".join(lines)
-
-    def _largest(self) -> str:
-        """One line: the modules from which the most bytes were moved, or which saved the most."""
-        order = sorted(self.sites.items(), key=lambda item: (-item[1].moved, -item[1].saved - item[1].kept, item[0]))
-        most = ", ".join(
-            f"{name or 'outside of modules'} {format_bytes(site.saved + site.kept)}" for name, site in order[:_FEW]
-        )
-        rest = len(order) - _FEW
-        return f"most in {most}" + (f", and {rest} more" if rest > 0 else "")
 
     @property
     def hidden_seconds(self) -> float:
@@ -337,25 +334,20 @@ _ELSEWHERE = (
 
 
 class WarnedOnce:
-    """The warnings of one attachment. Each is given once, and every report after that contains it."""
+    """The warnings of one attachment. Each is given once, and every report after that contains it.
+
+    Attributes:
+        texts: the warnings so far, by topic.
+    """
 
     def __init__(self) -> None:
-        self._texts: dict[str, str] = {}  # by topic
+        self.texts: dict[str, str] = {}
 
     def warn(self, topic: str, text: str) -> None:
         """Give the warning ``text``, unless this attachment has warned of ``topic`` before."""
         # One call of C decides between two threads that arrive together, so no lock is needed.
-        if self._texts.setdefault(topic, text) is text:
+        if self.texts.setdefault(topic, text) is text:
             warnings.warn(text, stacklevel=5)
-
-    def has_warned_of(self, topic: str) -> bool:
-        """Whether this attachment has warned of ``topic``."""
-        return topic in self._texts
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """All warnings so far."""
-        return tuple(self._texts.values())
 
 
 class CodecErrors:
@@ -409,8 +401,8 @@ class Counters:
         lock: guards the counts, and the attachment's :class:`~disthooks.saved.contents.ContentIndex` too.
         saved_bytes: bytes of all contents that were packed so far; changed under the lock.
         warned: the warnings of the attachment.
-        codec_errors: what lossy codecs lost.
-        change_held: adds to the bytes that are held. Destructors call it: see [Note: destructors].
+        codec_errors: the errors of the lossy codecs.
+        change_held: adds its argument to the bytes that the store holds. Destructors call it: see [Note: destructors].
     """
 
     def __init__(self) -> None:
@@ -499,7 +491,7 @@ class Counters:
             self._called.add(module_name)
 
     def count_inner(self) -> None:
-        """Count a call inside of ours whose saved tensors another attachment takes (the inner one wins)."""
+        """Count a call whose saved tensors another attachment inside of this one takes (the inner one wins)."""
         with self.lock:
             self._inner += 1
 
@@ -570,6 +562,6 @@ class Counters:
                 tiers=tiers,
                 errors=errors,
                 sites=shared_out(modules, tiers),
-                told=self.warned.texts,
+                told=tuple(self.warned.texts.values()),
                 uncalled=tuple(uncalled),
             )

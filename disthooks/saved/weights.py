@@ -1,13 +1,13 @@
-"""The weights of a module among the tensors that autograd saves, and copies of them that autocast makes."""
+"""Tells which saved tensors are weights of a module, or copies of weights that autocast made."""
 
 # [Note: copies of weights]
-# Under autocast a layer saves a narrow copy of its weight. To store it would cost its bytes for nothing, since the
-# weight is in memory anyway. So it is dropped, and cast again when backward needs it. That is right only if the cast
-# gives the same bits. It does not for another memory format, for a copy that was rounded in place, for a cache of
-# autocast's that is older than the weight. So the weight is cast once more while the copy is there, and all bytes are
-# compared (decision 11). In backward the copy has to have the same checksum, because a weight can be written without a
-# count, or be moved (decision 27). On a device nobody waits for the answer: the copy stays `is_undecided`, and a later
-# operator asks again.
+# Under autocast a layer saves a narrow copy of its weight. If a store took it, its bytes would be spent for nothing,
+# because the weight is in memory anyway. So the copy is dropped, and the weight is cast again when backward needs it.
+# That is right only if the cast gives the same bits. It does not give them for another memory format, for a copy that
+# was rounded in place, or if autocast's cache is older than the weight. So the weight is cast once more while the copy
+# is there, and all bytes are compared (decision 11). In backward the new copy must have the same checksum, because a
+# weight can be written without a count, or be moved (decision 27). On a device the host does not wait for the result of
+# the comparison: the copy stays `is_undecided`, and a later operator asks again.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VIEWS = re.compile(
     "UnsafeView|View)Backward[0-9]"
 )
 
-#: What autocast casts to. It is off while an operator saves tensors, so it cannot be asked.
+#: The dtypes that autocast casts to. Autocast is off while an operator saves tensors, so it cannot be asked.
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -71,7 +71,10 @@ class ModuleWeights:
         return None if found is None else found[0]
 
     def cast_from(self, tensor: torch.Tensor) -> CastFrom | None:
-        """From which weight ``tensor``, which is narrow, or what it is a view of, was cast as autocast does it."""
+        """The weight from which autocast made ``tensor``, which is narrow, or the tensor that it is a view of.
+
+        None if it was not made in this way.
+        """
         owner: Any = tensor._base if tensor._is_view() else tensor
         if not owner.requires_grad:
             if type(tensor) is not torch.Tensor:
@@ -82,7 +85,12 @@ class ModuleWeights:
         if node is None or node_name(node) != "ToCopyBackward0":
             return None
         node, output = node.next_functions[0]
-        if self._replica and (node, output) in self._roots_of_replica():
+        if self._replica and self._roots is None:
+            # The outputs of nodes that gave a DataParallel replica its weights.
+            parts = [] if self._module is None else self._module.modules()
+            copies = [copy for part in parts for copy in getattr(part, "_former_parameters", {}).values()]
+            self._roots = [(copy.grad_fn, copy.output_nr) for copy in copies]
+        if self._roots is not None and (node, output) in self._roots:
             return CastFrom(None)
         is_direct = True
         while node is not None and _VIEWS.fullmatch(node_name(node)):
@@ -101,43 +109,29 @@ class ModuleWeights:
             return None
         by_shape = self._by_shape
         if by_shape is None:
-            by_shape = _wide_weights(self._module)
+            # The weights of which autocast makes copies.
+            by_shape = collections.defaultdict(list)
+            for weight in self._module.parameters():
+                if not nn.parameter.is_lazy(weight) and weight.dtype not in NARROW and exotic(weight.detach()) is None:
+                    by_shape[weight.shape].append(weight)
             if not is_waiting(self._module):  # else lazy modules make more weights in this call
                 self._by_shape = by_shape
         alike = by_shape.get(copy.shape, [])
         if not copy.is_cpu:
-            # To look at elements would wait for the device, and any activation may have the shape of a weight. So only
-            # a frozen weight is taken, and only if no other one has this shape.
+            # The host would wait for the device if it looked at elements, and any activation may have the shape of a
+            # weight. So only a frozen weight is taken, and only if no other one has this shape.
             alike = [weight for weight in alike if not weight.requires_grad]
             return alike[0] if len(alike) == 1 else None
+        if not copy.numel():
+            return None
+        # Two elements are compared, the first and the last: they tell the copies of most weights apart.
+        first, last = (0,) * copy.dim(), (-1,) * copy.dim()
         for i, weight in enumerate(alike):
-            if _has_same_corners(copy, weight.detach()):
-                by_shape[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next weight of this shape is wanted next
+            values = weight.detach()
+            if all(bool(copy[corner] == values[corner].to(copy.dtype)) for corner in (first, last)):
+                by_shape[copy.shape] = alike[i + 1 :] + alike[: i + 1]  # the next copy is likely of the next weight
                 return weight
         return None
-
-    def _roots_of_replica(self) -> list[tuple[Any, int]]:
-        """The outputs of nodes that gave a DataParallel replica its weights."""
-        if self._roots is None:
-            parts = [] if self._module is None else self._module.modules()
-            copies = [copy for part in parts for copy in getattr(part, "_former_parameters", {}).values()]
-            self._roots = [(copy.grad_fn, copy.output_nr) for copy in copies]
-        return self._roots
-
-
-def _wide_weights(module: nn.Module) -> dict[torch.Size, list[nn.Parameter]]:
-    """The weights of which autocast makes copies, by shape."""
-    by_shape: dict[torch.Size, list[nn.Parameter]] = collections.defaultdict(list)
-    for weight in module.parameters():
-        if not nn.parameter.is_lazy(weight) and weight.dtype not in NARROW and exotic(weight.detach()) is None:
-            by_shape[weight.shape].append(weight)
-    return by_shape
-
-
-def _has_same_corners(copy: torch.Tensor, weight: torch.Tensor) -> bool:
-    return copy.numel() > 0 and all(
-        bool(copy[corner] == weight[corner].to(copy.dtype)) for corner in ((0,) * copy.dim(), (-1,) * copy.dim())
-    )
 
 
 class AutocastCopy(Packed):
@@ -190,7 +184,7 @@ class AutocastCopy(Packed):
         return (again == now).all()
 
     def _ask_device(self, storage: torch.UntypedStorage) -> bool | None:
-        """The same without waiting for the device: None until its answer is there."""
+        """The same for an accelerator, whose answer is read when it is there. None until then."""
         if self._answer is None:
             is_same = self._compare(storage)
             if isinstance(is_same, bool):
@@ -206,19 +200,16 @@ class AutocastCopy(Packed):
         again = self._cast()
         # On a GPU reading the checksum waits for the device, so it is read only if the weight was moved or changed.
         is_trusted = on_accelerator(self.alias) and self._is_same_weight()
-        if not is_trusted and not self._has_same_checksum(again.untyped_storage()):
+        storage = again.untyped_storage()
+        if not is_trusted and (storage.nbytes() != self.nbytes or bool(checksum(_bytes(storage)) != self._checksum)):
             raise MutationError(
                 f"a weight was changed between the forward of {self.module_name!r} and its backward, and autocast's "
                 "copy of it was dropped: call backward before the optimizer steps, or the model is converted"
             )
         return again
 
-    def _has_same_checksum(self, storage: torch.UntypedStorage) -> bool:
-        assert self._checksum is not None
-        return storage.nbytes() == self.nbytes and bool(checksum(_bytes(storage)) == self._checksum)
-
     def _is_same_weight(self) -> bool:
-        """Whether the weight is where it was, at the same version."""
+        """Whether the weight lies where it lay when it was compared, at the same version."""
         return self._state_of_weight() == self._weight_state
 
     def _state_of_weight(self) -> tuple[Any, ...]:

@@ -26,16 +26,17 @@ _KINDS = ("_parameters", "_buffers")
 
 # [Note: reparametrized wrappers]
 # torch's weight_norm and pruning take a parameter out of ``module._parameters`` and compute it again in a forward
-# pre-hook. A wrapper's own dictionaries are empty, so each is a ``_Inside``, which reaches the dictionary of the module
-# inside for a key that is named. The hook runs before the wrapper's forward and sets the tensor on the module inside,
-# as ``__setattr__`` does. Code that lists the dictionaries (``named_parameters``, ``state_dict``) finds them empty.
-# Two ways of reparametrizing cannot reach through, and are refused before they change anything: ``parametrize`` puts a
-# property into the class of the module that it is given, and the module inside would not see it; ``spectral_norm`` adds
-# state_dict hooks that write and read versions under the wrapper's name, where the versions of the module inside go.
+# pre-hook. A wrapper's own dictionaries are empty, so each is a ``_Inside``, which looks up a key in the dictionary of
+# the module inside. The hook runs before the wrapper's forward, and sets the tensor on the module inside, as
+# ``__setattr__`` does. Code that lists the dictionaries (``named_parameters``, ``state_dict``) finds them empty.
+# Two ways of reparametrizing cannot reach the module inside, and are refused before they change anything:
+# ``parametrize`` puts a property into the class of the module that it is given, and the module inside would not see it.
+# ``spectral_norm`` adds state_dict hooks that write and read versions under the wrapper's name, which belongs to the
+# versions of the module inside.
 
 
 class _Inside(dict[str, Any]):
-    """The ``_parameters`` or ``_buffers`` of a wrapper. It is empty, and a key that is named is the inner module's."""
+    """The ``_parameters`` or ``_buffers`` of a wrapper: empty, but each key is looked up in the module inside."""
 
     def __init__(self, modules: dict[str, nn.Module | None], kind: str) -> None:
         super().__init__()
@@ -69,19 +70,19 @@ def _refusal(function: str, name: str) -> str:
 
 
 class SaveWith(nn.Module):
-    """Run ``module`` with the tensors that autograd saves in its forward going through ``to``.
+    """Run ``module``, and put the tensors that autograd saves in its forward through ``to``.
 
-    Names are as if it were not there: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` are those
-    of ``module``, checkpoints go both ways between a wrapped and a plain model, and attributes of ``module``
-    can be read through it. A call under ``no_grad``, in a ``torch.func`` transform, while exporting, or inside
-    a checkpointed region goes through without hooks and is counted in ``report().passed``.
+    Names are those of the plain model: ``state_dict`` keys, ``named_parameters`` and ``named_modules`` do not show the
+    wrapper, a checkpoint of a wrapped model loads into a plain one and the reverse, and attributes of ``module`` can be
+    read from the wrapper. A call under ``no_grad``, in a ``torch.func`` transform, while exporting, or inside a
+    checkpointed region runs without hooks and is counted in ``report().passed``.
 
     Args:
         module: the module to wrap.
         to: a store, or a :func:`~disthooks.pipeline`.
 
     Raises:
-        UsageError: when ``module`` is not a module or ``to`` not a store or pipeline.
+        UsageError: when ``module`` is no module, or ``to`` is neither a store nor a pipeline.
 
     >>> from disthooks import OnDisk, pipeline
     >>> net = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), SaveWith(nn.Linear(512, 4), OnDisk("/tmp")))
@@ -113,7 +114,7 @@ class SaveWith(nn.Module):
             self.__dict__[kind] = _Inside(self._modules, kind)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The dictionaries that reach inside are made anew in the copy: those of this wrapper reach into this module.
+        # The copy makes dictionaries of its own: those of this wrapper reach into the module inside this wrapper.
         return {**self.__dict__, **{kind: {} for kind in _KINDS}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +147,7 @@ class SaveWith(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This wrapper and then what is inside, both under the same name."""
+        """This wrapper, and then the module inside under the same name."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -167,10 +168,10 @@ class SaveWith(nn.Module):
             return getattr(super().__getattr__(_INNER), name)
 
     def _refuse_parametrize(self) -> None:
-        """UsageError for what ``parametrize`` cannot do to a wrapper. See [Note: reparametrized wrappers]."""
+        """Raise UsageError if ``parametrize`` asks for it. See [Note: reparametrized wrappers]."""
         function, name = reparametrizing() or ("", "")
         inner = _innermost(self)
-        if function == "type_before_parametrizations":  # it would give the base of the wrapper's class
+        if function == "type_before_parametrizations":  # it would return the base of the wrapper's class
             raise AttributeError(f"{type(self).__name__} is not parametrized itself")
         is_there = name in getattr(inner, "parametrizations", ())
         is_known = is_there or any(name in getattr(inner, kind) for kind in _KINDS)
@@ -178,7 +179,7 @@ class SaveWith(nn.Module):
             raise UsageError(_refusal(f"torch.nn.utils.parametrize.{function}", name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the module inside, from which it is read, all but what torch and this class keep on the wrapper.
+        """Set ``name`` on the module inside, from which it is read, unless torch or this class keeps it on the wrapper.
 
         A parameter that stayed on the wrapper would never be trained (decision 25).
         """
@@ -277,13 +278,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Take every disthooks wrapper out of ``model``, which is changed in place, and give back what is left.
+    """Take every disthooks wrapper out of ``model``, which is changed in place.
 
     Args:
         model: a model with wrappers in it, or a wrapper.
 
     Returns:
-        ``model``, or what was inside when it is a wrapper itself.
+        ``model``, or the module inside when ``model`` is a wrapper itself.
 
     Raises:
         UsageError: when ``model`` is no module; when a wrapper has hooks of its own, as after
@@ -318,7 +319,7 @@ def _innermost(module: nn.Module | None) -> nn.Module | None:
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Name the entries of the module inside, and their versions, as if the wrapper were not there."""
+    """Give the entries of the module inside, and their versions, the names that they have in the plain model."""
     inner = f"{prefix}{_INNER}"
     for names in (state, getattr(state, "_metadata", {})):
         for key in [key for key in names if key == inner or key.startswith(inner + ".")]:
@@ -326,9 +327,9 @@ def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name the entries as the module inside does, so that a checkpoint of the plain model loads.
+    """Give the entries the names that the wrapped model expects, so that a checkpoint of the plain model loads.
 
-    Their versions are renamed, too: without them a module takes a new checkpoint for an old one (decision 14).
+    Their versions are renamed, too: without them a module would treat a new checkpoint as an old one (decision 14).
     """
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_INNER}.{key[len(prefix) :]}"] = state.pop(key)
@@ -340,11 +341,11 @@ def _insert_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: An
         if key == where or key.startswith(prefix)
     }
     versions.update(inside)
-    module.__dict__["_added"] = list(inside)  # the checkpoint is the user's: they are taken out after loading
+    module.__dict__["_added"] = list(inside)  # `_strip_messages` takes them out again: the checkpoint is the user's
 
 
 def _strip_messages(module: nn.Module, incompatible: Any) -> None:
-    """Name missing and unexpected keys as the user knows them, and restore the checkpoint's versions."""
+    """Report missing and unexpected keys under the names of the plain model, and restore the checkpoint's versions."""
     versions = metadata_being_loaded()
     for key in module.__dict__.pop("_added", ()):
         versions.pop(key, None)
