@@ -60,7 +60,7 @@ from disthooks._match import canonical_name, is_of_class, unwrap_engine
 from disthooks._ranks import global_rank
 from disthooks._registry import register
 from disthooks._tensors import local_part
-from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, before_any_step
+from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, all_optimizers
 from disthooks.errors import AttachError, UsageError
 
 #: What becomes of a parameter over the ranks; see :class:`Shard`.
@@ -394,7 +394,7 @@ class Engine:
 
         If a step calls its closure several times, ``run`` is called after each time.
         """
-        return before_any_step(run)
+        return all_optimizers.add(run)
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
         """Call ``run()`` when the update has been made, once a step."""

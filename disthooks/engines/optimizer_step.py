@@ -1,7 +1,7 @@
-"""The step of a torch optimizer: what runs before and after it, and whether it is made.
+"""The step of a torch optimizer: functions that run before and after it, and the decision whether it is made.
 
-:class:`StepHooks` is what an optimizer has when anything is attached to it. ``before_any_step`` is for what runs before
-the steps of all optimizers.
+:class:`StepHooks` belongs to one optimizer and runs the functions that are attached to it. ``all_optimizers`` has the
+functions that run before the step of every optimizer.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from disthooks.errors import UsageError
 # [Note: one step hook for all]
 # Everything that is attached to an optimizer shares one pre-hook and one post-hook of torch's. Several attachments may
 # watch the same optimizer: all of their functions see the gradients of one moment, before any of them decides that the
-# step is skipped; one restore follows the step; and gradients that were begun early (`begin_step`, or the loop's own
-# clipping) are begun once for all of them. The hooks are found among the optimizer's own (`StepHooks.find`), because a
-# table of optimizers would keep each model alive that was ever attached.
+# step is skipped; one restore follows the step; and if a step is begun early (by `begin_step`, or by the loop's own
+# clipping), it is begun once for all of them. The hooks are found among the optimizer's own (`StepHooks.find`), because
+# a table of optimizers would keep each model alive that was ever attached.
 #
 # [Note: the step itself]
 # torch puts a wrapper around the step of each class of optimizers, which calls the hooks and then the class's own
 # function. A hook cannot keep the step from being made, and nothing tells a hook that a step raised. So while anything
 # is attached to an optimizer of a class, the function that the wrapper calls is replaced by one of ours (`_StepPatch`).
 # It asks the optimizer that steps for its StepHooks, and is the plain function for all other optimizers. It knows which
-# steps are under way, skips a step by not calling the plain function, and puts back what was taken away for the step,
-# however the step ends.
+# steps are under way, skips a step by not calling the plain function, and puts parameters and gradients back that were
+# taken away for the step, even if the step raises.
 # Setting `optimizer.step` would do this only for callers of that attribute. accelerate keeps the method that it found
-# and puts it back in every step, a learning rate schedule calls the function that it found, and copies and pickles take
-# what is in the object. All of them go through torch's wrapper.
+# and puts it back in every step, a learning rate schedule calls the function that it found, and a copy or a pickle of
+# the optimizer would contain our function. All of them call torch's wrapper.
 #
 # [Note: steps with a closure]
 # A closure makes the gradients inside the step. So the closure is wrapped, and functions run when it is done. If they
 # decide that the step is skipped, an exception (`_SkipStep`) leaves the optimizer's step from inside the closure: the
 # optimizer must not have changed anything before it called the closure, which `skip.Witness` checks. LBFGS calls its
 # closure again for each point of its line search and uses all of these gradients, so there is no one set of gradients
-# that a rule could act on; `OnRepeat` says what is done then.
+# that a rule could act on; `OnRepeat` has the three ways to treat such a step.
 #
 # [Note: a step that was begun]
 # `prepare` runs the functions before the optimizer's step, because the loop is about to clip. The step that follows
 # must not run them again, but it may never follow: a GradScaler keeps it back, or the loop goes on with the next batch.
 # `PreparedStep` decides whether the optimizer still has the gradients that it was begun with. A gradient that was
-# replaced by another tensor tells; so does a post-accumulate hook that fired, for DDP (`gradient_as_bucket_view`) and
-# `zero_grad(set_to_none=False)` put the next gradient into the same tensor. Not every backward reaches every parameter,
-# so two of them are watched. A parameter that was frozen since its backward keeps its gradient, gets no other, and
-# torch takes no hook for it. FSDP1 calls no hooks after accumulating, so there only the graph's sequence number tells.
-# Gradients are held by torch's weak reference: what Python's gives back of a tensor may be freed while it is used.
+# replaced by another tensor shows that it has not. So does a post-accumulate hook that fired, which is needed because
+# DDP (`gradient_as_bucket_view`) and `zero_grad(set_to_none=False)` put the next gradient into the same tensor. Not
+# every backward reaches every parameter, so two parameters are watched. A parameter that was frozen since its backward
+# keeps its gradient and gets no other, and torch takes no hook for it. FSDP1 calls no post-accumulate hooks, so under
+# FSDP1 only the graph's sequence number shows a new gradient. The gradient is referred to by torch's weak reference: a
+# tensor that Python's weak reference returns may be freed while it is used.
 
 BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
 
-#: What is done if a step calls its closure again, as LBFGS does: refuse the step, count the first call alone, or count
-#: each call. See [Note: steps with a closure].
+#: How a step is treated that calls its closure again, as LBFGS does: the step is refused, the first call alone counts,
+#: or each call counts. See [Note: steps with a closure].
 OnRepeat = Literal["refuse", "first", "each"]
 
 
 class StepCallback(NamedTuple):
-    """A function that runs before a step, and what is done with it if the step calls its closure again."""
+    """A function that runs before a step, and how it is treated if the step calls its closure again."""
 
     run: BeforeStep
     on_repeat: OnRepeat = "refuse"
@@ -83,21 +84,21 @@ class PreparedStep:
         self._has_new_gradient = False
         trained = [parameter for parameter in found if parameter.requires_grad]
         ends = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._see) for parameter in ends]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._note_new_gradient) for parameter in ends]
         # FSDP1 marks the parameters that it has, on every rank alike, and calls no hooks after accumulating.
         flat = (hasattr(p, "_fsdp_flattened") for group in optimizer.param_groups for p in group["params"])
         self._sees_gradients = not any(flat)
         self._sequence_number = sequence_number()
 
     def is_same_moment(self) -> bool:
-        """Whether nothing was computed since then that a backward could go through."""
+        """Whether no node of a graph was made since the step was begun, so that no backward can have run."""
         return sequence_number() == self._sequence_number
 
     def is_same_step(self, optimizer: Any) -> bool:
-        """Whether the optimizer has the gradients that it had.
+        """Whether the optimizer still has the gradients with which the step was begun.
 
-        A loop may replace the gradients itself, to clip them, and it may compute another loss. If it did both, this is
-        a new step.
+        A loop may replace the gradients itself, to clip them, or it may compute another loss. If it did both, the
+        answer is no.
         """
         if self.is_same_moment():
             return True
@@ -106,9 +107,9 @@ class PreparedStep:
         return kept and not self._has_new_gradient
 
     def is_under_way(self, optimizer: Any) -> bool:
-        """Whether it is certain that no other step has begun, so that this one is not begun a second time.
+        """Whether this step is certainly the one that is under way, so that it is not begun a second time.
 
-        A rank may compute something of its own in between, such as a metric; all ranks must decide alike.
+        One rank may compute something of its own in between, such as a metric, but all ranks must decide alike.
         """
         return self.is_same_moment() or (self._sees_gradients and self.is_same_step(optimizer))
 
@@ -117,15 +118,15 @@ class PreparedStep:
         for handle in self._handles:
             handle.remove()
 
-    def _see(self, parameter: torch.Tensor) -> None:
+    def _note_new_gradient(self, parameter: torch.Tensor) -> None:
         self._has_new_gradient = True
 
 
 class StepHooks:
-    """What runs before and after each step of one optimizer; see [Note: one step hook for all].
+    """The functions that run before and after each step of one optimizer; see [Note: one step hook for all].
 
-    All of ``before`` runs first, each function on the gradients as they are. Then the step is skipped if any of them
-    decided so. In a step with a closure, ``before`` runs when the closure is done.
+    First all functions of ``before`` run, on the same gradients. Then the step is skipped if any of them decided so. In
+    a step with a closure, ``before`` runs when the closure is done.
 
     Attributes:
         before: called with the optimizer and the arguments of its step.
@@ -137,7 +138,7 @@ class StepHooks:
         self.after: list[Callable[[], None]] = []
         self._optimizer = weakref.ref(optimizer)
         self._prepared: PreparedStep | None = None
-        # Of the step under way: whether it is skipped, and how often its closure was called.
+        # These four are about the step under way; `_calls` counts the calls of its closure.
         self._is_skipped, self._calls = False, 0
         self._has_closure = False
         self._witness: Witness | None = None
@@ -166,22 +167,22 @@ class StepHooks:
         return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
-        """If nothing is left to run, take the hooks off and restore what a step that was never made has excluded."""
+        """If no function is left, take the hooks off, and put back the parameters that were excluded from a step."""
         optimizer = self._optimizer()
-        if self.before or self.after or optimizer is None or _all_optimizers.before:
+        if self.before or self.after or optimizer is None or all_optimizers.before:
             return
         for handle in self._handles:
             handle.remove()
         self._patch.leave(self)
         self._take_prepared()
         if not _is_stepping(optimizer):
-            end_step(optimizer)
+            end_step(optimizer)  # the step was begun and never made
 
     @gives_scaler("scaler")
     def prepare(self, scaler: Any = None) -> None:
-        """Run ``before`` now; neither the step that comes next nor a second call before it runs it again.
+        """Run ``before`` now. It does not run again in the step that comes next, or if this is called twice before it.
 
-        A step that was begun and never made, because a ``GradScaler`` kept it back, does not count.
+        If an earlier step was begun and never made, because a ``GradScaler`` kept it back, a new step begins.
         See [Note: a step that was begun].
 
         Args:
@@ -198,7 +199,7 @@ class StepHooks:
         """Make the step by calling ``true``, unless the step is skipped; see [Note: the step itself]."""
         if _is_stepping(optimizer):  # this call is super().step()
             return true(*args, **kwargs)
-        stack = _stack()
+        stack = _under_way.stack
         stack.append(optimizer)
         try:
             if self._is_skipped:
@@ -228,40 +229,47 @@ class StepHooks:
         self._has_closure = given is not None
         if given is None:
             self._is_skipped = self._decide(optimizer, args, kwargs)
-        else:
-            self._check_again(optimizer, _calls_again(optimizer))
-            self._witness = Witness(optimizer)
+            return None
+        if isinstance(optimizer, torch.optim.LBFGS) and any(
+            group["max_iter"] > 1 or group["line_search_fn"] is not None for group in optimizer.param_groups
+        ):
+            self._check_repeats(optimizer)  # LBFGS with these options calls its closure again
+        self._witness = Witness(optimizer)
         return given
 
     def _call(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
         """Run the closure of a step, and then ``before``; see [Note: steps with a closure]."""
         self._calls += 1
         if self._calls > 1:
-            return self._call_again(optimizer, args, kwargs, closure)
+            self._check_repeats(optimizer)
+            loss = closure()
+            for each in [*all_optimizers.before, *self.before]:
+                if each.on_repeat == "each":
+                    each.run(optimizer, args, kwargs)
+            return loss
         earlier = self._prepared
         try:
             loss = closure()
         except BaseException:
             self._take_prepared()
             raise
+        # If the closure made new gradients, a step that was begun before is one of earlier gradients. Lightning's own
+        # closure makes none, and the step that was begun stays.
         if earlier is not None and earlier is self._prepared and not earlier.is_under_way(optimizer):
-            self._take_prepared()  # it is of earlier gradients; Lightning's own closure makes none, and keeps it
+            self._take_prepared()
         if self._decide(optimizer, args, kwargs):
-            self._must_be_untouched(optimizer)
+            if self._witness is not None and not self._witness.is_untouched(optimizer):
+                raise UsageError(
+                    f"{type(optimizer).__name__} changed its parameters, its groups or its state before it called the "
+                    "closure of its step, so the step cannot be left out as if it had never begun: run backward first "
+                    "and call step() without a closure, or leave out the rule that skips steps"
+                )
             raise _SkipStep(self, loss)
         remove_excluded(optimizer)
         return loss
 
-    def _call_again(self, optimizer: Any, args: Any, kwargs: Any, closure: Callable[[], Any]) -> Any:
-        self._check_again(optimizer, True)
-        loss = closure()
-        for each in [*_all_optimizers.before, *self.before]:
-            if each.on_repeat == "each":
-                each.run(optimizer, args, kwargs)
-        return loss
-
-    def _check_again(self, optimizer: Any, again: bool) -> None:
-        if again and any(each.on_repeat == "refuse" for each in self.before):
+    def _check_repeats(self, optimizer: Any) -> None:
+        if any(each.on_repeat == "refuse" for each in self.before):
             raise UsageError(
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and uses the "
                 "gradients of each call, so a rule for the step's gradients has no place: leave the rules out "
@@ -269,20 +277,12 @@ class StepHooks:
                 "another optimizer"
             )
 
-    def _must_be_untouched(self, optimizer: Any) -> None:
-        if self._witness is not None and not self._witness.is_untouched(optimizer):
-            raise UsageError(
-                f"{type(optimizer).__name__} changed its parameters, its groups or its state before it called the "
-                "closure of its step, so the step cannot be left out as if it had never begun: run backward first and "
-                "call step() without a closure, or leave out the rule that skips steps"
-            )
-
     def _decide(self, optimizer: Any, args: Any, kwargs: Any) -> bool:
-        """Run ``before``, unless it has run for these gradients; gives whether the step is skipped."""
+        """Run ``before``, unless it has run for these gradients; return whether the step must not be made."""
         prepared = self._take_prepared()
         is_same = prepared is not None and prepared.is_same_step(optimizer)
         decision = prepared.decision if prepared and is_same else self._run(optimizer, args, kwargs)
-        # The optimizer is told now and not in prepare(), because a GradScaler would write over what it is told.
+        # The optimizer gets the decision now and not in prepare(), because a GradScaler would write over it.
         return decision is not None and should_skip(decision, optimizer)
 
     def _take_prepared(self) -> PreparedStep | None:
@@ -292,12 +292,12 @@ class StepHooks:
         return prepared
 
     def _run(self, optimizer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Run ``before``; gives whether the step is skipped, as a tensor on the device, or None."""
-        end_step(optimizer, restore=False)  # an earlier step was never made, and its gradients are of the past
+        """Run ``before``; return whether to skip the step, as a tensor on the device, or None if nothing decided."""
+        end_step(optimizer, restore=False)  # an earlier step may never have been made; its gradients are out of date
         try:
-            decisions = [each.run(optimizer, args, kwargs) for each in [*_all_optimizers.before, *self.before]]
+            decisions = [each.run(optimizer, args, kwargs) for each in [*all_optimizers.before, *self.before]]
         except BaseException:
-            end_step(optimizer)  # there is no step now, so what one of them excluded from it comes back
+            end_step(optimizer)  # no step follows, so parameters that a function excluded from it come back
             raise
         made = [decision for decision in decisions if decision is not None]
         return torch.stack([each.to(made[0].device) for each in made]).any() if made else None
@@ -320,10 +320,10 @@ class _SkipStep(BaseException):
 
 
 class _AllOptimizers:
-    """What runs before the steps of all optimizers, ahead of what is attached to one of them.
+    """The functions that run before the step of every optimizer, and before the functions attached to that optimizer.
 
-    A global hook of torch's gives each optimizer that steps a :class:`StepHooks`. torch calls a hook that a global hook
-    puts on in the same step.
+    A global hook of torch's gives each optimizer that steps a :class:`StepHooks`. torch calls the hooks of a
+    ``StepHooks`` in the same step in which the global hook made it.
     """
 
     def __init__(self) -> None:
@@ -331,6 +331,7 @@ class _AllOptimizers:
         self._handle: Any = None
 
     def add(self, run: BeforeStep) -> CallbackHandle:
+        """Call ``run`` before any optimizer steps; the handle takes it off."""
         if self._handle is None:
             self._handle = register_optimizer_step_pre_hook(self._make_hooks)
         each = StepCallback(run, "each")
@@ -338,6 +339,7 @@ class _AllOptimizers:
         return CallbackHandle(self, self.before, each)
 
     def leave(self) -> None:
+        """If no function is left, take torch's global hook off, and the hooks of optimizers that need none."""
         if not self.before and self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -348,12 +350,7 @@ class _AllOptimizers:
         StepHooks.of(optimizer)
 
 
-_all_optimizers = _AllOptimizers()
-
-
-def before_any_step(run: BeforeStep) -> CallbackHandle:
-    """Call ``run`` before any optimizer steps, and before what is attached to that optimizer."""
-    return _all_optimizers.add(run)
+all_optimizers = _AllOptimizers()
 
 
 class _StepPatch:
@@ -366,8 +363,16 @@ class _StepPatch:
     def __init__(self, inner: Inner) -> None:
         self.users: weakref.WeakSet[StepHooks] = weakref.WeakSet()
         self._inner, self._true = inner, inner.function
-        self._mine = _stepping(self._true, self)
-        inner.function = self._mine
+        true = inner.function
+
+        @functools.wraps(true)
+        @uncompiled("what is attached decides on the host about the step", callees=False)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            hooks = StepHooks.find(args[0])
+            return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
+
+        step.__dict__["patch"] = self
+        self._mine = inner.function = step
 
     @classmethod
     def of(cls, kind: type[Any]) -> _StepPatch:
@@ -383,22 +388,11 @@ class _StepPatch:
             self._inner.function = self._true
 
 
-def _stepping(true: Callable[..., Any], patch: _StepPatch) -> Callable[..., Any]:
-    @functools.wraps(true)
-    @uncompiled("what is attached decides on the host about the step", callees=False)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        hooks = StepHooks.find(args[0])
-        return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
-
-    step.__dict__["patch"] = patch
-    return step
-
-
 class Runner(Protocol):
-    """What runs functions, and takes its own hooks off when there are none left."""
+    """An object with lists of functions to run, and with hooks that it needs as long as there are any."""
 
     def leave(self) -> None:
-        """Take the hooks off, if nothing is left to run."""
+        """Take the hooks off, if no function is left to run."""
 
 
 class CallbackHandle:
@@ -414,14 +408,14 @@ class CallbackHandle:
             self._runner.leave()
 
 
-_thread = threading.local()
+class _UnderWay(threading.local):
+    """The optimizers with something attached whose step this thread is making, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
 
 
-def _stack() -> list[Any]:
-    if not hasattr(_thread, "stack"):
-        _thread.stack = []
-    found: list[Any] = _thread.stack
-    return found
+_under_way = _UnderWay()
 
 
 def optimizers_stepping() -> list[Any]:
@@ -429,19 +423,12 @@ def optimizers_stepping() -> list[Any]:
 
     One step may run another: ``super().step()``, ZeroRedundancyOptimizer, Lookahead. torch calls the hooks of each.
     """
-    return _stack()[::-1]
+    return _under_way.stack[::-1]
 
 
 def _is_stepping(optimizer: Any) -> bool:
     """Whether a step of ``optimizer`` is under way, so that another call is a part of it: ``super().step()``."""
-    return any(one is optimizer for one in _stack())
-
-
-def _calls_again(optimizer: Any) -> bool:
-    """Whether the optimizer is known to call its closure more than once in a step."""
-    return isinstance(optimizer, torch.optim.LBFGS) and any(
-        group["max_iter"] > 1 or group["line_search_fn"] is not None for group in optimizer.param_groups
-    )
+    return any(one is optimizer for one in _under_way.stack)
 
 
 def _with_grads(optimizer: Any) -> Iterator[Any]:
@@ -449,7 +436,10 @@ def _with_grads(optimizer: Any) -> Iterator[Any]:
 
 
 def wrap_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """The arguments of a step with ``inside(closure)`` in place of its closure; None if it has none."""
+    """The arguments of a step, in which a function that calls ``inside(closure)`` replaces the closure.
+
+    The result is None if the step has no closure.
+    """
     found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
     if found:
         return (*args[: found[0]], functools.partial(inside, args[found[0]]), *args[found[0] + 1 :]), kwargs
