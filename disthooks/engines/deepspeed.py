@@ -1,35 +1,36 @@
 """DeepSpeed's ZeRO: the engine steps by itself, on partitions of flat groups that have no names.
 
-:class:`DeepSpeed` is the engine, :class:`DeepSpeedStep` what runs before and after its step, and the subclasses of
+:class:`DeepSpeed` is the engine. :class:`DeepSpeedStep` runs functions before and after its step. The subclasses of
 :class:`Partitions` say where each stage keeps final gradients and the weights that it updates.
 """
 
-# [Note: what is private of DeepSpeed]
+# [Note: private attributes of DeepSpeed]
 # DeepSpeed has no public way to ask where a final gradient lies. `safe_get_full_grad` gathers one parameter at a time,
 # with a collective each, and raises on one rank while the others wait under ZeRO 2 in mid accumulation. So the lists
-# that its optimizers keep are read: their names are private, measured with deepspeed 0.19.8, and
-# tests/engines/test_gradients_deepspeed.py goes over every stage. An attribute that is missing is an AttachError that
-# names the version. Its optimizers are known by the names of their classes, so that DeepSpeed need not be imported.
+# that its optimizers keep are read. The names of these lists are private; they are those of deepspeed 0.19.8, and
+# tests/engines/test_deepspeed.py goes over every stage. If an attribute is missing, an AttachError names the version.
+# DeepSpeed's optimizers are recognised by the names of their classes, so that DeepSpeed need not be imported.
 #
 # [Note: DeepSpeed's own step]
 # Hooks on the optimizer are of no use here: torch's optimizer inside steps flat partitions without names, once for each
 # group, after DeepSpeed has clipped them. `engine._take_model_step` is called once for each step, when all gradients
 # are reduced and DeepSpeed has not yet measured, clipped or unscaled any of them. So it is replaced in the engine's
-# `__dict__`, where a wrapper that somebody else put there before is called as well.
+# `__dict__`. A wrapper that somebody else put there before is still called.
 #
 # [Note: an overflow stays one]
 # With a loss scale DeepSpeed skips a step whose gradients are not finite, and lowers the scale. A rule that replaces
 # such a gradient before (Sanitize, ClipValue) would hide it: the step would be made with wrong values, and the scale
-# would never get lower. So whether this rank's gradients overflowed is found before the rules run, and one NaN is
-# written back afterwards. If the rules decided to skip, DeepSpeed must skip itself on all ranks or on none.
+# would never get lower. So `DeepSpeedStep` looks for an overflow of this rank's gradients before the rules run, and
+# writes one NaN back afterwards. If the rules decide to skip a step, either all ranks skip it for an overflow, as
+# DeepSpeed does, or all ranks skip it for the rules. So the ranks first agree whether any of them had an overflow.
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ _WORKS = "ZeRO 0 to 3 with DeepSpeedEngine and an optimizer on the device is"
 
 @register("engine")
 class DeepSpeed(Engine):
-    """What ``deepspeed.initialize`` returned: final gradients are there when ``engine.step()`` begins.
+    """The engine that ``deepspeed.initialize`` returned: gradients are final when ``engine.step()`` begins.
 
     This rank's part of each parameter is a range of its elements, or all of them if the stage leaves gradients whole.
     """
@@ -57,8 +58,23 @@ class DeepSpeed(Engine):
 
     def __init__(self, model: nn.Module) -> None:
         engine: Any = model
-        _check_supported(engine)
-        self._engine, self._partitions, self._group = engine, _partitions_of(engine), engine.seq_data_parallel_group
+        for reason, is_so in _REFUSED.items():
+            if is_so(engine):
+                raise AttachError(f"DeepSpeed with {reason} is not supported: {_WORKS}")
+        _check_compiled(engine)
+        kind = Partitions
+        if engine.optimizer is not engine.basic_optimizer:
+            name = type(engine.optimizer).__name__
+            if name not in _KINDS:
+                raise AttachError(f"DeepSpeed's {name} is not supported: {_WORKS}")
+            kind = _KINDS[name]
+        try:
+            self._partitions = kind(engine.optimizer)
+        except AttributeError as error:  # see [Note: private attributes of DeepSpeed]
+            raise AttachError(
+                f"this version of DeepSpeed keeps its partitions otherwise ({error}): deepspeed 0.19.8 is known to work"
+            ) from error
+        self._engine, self._group = engine, engine.seq_data_parallel_group
         # Torch's own optimizer holds the parameters of the model; every other one holds partitions without names.
         self.can_exclude_parameters = self.has_named_state = type(self._partitions) is Partitions
         ranks = dist.get_process_group_ranks(self._group)
@@ -69,28 +85,29 @@ class DeepSpeed(Engine):
         return is_of_class(model, "DeepSpeedEngine")
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        kept, mine = self._partitions, index % len(self.ranks) == self.position
-        replica: Sharding = "replica" if len(self.ranks) > 1 else "whole"
-        place = kept.ranges.get(id(parameter))
-        if place is None:  # the parameter is frozen, or torch's own optimizer holds it
-            whole = full_shape(parameter)
-            part = Part.whole(whole) if whole == parameter.shape else None
-            return Shard(name, parameter, mine, replica, part, self.ranks)
-        if kept.has_whole_gradients:
-            return ZeroShard(name, parameter, mine, replica, place.part, self.ranks, kept, place)
-        sharded: Sharding = "sharded" if len(self.ranks) > 1 else "whole"
-        me = (self.ranks[self.position],)
-        return ZeroShard(name, parameter, True, sharded, place.part, me, kept, place)
+        partitions = self._partitions
+        own = partitions.ranges.get(id(parameter))
+        is_whole = own is None or partitions.has_whole_gradients
+        if is_whole:  # the ranks own the parameters in turn
+            is_owner, ranks = index % len(self.ranks) == self.position, self.ranks
+        else:
+            is_owner, ranks = True, (self.ranks[self.position],)
+        sharding: Sharding = "whole" if len(self.ranks) == 1 else "replica" if is_whole else "sharded"
+        if own is None:  # the parameter is frozen, or torch's own optimizer holds it
+            shape = full_shape(parameter)
+            part = Part.whole(shape) if shape == parameter.shape else None
+            return Shard(name, parameter, is_owner, sharding, part, ranks)
+        return ZeroShard(name, parameter, is_owner, sharding, own.part, ranks, partitions=partitions, own=own)
 
     def weight_shards(self) -> list[Shard]:
-        found = []
+        weights = []
         for shard in self.shards:
-            # The weights that forward uses are whole on every rank up to ZeRO 2; of ZeRO 3's no rank has a copy.
+            # Up to ZeRO 2 every rank has all of the weights that forward uses; under ZeRO 3 each rank has a part.
             is_whole = full_shape(shard.parameter) == shard.parameter.shape
             part = Part.whole(shard.parameter.shape) if is_whole else None
             ranks = self.ranks if is_whole else shard.replica_ranks
-            found.append(Shard(shard.name, shard.parameter, shard.is_owner, shard.sharding, part, ranks))
-        return found
+            weights.append(Shard(shard.name, shard.parameter, shard.is_owner, shard.sharding, part, ranks))
+        return weights
 
     def check(self) -> None:
         if self._engine.optimizer is not self._partitions.optimizer:
@@ -99,18 +116,18 @@ class DeepSpeed(Engine):
         super().check()
 
     def gradient_scale(self) -> float | torch.Tensor | None:
-        # DeepSpeed's own loss scale is a number on the host, that of a GradScaler a tensor on the device.
+        # DeepSpeed's own loss scale is a number on the host; that of a GradScaler is a tensor on the device.
         scaler = scaler_of(self._engine)
         if scaler is not None and scaler.is_enabled():
             return float(scaler._init_scale) if scaler._scale is None else scaler._scale
-        found = float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)
-        return None if found == 1.0 else found
+        scale = float(getattr(self._engine.optimizer, "loss_scale", None) or 1.0)
+        return None if scale == 1.0 else scale
 
     def is_first_gradient(self, index: int) -> bool:
-        return False  # it is never known, because DeepSpeed accumulates gradients out of sight
+        return False  # this cannot be known: DeepSpeed accumulates gradients in buffers of its own
 
     def inner_optimizer(self, optimizer: Any) -> Any:
-        """The torch optimizer inside the engine's; none need be given."""
+        """The torch optimizer inside the engine's; ``optimizer`` may be None."""
         own = (self._engine.optimizer, self._engine.basic_optimizer)
         given = optimizer
         while optimizer is not None and not any(optimizer is one for one in own):
@@ -130,13 +147,13 @@ class DeepSpeed(Engine):
         return any(self.shards[index].parameter is parameter for parameter in self._partitions.model_parameters())
 
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
-        """Do nothing: the engine's own step begins with what is attached, before it clips."""
+        """Do nothing: the engine's own step runs the attached functions first, before it clips."""
 
     def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
         """Call ``run`` at the engine's step, not at micro-steps.
 
-        If ``run`` decides to skip, the engine does what it does for a step that overflowed (it drops the gradients, the
-        learning rate's schedule waits, ``was_step_applied()`` is False), except that the loss scale stays.
+        If ``run`` decides to skip, the engine treats the step as one that overflowed (it drops the gradients, the
+        learning rate's schedule waits, ``was_step_applied()`` is False), but the loss scale stays.
         """
         step = self._step()
         return step.add(step.late, run)
@@ -151,9 +168,9 @@ class DeepSpeed(Engine):
         return step.add(step.after, run)
 
     def _step(self) -> DeepSpeedStep:
-        found = self._engine.__dict__.get(_STEP)
-        if isinstance(found, DeepSpeedStep):
-            return found
+        step = self._engine.__dict__.get(_STEP)
+        if isinstance(step, DeepSpeedStep):
+            return step
         trained = [shard for shard in self.shards if shard.parameter.requires_grad]
         return DeepSpeedStep(self._engine, self._partitions, trained, self._group)
 
@@ -162,8 +179,8 @@ class DeepSpeedStep:
     """Stands in for ``engine._take_model_step``; see [Note: DeepSpeed's own step].
 
     Attributes:
-        early, late: what runs before the update, in this order.
-        after: what runs after it.
+        early, late: functions that run before the update, those of ``early`` first.
+        after: functions that run after it.
     """
 
     def __init__(self, engine: Any, partitions: Partitions, shards: Sequence[Shard], group: Any) -> None:
@@ -181,12 +198,12 @@ class DeepSpeedStep:
         return CallbackHandle(self, to, run)
 
     def leave(self) -> None:
-        """Put back what was there, unless something is left to run, or somebody else has wrapped this since."""
+        """Put the engine's own method back, unless a function is left, or somebody else has wrapped this since."""
         if not (self.early or self.late or self.after) and self._engine.__dict__.get(_STEP) is self:
             _restore(self._engine, _STEP, self._replaced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run everything before, make or skip the step, run everything after."""
+        """Run ``early`` and ``late``, make or skip the step, and run ``after``."""
         if not (self.early or self.late or self.after):
             return self._true(*args, **kwargs)
         with self._skipping() if self._should_skip() else self._excluding():
@@ -196,32 +213,29 @@ class DeepSpeedStep:
         return result
 
     def _should_skip(self) -> bool:
-        """Run what is attached; whether it decided to skip a step that DeepSpeed itself would make."""
-        overflow = self._overflow()
+        """Run ``early`` and ``late``; whether they decided to skip a step that DeepSpeed itself would make.
+
+        See [Note: an overflow stays one].
+        """
+        has_loss_scale = scaler_of(self._engine) is not None or bool(self._engine.fp16_enabled())
+        overflow: torch.Tensor | None = None
+        if has_loss_scale:
+            with torch.no_grad():
+                overflows = [~torch.isfinite(grad).all() for grad in self._grads()]
+            overflow = torch.stack(overflows).any() if overflows else None
         decisions = [run(self._engine.basic_optimizer, (), {}) for run in [*self.early, *self.late]]
         if overflow is not None and (first := next(self._grads(), None)) is not None:
-            with torch.no_grad():  # see [Note: an overflow stays one]; nothing waits for the device
+            with torch.no_grad():  # nothing waits for the device
                 first.view(-1)[:1].masked_fill_(overflow, torch.nan)
         skips = any(bool(decision) for decision in decisions if decision is not None)
-        return skips and not self._overflowed_anywhere(overflow)
-
-    def _has_loss_scale(self) -> bool:
-        return scaler_of(self._engine) is not None or bool(self._engine.fp16_enabled())
-
-    @torch.no_grad()
-    def _overflow(self) -> torch.Tensor | None:
-        """With a loss scale: whether any of this rank's gradients overflowed, before a rule can hide it."""
-        found = [~torch.isfinite(grad).all() for grad in self._grads()] if self._has_loss_scale() else []
-        return torch.stack(found).any() if found else None
-
-    def _overflowed_anywhere(self, overflow: torch.Tensor | None) -> bool:
-        """Whether any rank has had an overflow; a collective, which every rank runs if all decided to skip."""
-        if not self._has_loss_scale():
-            return False
-        device = self._shards[0].parameter.device
-        found = torch.zeros((), device=device) if overflow is None else overflow.to(torch.float32)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found)
+        if not skips or not has_loss_scale:
+            return skips
+        # All ranks decided to skip, so all of them run this collective.
+        anywhere = torch.zeros((), device=self._shards[0].parameter.device)
+        if overflow is not None:
+            anywhere = overflow.to(torch.float32)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self._group)
+        return not bool(anywhere)
 
     def _grads(self) -> Iterator[torch.Tensor]:
         grads = (shard.gradient() for shard in self._shards)
@@ -229,7 +243,7 @@ class DeepSpeedStep:
 
     @contextlib.contextmanager
     def _skipping(self) -> Iterator[None]:
-        """Inside, the optimizer's step only drops gradients, and the engine takes it for one that overflowed."""
+        """Inside, the optimizer's step only drops gradients and reports an overflow to the engine."""
         optimizer = self._engine.optimizer
         has_overflow = hasattr(optimizer, "overflow")
         replaced = optimizer.__dict__.get("step")
@@ -248,7 +262,7 @@ class DeepSpeedStep:
 
     @contextlib.contextmanager
     def _excluding(self) -> Iterator[None]:
-        """Inside, torch's own optimizer does not have excluded parameters, whose gradients the engine zeroes after."""
+        """Inside, torch's own optimizer lacks the excluded parameters. Their gradients are set to zero at the end."""
         if type(self._partitions) is not Partitions:
             yield
             return
@@ -282,9 +296,9 @@ class PartitionRange:
     """Where this rank's part of a parameter lies in DeepSpeed's groups.
 
     Attributes:
-        group: number of DeepSpeed's group of parameters.
-        index: in the group's list of gradients.
-        offset: of the part's first element in what this rank has of the group's weights.
+        group: the number of DeepSpeed's group of parameters.
+        index: the index of the part's gradient in the group's list of gradients.
+        offset: the index of the part's first element in this rank's weights of the group.
         part: which elements of the parameter those are.
     """
 
@@ -302,23 +316,30 @@ class PartitionRange:
 
 @dataclass(frozen=True, eq=False)
 class ZeroShard(Shard):
-    """A shard whose gradient and values lie where ``partitions`` says; a range of elements has one dimension."""
+    """A shard whose gradient and values lie where ``partitions`` says; a range of elements has one dimension.
 
-    partitions: Partitions | None = None
-    place: PartitionRange | None = None
+    Attributes:
+        partitions: the gradients and weights of all parameters.
+        own: where those of this parameter are.
+    """
+
+    partitions: Partitions = field(kw_only=True)
+    own: PartitionRange = field(kw_only=True)
 
     def gradient(self) -> torch.Tensor | None:
-        return self.partitions.gradient(self.place) if self.partitions and self.place else None
+        return self.partitions.gradient(self.own)
 
     def values(self) -> torch.Tensor:
-        return self.partitions.values(self.place) if self.partitions and self.place else super().values()
+        return self.partitions.values(self.own)
 
     def optimizer_gradient(self) -> torch.Tensor | None:
-        return self.gradient()
+        return self.partitions.gradient(self.own)
 
 
 class Partitions:
-    """Stage 0 with torch's own optimizer, which holds the parameters of the model; the subclasses say what differs.
+    """Where DeepSpeed keeps final gradients and the weights that it updates; each stage has a subclass.
+
+    This class is that of stage 0 with torch's own optimizer, which holds the parameters of the model.
 
     Attributes:
         optimizer: DeepSpeed's.
@@ -332,7 +353,7 @@ class Partitions:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.ranges = {id(parameter): place for parameter, place in self._find_ranges()}
+        self.ranges = {id(parameter): own for parameter, own in self._find_ranges()}
 
     def model_parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that are updated."""
@@ -340,19 +361,19 @@ class Partitions:
             return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return list(itertools.chain.from_iterable(getattr(self.optimizer, self.groups)))
 
-    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
+    def gradient(self, own: PartitionRange) -> torch.Tensor | None:
         """The local part of a final gradient, in the memory that the update is made from; None before it is there."""
         raise NotImplementedError
 
-    def values(self, place: PartitionRange) -> torch.Tensor:
-        """The local part of the weights that are updated: of the master weights, if there are some."""
+    def values(self, own: PartitionRange) -> torch.Tensor:
+        """The local part of the weights that the update changes: of the master weights, if there are any."""
         raise NotImplementedError
 
     def drop_gradients(self) -> None:
-        """Forget final gradients that no step is to use, as after an overflow; the engine calls ``zero_grad`` next."""
+        """Drop final gradients that no step will use, as after an overflow; the engine calls ``zero_grad`` next."""
 
     def _find_ranges(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
-        """Whole parameters, one after another."""
+        # The ranges are whole parameters, one after another.
         for group, parameters in enumerate(getattr(self.optimizer, self.groups) if self.groups else ()):
             offset = 0
             for index, parameter in enumerate(parameters):
@@ -361,63 +382,74 @@ class Partitions:
 
 
 class MasterWeights(Partitions):
-    """Stage 0 in bfloat16: whole gradients in ``parameter.grad``, and a whole master of each parameter."""
+    """Stage 0 in bfloat16: whole gradients in ``parameter.grad``, and a whole master copy of each parameter."""
 
     groups = "fp16_groups"
 
-    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
-        parameter: nn.Parameter = self.optimizer.fp16_groups[place.group][place.index]
+    def gradient(self, own: PartitionRange) -> torch.Tensor | None:
+        parameter: nn.Parameter = self.optimizer.fp16_groups[own.group][own.index]
         return parameter.grad  # the engine has reduced it in place
 
-    def values(self, place: PartitionRange) -> torch.Tensor:
+    def values(self, own: PartitionRange) -> torch.Tensor:
         if hasattr(self.optimizer, "fp32_groups"):  # the unfused optimizer has a tensor for each parameter
-            one: torch.Tensor = self.optimizer.fp32_groups[place.group][place.index]
+            one: torch.Tensor = self.optimizer.fp32_groups[own.group][own.index]
             return one.detach()
-        flat: torch.Tensor = self.optimizer.fp32_groups_flat[place.group]
-        return flat.detach()[place.offset :][: place.part.shape.numel()].view(place.part.shape)
+        flat: torch.Tensor = self.optimizer.fp32_groups_flat[own.group]
+        return flat.detach()[own.offset :][: own.part.shape.numel()].view(own.part.shape)
 
 
 class Bf16Gradients(Partitions):
     """Stage 1 in bfloat16 with gradients in float32: every rank has them whole, and updates a partition.
 
-    All of a gradient has to be rewritten on every rank, because DeepSpeed measures all of it on each: ranks that found
-    different norms would not agree on skipping a step. Values are the model's own in bfloat16, which are whole too.
+    A rule must rewrite all of a gradient on every rank, because each rank of DeepSpeed measures all of it: ranks that
+    found different norms would not agree on skipping a step. Values are the model's own in bfloat16, which are whole.
     """
 
     groups = "bf16_groups"
 
-    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
-        flat: torch.Tensor = self.optimizer.fp32_groups_gradients[place.group][place.index]
-        return flat.view(place.part.shape)
+    def gradient(self, own: PartitionRange) -> torch.Tensor | None:
+        flat: torch.Tensor = self.optimizer.fp32_groups_gradients[own.group][own.index]
+        return flat.view(own.part.shape)
 
-    def values(self, place: PartitionRange) -> torch.Tensor:
-        parameter: nn.Parameter = self.optimizer.bf16_groups[place.group][place.index]
+    def values(self, own: PartitionRange) -> torch.Tensor:
+        parameter: nn.Parameter = self.optimizer.bf16_groups[own.group][own.index]
         return parameter.detach()
 
 
-class Zero12(Partitions):
+class ShardedMasterWeights(Partitions):
+    """Stages 1 to 3: each rank has a range of elements, and a flat master copy of their weights.
+
+    Attributes:
+        masters: the name of the optimizer's attribute that has the flat master copy of each group.
+    """
+
+    has_whole_gradients = False
+    masters: ClassVar[str]
+
+    def values(self, own: PartitionRange) -> torch.Tensor:
+        flat: torch.Tensor = getattr(self.optimizer, self.masters)[own.group]
+        return flat.detach()[own.offset : own.offset + own.count]
+
+
+class Zero12(ShardedMasterWeights):
     """Stages 1 and 2: each rank has a range of all parameters of a group, one after another.
 
     ``parameter._hp_mapping`` would tell where, but is wrong with ``round_robin_gradients``.
     """
 
     groups = "bit16_groups"
-    has_whole_gradients = False
+    masters = "single_partition_of_fp32_groups"
 
-    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
-        """An element of the list that the optimizer flattens first of all."""
-        grads = self.optimizer.averaged_gradients.get(place.group)
-        if grads is None or not place.count:
+    def gradient(self, own: PartitionRange) -> torch.Tensor | None:
+        # The optimizer's step begins by flattening this list of gradients.
+        grads = self.optimizer.averaged_gradients.get(own.group)
+        if grads is None or not own.count:
             return None
-        found: torch.Tensor = grads[place.index]
-        assert found.numel() == place.count, "DeepSpeed's gradients lie otherwise than disthooks knows; please report"
-        if not found.is_contiguous():  # the flattening would copy it, and an edit of this one would be lost
-            grads[place.index] = found = found.contiguous()
-        return found.view(-1)
-
-    def values(self, place: PartitionRange) -> torch.Tensor:
-        flat: torch.Tensor = self.optimizer.single_partition_of_fp32_groups[place.group]
-        return flat.detach()[place.offset : place.offset + place.count]
+        grad: torch.Tensor = grads[own.index]
+        assert grad.numel() == own.count, "DeepSpeed's gradients lie otherwise than disthooks knows; please report"
+        if not grad.is_contiguous():  # view(-1) fails, and an edit of a copy that is not in the list would be lost
+            grads[own.index] = grad = grad.contiguous()
+        return grad.view(-1)
 
     def drop_gradients(self) -> None:
         optimizer = self.optimizer
@@ -428,36 +460,29 @@ class Zero12(Partitions):
             optimizer.all_grad_tensors[group] = None
 
     def _find_ranges(self) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
+        known = getattr(self.optimizer, "round_robin_bit16_offsets", None)
         for group, parameters in enumerate(self.optimizer.round_robin_bit16_groups):
             size = int(self.optimizer.partition_size[group])
             rank = dist.get_rank(self.optimizer.real_dp_process_group[group])
-            yield from cut_partition(group, parameters, self._offsets(group), rank * size, size)
-
-    def _offsets(self, group: int) -> list[int]:
-        """Where in the group each parameter begins; with ``parameter_alignment`` there are gaps."""
-        known = getattr(self.optimizer, "round_robin_bit16_offsets", None)
-        if known is not None:
-            return list(known[group])
-        sizes = [parameter.numel() for parameter in self.optimizer.round_robin_bit16_groups[group]]
-        return list(itertools.accumulate(sizes, initial=0))[:-1]
+            if known is None:
+                offsets = list(itertools.accumulate((each.numel() for each in parameters), initial=0))[:-1]
+            else:  # with `parameter_alignment` there are gaps between the parameters
+                offsets = list(known[group])
+            yield from cut_partition(group, parameters, offsets, rank * size, size)
 
 
-class Zero3(Partitions):
+class Zero3(ShardedMasterWeights):
     """Stage 3: each rank has a range of every parameter; the last ranges are padded."""
 
     groups = "fp16_groups"
-    has_whole_gradients = False
+    masters = "fp32_partitioned_groups_flat"
 
-    def gradient(self, place: PartitionRange) -> torch.Tensor | None:
-        grads = self.optimizer.averaged_gradients.get(place.group)
-        if grads is None or not place.count:
+    def gradient(self, own: PartitionRange) -> torch.Tensor | None:
+        grads = self.optimizer.averaged_gradients.get(own.group)
+        if grads is None or not own.count:
             return None
-        found: torch.Tensor = grads[place.index]
-        return found.view(-1)[: place.count]
-
-    def values(self, place: PartitionRange) -> torch.Tensor:
-        flat: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[place.group]
-        return flat.detach()[place.offset : place.offset + place.count]
+        grad: torch.Tensor = grads[own.index]
+        return grad.view(-1)[: own.count]
 
     def drop_gradients(self) -> None:
         self.optimizer._pre_step()
@@ -477,18 +502,25 @@ class Zero3(Partitions):
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of the whole parameter; while ZeRO 3 has it partitioned, its own shape is another."""
-    found: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return found
+    """The shape of the whole parameter; while ZeRO 3 has it partitioned, ``parameter.shape`` is another."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def cut_partition(
     group: int, parameters: list[nn.Parameter], offsets: list[int], start: int, size: int
 ) -> Iterator[tuple[nn.Parameter, PartitionRange]]:
-    """What the range of ``size`` elements from ``start`` has of each parameter of a group.
+    """For each parameter of a group, its part in the range of ``size`` elements from ``start``; it may be empty.
 
-    DeepSpeed's list of gradients has an entry for a gap before a parameter, too.
+    Args:
+        group: the group's number.
+        parameters: the group's parameters.
+        offsets: where in the group each of them begins.
+        start: where in the group the range begins.
+        size: how many elements it has.
     """
+    # DeepSpeed's list of gradients also has an entry for each gap between parameters, and `index` counts it. `filled`
+    # is where the last part ended.
     index, filled = 0, start
     for parameter, offset in zip(parameters, offsets, strict=True):
         first = min(max(start - offset, 0), parameter.numel())
@@ -510,38 +542,12 @@ _KINDS: dict[str, type[Partitions]] = {
 }
 
 
-def _partitions_of(engine: Any) -> Partitions:
-    # See [Note: what is private of DeepSpeed].
-    kind = type(engine.optimizer).__name__
-    if engine.optimizer is engine.basic_optimizer:
-        return Partitions(engine.optimizer)
-    if kind not in _KINDS:
-        raise AttachError(f"DeepSpeed's {kind} is not supported: {_WORKS}")
-    try:
-        return _KINDS[kind](engine.optimizer)
-    except AttributeError as error:
-        raise AttachError(
-            f"this version of DeepSpeed keeps its partitions otherwise ({error}): deepspeed 0.19.8 is known to work"
-        ) from error
-
-
-# -- what is not supported
-
-
-def _check_supported(engine: Any) -> None:
-    for reason, is_so in _REFUSED.items():
-        if is_so(engine):
-            raise AttachError(f"DeepSpeed with {reason} is not supported: {_WORKS}")
-    _check_compiled(engine)
+# -- configurations that are not supported
 
 
 def _check_compiled(engine: Any) -> None:
     if getattr(engine, "is_deepcompile_active", lambda: False)():
         raise AttachError("DeepCompile reduces gradients inside the compiled graph, where hooks see none: turn it off")
-
-
-def _offloads(engine: Any) -> bool:
-    return any(getattr(engine.optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "zenflow"))
 
 
 _REFUSED: dict[str, Callable[[Any], bool]] = {
@@ -553,7 +559,9 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "zero_hpz_partition_size above 1 (secondary partitions)": lambda e: (
         getattr(e.optimizer, "zero_hpz_partition_size", 1) > 1
     ),
-    "an optimizer offloaded to CPU or NVMe (it measures gradients while they are copied, before any rule)": _offloads,
+    "an optimizer offloaded to CPU or NVMe (it measures gradients while they are copied, before any rule)": lambda e: (
+        any(getattr(e.optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "zenflow"))
+    ),
     "experts in parallel (MoE)": lambda e: bool(e.has_moe_layers),
     "model parallelism (mpu, AutoTP)": lambda e: e.mpu is not None or getattr(e, "autotp_size", lambda: 0)() > 1,
     "Muon (which makes its update while gradients are reduced)": lambda e: "Muon" in type(e.basic_optimizer).__name__,

@@ -4,27 +4,27 @@
 :class:`Fsdp1` the engine.
 """
 
-# [Note: what is private of FSDP1]
-# torch has no public way to ask which parameters are in a flat one, where they lie, and on which ranks. The attributes
-# of `FullyShardedDataParallel`, of its `FlatParamHandle` and of the `FlatParameter` that begin with an underscore are
-# read in this file alone.
+# [Note: private attributes of FSDP1]
+# torch has no public way to ask which parameters are in a flat one, where they lie, and on which ranks. So this file
+# reads attributes of `FullyShardedDataParallel`, of its `FlatParamHandle` and of the `FlatParameter` that begin with an
+# underscore. No other file does.
 #
 # [Note: gradients of FSDP1]
 # Before the reduction, a gradient arrives on the flat parameter: whole, of this rank's micro-batch, once a backward,
 # however often the module was called. No hook on the user's own parameters is ever called, with `use_orig_params=True`
 # or without. So one tensor hook on the flat parameter cuts the gradient into the user's parameters. It has zeros for a
-# parameter that this backward did not reach, and those must not be shown to anyone. Hooks on the views that FSDP makes
+# parameter that this backward did not reach, and the user's hook must not get those. Hooks on the views that FSDP makes
 # of the flat parameter for each forward say which parameters were reached; a view and its hook end with the forward.
 # After the reduction, each rank has its range of the flat gradient, which is smaller than the whole one: its size says
 # whether FSDP has reduced it. Under NO_SHARD the size never changes. There a hook notes in each backward whether FSDP
 # is about to reduce.
-# Under mixed precision a module that is called several times gives its flat parameter one gradient for each call: these
-# are parts, and an edit of each would not be an edit of the sum, so that is an error.
+# Under mixed precision a module that is called several times gives its flat parameter one gradient for each call. These
+# are parts of the gradient, and edits of the parts would not be an edit of their sum, so that is an error.
 #
 # [Note: parameters that FSDP1 exchanges]
-# FSDP1 registers in the modules what it needs at the time: its own parameters, or, from the forward on, views that are
-# no Parameters. So `check` does not look for identities there, as it does for other engines. It asks FSDP whether the
-# handle and the flat parameter are those that were attached to.
+# FSDP1 exchanges what the modules have registered: its own parameters, or, from the forward on, views that are no
+# Parameters. So `check` does not compare identities there, as it does for other engines. It compares FSDP's handle and
+# flat parameter with those that were there when hooks were attached.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from disthooks._handles import weak_method
 from disthooks._match import canonical_name, is_of_class
 from disthooks._registry import register
 from disthooks._torch import backward_id
-from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard
+from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard, Sharding
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
 from disthooks.errors import AttachError, UsageError
 
@@ -77,7 +77,7 @@ class FlatParamView(NamedTuple):
         return flat[self.local[0] : self.local[1]]
 
     def is_in_order(self) -> bool:
-        """Whether the elements lie in the order of their indices; after ``channels_last`` they do not."""
+        """Whether the elements lie in the order of their indices; in ``channels_last`` they do not."""
         return torch.empty(self.shape, device="meta").as_strided(self.shape, self.stride).is_contiguous()
 
     def part(self, sharded: bool) -> Part | None:
@@ -93,17 +93,20 @@ class FlatUnit:
     Attributes:
         name: the name of its module in the user's own model.
         flat: the flat parameter, on which gradients arrive; the optimizer holds it if ``has_original`` is false.
+        inside: the user's module; when its forward begins, the parameters are whole.
         has_original: whether the optimizer holds the user's parameters (``use_orig_params=True``).
         is_sharded: whether each rank has a part; otherwise (NO_SHARD) every rank has all of it.
         views: the parameters in the flat one.
+        optimizer_parameters: for each view, the parameter that an optimizer holds.
         ranks: the global ranks that train the module together.
         replica_ranks: the global ranks that have the same elements as this one.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        # See [Note: what is private of FSDP1]. The handle is read in __dict__, because the module's __getattr__ goes on
-        # to ask the module inside.
+        # See [Note: private attributes of FSDP1]. The handle is read in __dict__, because the module's __getattr__
+        # would also look into the module inside.
         self.name, self._module = name, module
+        self.inside = cast(nn.Module, module._fsdp_wrapped_module)
         self._handle: Any = module.__dict__["_handle"]
         self.flat: Any = self._handle.flat_param
         self.has_original: bool = self._handle._use_orig_params
@@ -111,30 +114,28 @@ class FlatUnit:
         self._is_reduced = True
         self.views = tuple(self._find_views())
         held = self.flat._params if self.has_original else [self.flat] * len(self.views)
-        self._optimizer_parameters: tuple[nn.Parameter, ...] = tuple(held)
+        self.optimizer_parameters: tuple[nn.Parameter, ...] = tuple(held)
         self.ranks, self.replica_ranks = self._ranks()
-        self._check_strides()
-
-    @property
-    def inside(self) -> nn.Module:
-        """The user's module: when its forward begins, the parameters are whole."""
-        return cast(nn.Module, self._module._fsdp_wrapped_module)
-
-    def optimizer_parameter(self, number: int) -> nn.Parameter:
-        """What an optimizer holds of a view."""
-        return self._optimizer_parameters[number]
+        mixed_up = [view.name for view in self.views if not view.is_in_order()]
+        if mixed_up and self.has_original and not self.is_sharded:
+            # Here torch 2.13 makes `p.grad` by reshape(), which puts the elements into the wrong order.
+            raise AttachError(
+                f"{mixed_up[0]!r} lies in another order than its indices (channels_last?), and FSDP1 mixes up the "
+                "elements of its gradient with use_orig_params=True and NO_SHARD, hooks or not: make it contiguous "
+                "before FSDP1 takes it, or use use_orig_params=False, another strategy or DDP"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """The flat parameter and those in it, tied ones too."""
         return [self.flat, *(self.flat._params or ()), *(self.flat._shared_params or ())]
 
     def values(self) -> torch.Tensor:
-        """This rank's shard. It is not the flat parameter itself, which is whole while its module runs."""
+        """This rank's shard. While the module runs, the flat parameter itself is whole, and this is another tensor."""
         return cast(torch.Tensor, getattr(self.flat, "_local_shard", self.flat)).detach()
 
     def is_reduced(self) -> bool:
-        """Whether FSDP has reduced the gradient: by its size, or by what :meth:`watch_reduction` has seen."""
-        if not self._is_reduced:
+        """Whether FSDP has reduced the gradient; see [Note: gradients of FSDP1]."""
+        if not self._is_reduced:  # the hook of watch_reduction has seen it
             return False
         return self.flat.grad is None or self.flat.grad.size() == self.flat._sharded_size
 
@@ -152,11 +153,11 @@ class FlatUnit:
         return self.flat.register_hook(see)
 
     def is_first_gradient(self) -> bool:
-        """Whether there is no gradient yet, neither a whole one of ``no_sync()`` nor a reduced one put aside."""
+        """Whether there is no gradient yet: no whole one of ``no_sync()``, and no reduced one that FSDP put aside."""
         return self.flat.grad is None and getattr(self.flat, "_saved_grad_shard", None) is None
 
     def is_replaced(self, number: int) -> bool:
-        """Whether something took the place of a view, or of the flat parameter, since this was made.
+        """Whether a view, or the flat parameter, was replaced since this unit was made.
 
         See [Note: parameters that FSDP1 exchanges].
         """
@@ -164,7 +165,7 @@ class FlatUnit:
             return True
         view = self.views[number]
         now = view.module._parameters.get(view.key) if self.has_original else None
-        return isinstance(now, nn.Parameter) and now is not self._optimizer_parameters[number]
+        return isinstance(now, nn.Parameter) and now is not self.optimizer_parameters[number]
 
     def _find_views(self) -> Iterator[FlatParamView]:
         flat = self.flat
@@ -184,18 +185,10 @@ class FlatUnit:
                 span = here.intra_param_start_idx, here.intra_param_end_idx + 1
             yield FlatParamView(name, module, key, true[i], flat._shapes[i], flat._strides[i], local, span)
 
-    def _check_strides(self) -> None:
-        """Refuse a weight whose ``p.grad`` torch 2.13 makes by ``reshape()``, in the wrong order of elements."""
-        mixed_up = [view.name for view in self.views if not view.is_in_order()]
-        if mixed_up and self.has_original and not self.is_sharded:
-            raise AttachError(
-                f"{mixed_up[0]!r} lies in another order than its indices (channels_last?), and FSDP1 mixes up the "
-                "elements of its gradient with use_orig_params=True and NO_SHARD, hooks or not: make it contiguous "
-                "before FSDP1 takes it, or use use_orig_params=False, another strategy or DDP"
-            )
-
     def _ranks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """All ranks that train the module, and those with the same elements."""
         module: Any = self._module
+        shown = repr(self.name) if self.name else "the model (FSDP1)"
         ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
         across = module.__dict__.get("_inter_node_pg")
         if across is None:
@@ -203,26 +196,21 @@ class FlatUnit:
         replica_ranks = tuple(sorted(dist.get_process_group_ranks(across)))
         if not self.is_sharded and len(replica_ranks) > 1:
             raise AttachError(
-                f"{self._shown()} is HYBRID_SHARD with one rank to shard over, which FSDP1 takes for NO_SHARD and "
+                f"{shown} is HYBRID_SHARD with one rank to shard over, which FSDP1 takes for NO_SHARD and "
                 f"then never averages gradients over the replicas {list(replica_ranks)}: use NO_SHARD over all "
                 "ranks, DDP, or more than one rank in the second dimension of the mesh"
             )
-        return self._all(len(ranks) * len(replica_ranks)), replica_ranks
-
-    def _all(self, count: int) -> tuple[int, ...]:
-        """The ranks of all replicas; the process groups have only those of this rank's row and column."""
-        mesh = self._module.__dict__.get("_device_mesh")
+        # The two process groups have only the ranks of this rank's row and column, so a mesh tells all the ranks.
+        mesh = module.__dict__.get("_device_mesh")
         if mesh is not None:
-            return tuple(sorted(mesh.mesh.flatten().tolist()))
-        if count == dist.get_world_size():
-            return tuple(range(count))
-        raise AttachError(
-            f"{self._shown()} is HYBRID_SHARD over process groups that make {count} of {dist.get_world_size()} ranks, "
-            "and which ones cannot be told from them: give FullyShardedDataParallel a device_mesh in their place"
-        )
-
-    def _shown(self) -> str:
-        return repr(self.name) if self.name else "the model (FSDP1)"
+            return tuple(sorted(mesh.mesh.flatten().tolist())), replica_ranks
+        count, world = len(ranks) * len(replica_ranks), dist.get_world_size()
+        if count != world:
+            raise AttachError(
+                f"{shown} is HYBRID_SHARD over process groups that make {count} of {world} ranks, and which ones "
+                "cannot be told from them: give FullyShardedDataParallel a device_mesh in their place"
+            )
+        return tuple(range(count)), replica_ranks
 
 
 def units_of(model: nn.Module) -> tuple[FlatUnit, ...]:
@@ -236,7 +224,7 @@ _FSDP1 = "FullyShardedDataParallel"
 
 @dataclass(frozen=True, eq=False)
 class FlatShard(Shard):
-    """What a rank has of one parameter in a flat one: a range of its elements, under NO_SHARD all of them.
+    """The part of one parameter in a flat one that is on a rank: a range of its elements, under NO_SHARD all of them.
 
     Attributes:
         unit: the FSDP module that has the parameter.
@@ -251,13 +239,13 @@ class FlatShard(Shard):
         return self.view.shape
 
     def gradient(self) -> torch.Tensor | None:
-        """A view of what the optimizer uses; None if no backward came here, or the rank has no element of it.
+        """A view of the gradient that the optimizer uses; None if there is none, or the rank has no element of it.
 
         Raises:
             UsageError: when the gradient is not reduced yet.
         """
         grad = self.parameter.grad
-        if grad is None or not self.is_present():
+        if grad is None or (self.unit.is_sharded and self.view.local[0] >= self.view.local[1]):
             return None
         if not self.unit.is_reduced():
             raise UsageError(
@@ -271,10 +259,6 @@ class FlatShard(Shard):
 
     def optimizer_gradient(self) -> torch.Tensor | None:
         return self.gradient()  # FSDP1 has no tensor that stands for the whole gradient
-
-    def is_present(self) -> bool:
-        """Whether this rank has any element of it."""
-        return not self.unit.is_sharded or self.view.local[0] < self.view.local[1]
 
     def _of(self, flat: torch.Tensor) -> torch.Tensor:
         return self.view.of_shard(flat) if self.unit.is_sharded else self.view.of_whole(flat)
@@ -291,9 +275,18 @@ class Fsdp1(Engine):
 
     def __init__(self, model: nn.Module) -> None:
         self._units = units_of(model)
-        ranks = _ranks_of(self._units)
-        super().__init__(model, ranks, ranks.index(dist.get_rank()))
-        # The optimizer steps a flat parameter as a whole.
+        if not self._units:
+            raise AttachError("FullyShardedDataParallel has no parameters: is everything in ignored_states?")
+        one = self._units[0]
+        for other in self._units:
+            if other.ranks != one.ranks:
+                raise AttachError(
+                    f"FSDP1 has {one.name or 'the model'!r} on ranks {list(one.ranks)} and "
+                    f"{other.name or 'the model'!r} on {list(other.ranks)}, and how often each element is there cannot "
+                    "be told; give them all the same process_group or device_mesh"
+                )
+        super().__init__(model, one.ranks, one.ranks.index(dist.get_rank()))
+        # Without `use_orig_params` the optimizer steps a flat parameter as a whole.
         self.can_exclude_parameters = all(unit.has_original for unit in self._units)
 
     @classmethod
@@ -330,7 +323,8 @@ class Fsdp1(Engine):
         return HandleGroup(super().before_step(optimizer, run, on_repeat), *hooks)
 
     def reason_unreduced(self) -> str:
-        # A gradient is whole after a backward inside no_sync(), on every rank and whatever elements the rank holds.
+        # After a backward inside no_sync() the gradient is whole on every rank, so all ranks answer alike, even those
+        # that have no element of the parameter.
         late = next((unit for unit in self._units if not unit.is_reduced()), None)
         if late is None:
             return ""
@@ -355,19 +349,26 @@ class Fsdp1(Engine):
     def _shards(self) -> list[Shard]:
         found: list[Shard] = []
         for unit in self._units:
-            for i, view in enumerate(unit.views):
-                found.append(self._flat(len(found), unit, view, unit.optimizer_parameter(i)))
+            for view, parameter in zip(unit.views, unit.optimizer_parameters, strict=True):
+                owner = unit.replica_ranks[len(found) % len(unit.replica_ranks)]
+                sharding: Sharding = "sharded" if unit.is_sharded else "replica"
+                found.append(
+                    FlatShard(
+                        view.name,
+                        parameter,
+                        is_owner=owner == self.ranks[self.position],
+                        sharding=sharding,
+                        part=view.part(unit.is_sharded),
+                        replica_ranks=unit.replica_ranks,
+                        unit=unit,
+                        view=view,
+                    )
+                )
         flat = {id(parameter) for unit in self._units for parameter in unit.parameters()}
-        # Between forward and backward some strategies leave views, which are no Parameters, in their places.
+        # Between forward and backward some strategies leave views, which are no Parameters, in the modules.
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
         self._plain_parameters = {id(parameter) for _, parameter in named}
         return [*found, *(self.shard(len(found) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
-
-    def _flat(self, index: int, unit: FlatUnit, view: FlatParamView, held: nn.Parameter) -> FlatShard:
-        mine = unit.replica_ranks[index % len(unit.replica_ranks)] == self.ranks[self.position]
-        layout: Any = "sharded" if unit.is_sharded else "replica"
-        part = view.part(unit.is_sharded)
-        return FlatShard(view.name, held, mine, layout, part, unit.replica_ranks, unit=unit, view=view)
 
     def _refresh(self) -> None:
         super()._refresh()
@@ -382,14 +383,14 @@ class Fsdp1(Engine):
 
 
 class _FlatHook:
-    """The hook on one flat parameter, which calls the user's for each parameter that the backward has reached.
+    """The hook on one flat parameter. It calls the user's hook for each parameter that the backward has reached.
 
     See [Note: gradients of FSDP1].
     """
 
     def __init__(self, unit: FlatUnit, shards: Mapping[int, FlatShard], hook: LocalHook, must_fire: bool) -> None:
         self.unit, self.shards, self.hook, self.must_fire = unit, shards, hook, must_fire
-        self.reached: dict[int, int] = {}  # by index: the last backward that reached the parameter
+        self.reached: dict[int, int] = {}  # for each index, the last backward that reached the parameter
         self.last_backward, self.has_seen_forward = -1, False
         self.on_flat: Removable | None = None
         self.before = unit.inside.register_forward_pre_hook(self.look)
@@ -398,7 +399,8 @@ class _FlatHook:
     def put(self) -> None:
         """Put the hook on the flat parameter, which needs no gradient while no parameter in it does."""
         if self.on_flat is None and self.unit.flat.requires_grad:
-            self.on_flat = self.unit.flat.register_hook(weak_method(self.fire))  # the module's hook keeps this object
+            # The reference is weak, because the hook on the module already keeps this object alive.
+            self.on_flat = self.unit.flat.register_hook(weak_method(self.fire))
 
     def look(self, module: nn.Module, args: Any) -> None:
         self.has_seen_forward = True
@@ -412,48 +414,36 @@ class _FlatHook:
         self.reached[i] = backward_id()
 
     def fire(self, grad: torch.Tensor) -> torch.Tensor | None:
-        if self.must_fire:
-            self.check_gradient()
-        self.last_backward = backward_id()
+        now = backward_id()
+        if self.must_fire and not (self.has_seen_forward and self.last_backward != now):
+            self.raise_unseen()
+        self.last_backward = now
         grad = grad.contiguous()  # the gradient of a single parameter may be expanded
         edited: torch.Tensor | None = None
         for i, shard in self.shards.items():
-            result = self.hook(i, shard.view.of_whole(grad)) if self.reached.get(i) == self.last_backward else None
+            if self.reached.get(i) != now:
+                continue
+            result = self.hook(i, shard.view.of_whole(grad))
             if result is not None:
                 edited = grad.clone() if edited is None else edited
                 shard.view.of_whole(edited).copy_(result)
         return edited
 
-    def check_gradient(self) -> None:
-        """Raise if a gradient would pass unseen, or comes in parts."""
+    def raise_unseen(self) -> None:
+        """Raise AttachError, because a gradient would pass unseen, or came in parts."""
         shown = next(iter(self.shards.values())).name
         if not self.has_seen_forward:
             raise AttachError(
                 f"the gradient of {shown!r} came from a forward pass before on_gradient or gradients was attached "
                 "(FSDP1): attach before the forward pass"
             )
-        if self.last_backward == backward_id():
-            raise AttachError(
-                f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
-                "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "
-                "place, or leave out param_dtype"
-            )
+        raise AttachError(
+            f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
+            "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "
+            "place, or leave out param_dtype"
+        )
 
     def remove(self) -> None:
         self.before.remove()
         if self.on_flat is not None:
             self.on_flat.remove()
-
-
-def _ranks_of(units: Sequence[FlatUnit]) -> tuple[int, ...]:
-    if not units:
-        raise AttachError("FullyShardedDataParallel has no parameters: is everything in ignored_states?")
-    strange = [unit for unit in units if unit.ranks != units[0].ranks]
-    if strange:
-        one, other = units[0], strange[0]
-        raise AttachError(
-            f"FSDP1 has {one.name or 'the model'!r} on ranks {list(one.ranks)} and {other.name or 'the model'!r} on "
-            f"{list(other.ranks)}, and how often each element is there cannot be told; give them all the same "
-            "process_group or device_mesh"
-        )
-    return units[0].ranks

@@ -6,30 +6,31 @@
 # [Note: gradients of FSDP2]
 # While a module runs, FSDP2 registers gathered, plain parameters in place of the sharded ones, and autograd gives the
 # gathered ones this rank's whole, unreduced gradient. A tensor hook on a sharded parameter is never called. So local
-# hooks go on the gathered tensors, in a forward pre-hook of the FSDP module: FSDP put its own pre-hook first in line,
-# so parameters are gathered by then. FSDP gathers into the same tensor again and again, so each tensor gets one hook,
-# or an edit would be made once for each forward. The hooks are put on for the FSDP module and not for the module that
+# hooks are put on the gathered tensors, in a forward pre-hook of the FSDP module: FSDP's own pre-hook runs first, so
+# parameters are gathered by then. FSDP gathers into the same tensor again and again, so each tensor gets one hook;
+# with more, an edit would be made once for each forward. The pre-hook is on the FSDP module and not on the module that
 # owns a parameter, which may never run: MultiheadAttention reads `out_proj.weight` and does not call `out_proj`.
-# A method of the module other than its forward is not seen. So a post-accumulate hook on the sharded parameter, which
-# FSDP2 does call when it has reduced a gradient, raises if no local hook saw that gradient.
+# If the program calls another method than forward, the pre-hook does not run. So a post-accumulate hook on the sharded
+# parameter, which FSDP2 does call when it has reduced a gradient, raises if no local hook saw that gradient.
 #
 # [Note: where FSDP2 keeps unreduced gradients]
 # After `set_requires_gradient_sync(False)` gradients stay whole in `unsharded_accumulated_grad` or in the gathered
 # parameter's `.grad`, and the sharded parameter has none. After `set_requires_all_reduce(False)` under HSDP they are
-# reduced inside a replica and wait in the group's `_partial_reduce_output`. Both are private, and read in this file.
+# reduced inside a replica and wait in the group's `_partial_reduce_output`. These attributes are private, and only this
+# file reads them.
 #
 # [Note: replicas of a DTensor]
 # Two ranks have the same elements of a DTensor if they differ only along dimensions of its mesh that do not shard it.
 # Under tensor parallelism with `fully_shard` a norm lies on one dimension of the mesh, a linear layer on both: the norm
-# is on every rank all the same, so the dimensions that its own mesh lacks count as replicating. They are found from
-# where the mesh's ranks lie in the root mesh, and not by name, because `_flatten` gives a name that the root does not
-# know (`dp_shard_cp` of `dp_shard` and `cp`).
+# is on every rank all the same, so the dimensions that its own mesh lacks count as replicating. These dimensions are
+# found by the coordinates that the mesh's ranks have in the root mesh, and not by name, because `_flatten` gives a name
+# that the root does not know (`dp_shard_cp` of `dp_shard` and `cp`).
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from disthooks.errors import AttachError
 
 
 def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
-    """What this rank has of a DTensor parameter; ranks that have the same elements own the parameters in turn."""
+    """The part of a DTensor parameter that is on this rank; ranks that have the same elements own parameters in turn."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
     for placement in placements:
@@ -135,13 +136,26 @@ def _replica_ranks(
     mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str
 ) -> tuple[int, ...]:
     """All ranks that have the elements that ``rank`` has; see [Note: replicas of a DTensor]."""
-    at = (mesh.mesh == rank).nonzero()[0].tolist()
-    index = tuple(slice(None) if same else i for i, same in zip(at, replicated, strict=True))
+    coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
+    index = tuple(slice(None) if same else i for i, same in zip(coordinates, replicated, strict=True))
     alike = {int(r) for r in torch.as_tensor(mesh.mesh[index]).flatten().tolist()}
     if _ranks(mesh) == tuple(ranks):
         return tuple(sorted(alike))
+    # The mesh is a part of a larger one: those ranks also count that differ from `alike` along dimensions of the root
+    # mesh which `mesh` lacks.
     grid = _root(mesh).mesh
-    found = _along_the_others(grid, mesh, alike, name)
+    in_root = {r: (grid == r).nonzero()[0].tolist() for r in _ranks(mesh)}
+    spanned = [dim for dim in range(grid.ndim) if len({at[dim] for at in in_root.values()}) > 1]
+    if math.prod(grid.shape[dim] for dim in spanned) != len(in_root):
+        raise AttachError(
+            f"{name!r} lies on ranks {sorted(in_root)}, which are not whole dimensions of the mesh that they were "
+            f"sliced from ({tuple(grid.shape)}), and how often each element is there cannot be told; slice the mesh "
+            "by the names of its dimensions"
+        )
+    found: set[int] = set()
+    for r in alike:
+        index = tuple(in_root[r][dim] if dim in spanned else slice(None) for dim in range(grid.ndim))
+        found |= {int(other) for other in torch.as_tensor(grid[index]).flatten().tolist()}
     if len(ranks) % grid.numel() or not found <= set(ranks):
         raise AttachError(f"{name!r} lies on ranks {sorted(grid.flatten().tolist())}, the model on {list(ranks)}")
     if grid.numel() < len(ranks):
@@ -150,23 +164,6 @@ def _replica_ranks(
             f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that replicas can be told"
         )
     return tuple(sorted(found))
-
-
-def _along_the_others(grid: torch.Tensor, mesh: Any, alike: set[int], name: str) -> set[int]:
-    """The ranks ``alike`` and their counterparts along those dimensions of the root's ``grid`` that ``mesh`` lacks."""
-    places = {r: (grid == r).nonzero()[0].tolist() for r in _ranks(mesh)}
-    spanned = [dim for dim in range(grid.ndim) if len({place[dim] for place in places.values()}) > 1]
-    if math.prod(grid.shape[dim] for dim in spanned) != len(places):
-        raise AttachError(
-            f"{name!r} lies on ranks {sorted(places)}, which are not whole dimensions of the mesh that they were "
-            f"sliced from ({tuple(grid.shape)}), and how often each element is there cannot be told; slice the mesh "
-            "by the names of its dimensions"
-        )
-    found: set[int] = set()
-    for r in alike:
-        index = tuple(places[r][dim] if dim in spanned else slice(None) for dim in range(grid.ndim))
-        found |= {int(other) for other in torch.as_tensor(grid[index]).flatten().tolist()}
-    return found
 
 
 @register("engine")
@@ -203,7 +200,7 @@ class Fsdp2(Engine):
         return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
     def is_first_gradient(self, index: int) -> bool:
-        # Neither a reduced gradient nor one that is accumulated unreduced, out of sight.
+        # See [Note: where FSDP2 keeps unreduced gradients].
         parameter = self.shards[index].parameter
         return parameter.grad is None and not _accumulates(self._params.get(id(parameter)))
 
@@ -225,8 +222,13 @@ class Fsdp2(Engine):
         return ""
 
     def has_own_batch(self) -> bool:
-        """Whether FSDP shards every DTensor over all ranks; under tensor parallelism ranks share a batch."""
-        spread = {id(parameter) for module in self.model.modules() for parameter in _over(module, len(self.ranks))}
+        # FSDP must shard every DTensor over all ranks; under tensor parallelism ranks share a batch.
+        spread: set[int] = set()
+        for module in self.model.modules():
+            for group in groups_of(module):
+                info = group.mesh_info
+                if info.mesh.size() == len(self.ranks) and not getattr(info, "is_spmd_mesh", False):
+                    spread |= {id(each.sharded_param) for each in group.fsdp_params}
         return all(id(s.parameter) in spread for s in self.shards if hasattr(s.parameter, "device_mesh"))
 
     def is_stable(self, parameter: nn.Parameter) -> bool:
@@ -240,9 +242,9 @@ class Fsdp2(Engine):
         index = {id(self.shards[i].parameter): i for i in wanted}
         local = _GatheredHooks(hook)
         covered: set[int] = set()
-        for unit, places in _units(self.model, index).items():
-            covered |= {i for _, _, i in places}
-            local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, places)))
+        for unit, registered in _gathered_by(self.model, index).items():
+            covered |= {i for _, _, i in registered}
+            local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, registered)))
         for i in covered if must_fire else ():
             shard = self.shards[i]
             missed = functools.partial(local.check_fired, i, shard.name)
@@ -259,14 +261,6 @@ def _accumulates(param: Any) -> bool:
         return False
     unsharded = getattr(param, "_unsharded_param", None)
     return param.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None
-
-
-def _over(module: nn.Module, ranks: int) -> Iterator[nn.Parameter]:
-    """The parameters that ``module`` itself shards over ``ranks`` ranks, each of which has a batch of its own."""
-    for group in groups_of(module):
-        info = group.mesh_info
-        if info.mesh.size() == ranks and not getattr(info, "is_spmd_mesh", False):
-            yield from (each.sharded_param for each in group.fsdp_params)
 
 
 class _GatheredHooks:
@@ -292,8 +286,8 @@ class _GatheredHooks:
             )
         self.fired.discard(i)
 
-    def look(self, places: list[tuple[dict[str, Any], str, int]], module: nn.Module, args: Any) -> None:
-        for parameters, key, i in places:
+    def look(self, registered: list[tuple[dict[str, Any], str, int]], module: nn.Module, args: Any) -> None:
+        for parameters, key, i in registered:
             tensor: torch.Tensor = parameters[key]
             if tensor.requires_grad and tensor not in self.seen:
                 self.seen[tensor] = True
@@ -305,19 +299,21 @@ class _GatheredHooks:
             handle.remove()
 
 
-def _units(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[tuple[dict[str, Any], str, int]]]:
-    """For each FSDP module, where the parameters that it gathers are registered; see [Note: gradients of FSDP2]."""
+def _gathered_by(model: nn.Module, index: Mapping[int, int]) -> dict[nn.Module, list[tuple[dict[str, Any], str, int]]]:
+    """For each FSDP module, where the parameters that it gathers are registered; see [Note: gradients of FSDP2].
+
+    Args:
+        model: the model.
+        index: the index in ``shards`` of each parameter that gets a hook, by the parameter's id.
+    """
     units: dict[nn.Module, list[tuple[dict[str, Any], str, int]]] = {}
-    for unit, module in _under(model, None):
+    left: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while left:
+        module, unit = left.pop()
+        # The nearest FSDP module around a module gathers its parameters.
+        unit = module if is_of_class(module, "FSDPModule") else unit
         for key, parameter in module._parameters.items():
             if unit is not None and parameter is not None and id(parameter) in index:
                 units.setdefault(unit, []).append((module._parameters, key, index[id(parameter)]))
+        left += [(child, unit) for child in module.children()]
     return units
-
-
-def _under(module: nn.Module, unit: nn.Module | None) -> Iterator[tuple[nn.Module | None, nn.Module]]:
-    """``module`` and every module in it, each with the FSDP module that gathers its parameters."""
-    unit = module if is_of_class(module, "FSDPModule") else unit
-    yield unit, module
-    for child in module.children():
-        yield from _under(child, unit)
