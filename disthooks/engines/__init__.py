@@ -1,1 +1,1 @@
-"""Where a gradient lives and when it is final, on each way of training; ``find.find(model)`` picks one."""
+"""For each way of training, where a gradient lives and when it is final; ``detect_engine(model)`` picks one."""

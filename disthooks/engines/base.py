@@ -1,14 +1,15 @@
-"""What an engine is, and the engines of a single process: a plain module and ``nn.DataParallel``.
+"""The base class of engines, and the engines of a single process: a plain module and ``nn.DataParallel``.
 
-An engine is what trains a model on its ranks. It knows where a gradient lives, which elements of it this rank has, and
-when it is final. Rules, statistics and reports are written once, in terms of :class:`Shard` and :class:`Engine`.
+An engine describes one way of training a model on several ranks. It knows where a gradient lives, which elements of it
+this rank has, and when it is final. Rules, statistics and reports are written once, in terms of :class:`Shard` and
+:class:`Engine`.
 
-To add an engine, write a subclass of :class:`Engine` and put ``@register("engine")`` on it. It says:
+To add an engine, write a subclass of :class:`Engine` and put ``@register("engine")`` on it. These methods say:
 
 =====================  =================================================================================================
 ``recognises``         whether a model is this engine's, by the names of classes (``_match.is_of_class``)
-``__init__``           which ranks train together, and which of them this one is; ``AttachError`` for what cannot work
-``shard``              what this rank has of one parameter
+``__init__``           which ranks train together, and which of them this one is; ``AttachError`` if hooks cannot work
+``shard``              which part of one parameter this rank has
 ``reason_unreduced``   why the gradients in memory are not those that all ranks would step with, if they are not
 ``before_step``        how a function is called when gradients are final, just before the optimizer uses them
 ``on_local``           how a hook is called with this rank's own gradients, before they are reduced
@@ -30,19 +31,20 @@ registered engines which of them recognises a model.
 #
 # [Note: hooks on leaves]
 # A local hook is a tensor hook on the parameter (`register_hook`), and not a post-accumulate hook. A tensor hook is
-# called once in a backward, with this micro-batch's gradient alone, before DDP or ZeRO has reduced anything, and what
-# it returns takes the gradient's place. A post-accumulate hook sees the sum of all micro-batches so far, so an edit
-# there would be applied again to what was edited before. torch takes a tensor hook only for a tensor that needs
-# gradients, and calls it again when a parameter that was frozen is unfrozen (`needing_gradients`). No hook may run a
-# collective: a parameter that one rank did not use would make its ranks wait for each other for ever.
+# called once in a backward, with this micro-batch's gradient alone, before DDP or ZeRO has reduced anything, and the
+# tensor that it returns replaces the gradient. A post-accumulate hook sees the sum of all micro-batches so far, so an
+# edit there would be applied again to gradients that were edited before. torch accepts a tensor hook only for a tensor
+# that needs gradients, but keeps it while the parameter is frozen, and calls it after the parameter is unfrozen
+# (`needing_gradients`). No hook may run a collective: if one rank did not use a parameter, its hook would not run
+# there, and the other ranks would wait for it for ever.
 # FSDP1 and FSDP2 never call a tensor hook of the parameters that the user sees; see fsdp1.py and fsdp2.py.
 #
 # [Note: the parameters must stay]
-# A hook sits on one tensor. If the tensor is replaced after hooks were attached, by `fully_shard`, by an engine that
-# takes the model later or by `module.weight = ...`, the hooks never fire again and nothing says so. So `check` compares
-# identities in every step: the tensor that each module has registered under a name with the one that was there when
-# hooks were attached. A module may be replaced by a wrapper around the same parameters (activation checkpointing does
-# that); then the places where parameters are registered are looked up anew.
+# A hook is on one tensor. If the tensor is replaced after hooks were attached, by `fully_shard`, by an engine that
+# takes the model later or by `module.weight = ...`, the hooks never fire again, and torch does not report it. So
+# `check` compares identities in every step: the tensor that each module has registered under a name with the one that
+# was there when hooks were attached. A module may be replaced by a wrapper around the same parameters (activation
+# checkpointing does that); then `check` looks up anew where the parameters are registered.
 
 from __future__ import annotations
 
@@ -63,10 +65,10 @@ from disthooks._tensors import local_part
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat, StepCallback, StepHooks, all_optimizers
 from disthooks.errors import AttachError, UsageError
 
-#: What becomes of a parameter over the ranks; see :class:`Shard`.
+#: How a parameter is distributed over the ranks; see :class:`Shard`.
 Sharding = Literal["whole", "replica", "sharded", "unreduced"]
 
-#: Called with an index into ``Engine.shards`` and a gradient; what it returns, unless None, takes the gradient's place.
+#: A function of an index into ``Engine.shards`` and a gradient; its result, unless None, replaces the gradient.
 LocalHook = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
@@ -75,9 +77,9 @@ class Part:
     """Which elements of a whole parameter are on this rank: a box of it, or a range of its flattened elements.
 
     Attributes:
-        shape: of the whole parameter.
-        box: for each dimension where the part starts and how long it is; None when it is a range.
-        span: first and one past the last element of the flattened parameter; None when it is a box.
+        shape: the shape of the whole parameter.
+        box: for each dimension where the part starts and how long it is; None if the part is a range.
+        span: first and one past the last element of the flattened parameter; None if the part is a box.
 
     >>> Part.whole(torch.Size([2, 3])).indices(torch.device("cpu"))
     tensor([[0, 1, 2],
@@ -106,16 +108,16 @@ class Part:
         return (self.span[1] - self.span[0],)
 
     def indices(self, device: torch.device) -> torch.Tensor:
-        """The index in the flattened whole parameter of each element here; int64, of the local shape."""
+        """For each element on this rank, its index in the flattened whole parameter; int64, in the local shape."""
         if self.box is None:
             assert self.span is not None
             return torch.arange(*self.span, device=device)
-        found = torch.zeros((), dtype=torch.int64, device=device)
+        indices = torch.zeros((), dtype=torch.int64, device=device)
         for dim, (start, size) in enumerate(self.box):
             stride = math.prod(self.shape[dim + 1 :])
             along = torch.arange(start, start + size, device=device) * stride
-            found = found.unsqueeze(-1) + along
-        return found
+            indices = indices.unsqueeze(-1) + along
+        return indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +128,7 @@ class Shard:
     :meth:`values` and :meth:`optimizer_gradient`.
 
     Attributes:
-        name: the parameter's name in the user's own model, without what engines put into it.
+        name: the parameter's name in the user's own model, without the parts that wrappers add.
         parameter: the parameter that the optimizer holds.
         is_owner: whether this rank counts its elements in a sum over ranks. Over all ranks, each element has one owner.
         sharding: "whole" if no other rank has any of the parameter, "replica" if every rank has all of it, "sharded"
@@ -158,9 +160,9 @@ class Shard:
         return self.parameter.shape if self.part is None else self.part.shape
 
     def as_full_parameter(self) -> nn.Parameter:
-        """A parameter with the whole's shape, for a user's pattern or predicate to look at.
+        """A parameter with the shape of the whole, for a user's pattern or predicate.
 
-        It is the parameter itself, or, where this rank holds a fragment, one on the meta device, without values.
+        It is the parameter itself. If this rank has only a part, it is a parameter on the meta device, without values.
         """
         if self.shape == self.parameter.shape:
             return self.parameter
@@ -174,7 +176,7 @@ class Shard:
         See [Note: placements of a gradient].
 
         Raises:
-            UsageError: when it is sparse, or only one of gradient and parameter is a DTensor.
+            UsageError: when the gradient is sparse, or only one of gradient and parameter is a DTensor.
         """
         grad = self.parameter.grad
         if grad is None or (type(grad) is torch.Tensor and grad.layout is torch.strided and self._plain):
@@ -215,7 +217,7 @@ class Shard:
 
 
 class Removable(Protocol):
-    """A handle of a torch hook."""
+    """A handle of a hook, as torch returns it."""
 
     def remove(self) -> None:
         """Take the hook off."""
@@ -239,7 +241,7 @@ class Engine:
     The base class is right for a plain module; the module's docstring says what an engine overrides.
 
     Attributes:
-        label: what messages call the engine.
+        label: the engine's name in messages.
         model: the user's own model, inside the engine's wrapper if it has one.
         ranks: the global ranks whose gradients belong together, in order.
         position: this rank's index in ``ranks``.
@@ -263,7 +265,7 @@ class Engine:
         self._registered_parameters = tuple(self._find_parameters())
         self._registered_modules = self._find_modules()
 
-    # -- what an engine says of a model
+    # -- the model
 
     @classmethod
     def recognises(cls, model: nn.Module) -> bool:
@@ -271,22 +273,22 @@ class Engine:
         return True
 
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
-        """What this rank has of a parameter.
+        """The part of a parameter that is on this rank.
 
         Args:
-            index: the parameter's place in ``shards``. Ranks that have the same elements own them in turn, by index,
+            index: the parameter's index in ``shards``. Ranks that have the same elements own them in turn, by index,
                 so that each of them measures a part of the model.
             name: the parameter's name in the user's model.
-            parameter: what the model has under that name.
+            parameter: the parameter that the model has under that name.
         """
         return Shard(name, parameter, True, "whole", Part.whole(parameter.shape), self.ranks)
 
     def weight_shards(self) -> Sequence[Shard]:
-        """The parameters as forward uses them, which several ranks may have alike; ``check_replicas`` compares them."""
+        """The parameters as forward uses them. ``check_replicas`` compares those that several ranks have alike."""
         return self.shards
 
     def has_own_batch(self) -> bool:
-        """Whether each rank computes with a part of the batch of its own, so that ranks' gradients can be compared."""
+        """Whether each rank computes with its own part of the batch, so that ranks' gradients can be compared."""
         return True
 
     def is_stable(self, parameter: nn.Parameter) -> bool:
@@ -294,7 +296,7 @@ class Engine:
         return True
 
     def check(self) -> None:
-        """Check that the model still has the parameters that were attached to; see [Note: the parameters must stay].
+        """Check that the model still has the parameters that have the hooks; see [Note: the parameters must stay].
 
         Raises:
             AttachError: when something replaced one of them.
@@ -310,21 +312,23 @@ class Engine:
                     "engine has taken the model, and make the optimizer after it too"
                 )
 
-    # -- what an engine says of gradients
+    # -- gradients
 
     def reason_unreduced(self) -> str:
         """Why the gradients in memory are not those that all ranks would step with; empty if they are.
 
-        It is asked in every step and must be answered alike on all ranks, from what the program did and not from which
-        elements a rank has: if one rank alone raises, the others wait for it in the next collective.
+        This is called in every step, and all ranks must return the same: the answer must follow from the program's
+        calls and not from which elements a rank has. If one rank alone raises, the others wait for it in the next
+        collective.
         """
         return ""
 
     def gradient_scale(self) -> float | torch.Tensor | None:
-        """What gradients in memory are multiplied by, known without waiting; None if the engine does not scale.
+        """The factor in the gradients in memory, known without waiting for the device; None if there is none.
 
-        Divided by it they are the gradients of the user's loss: local ones when their hooks are called, final ones when
-        rules see them. A tensor has no dimensions and is on the device.
+        A gradient divided by the factor is the gradient of the user's loss. This holds for local gradients when their
+        hooks are called and for final gradients when rules see them. If the factor is a tensor, it has no dimensions
+        and is on the device.
         """
         return None
 
@@ -340,7 +344,7 @@ class Engine:
 
         Args:
             wanted: indices into ``shards``.
-            hook: what it returns, unless None, takes the gradient's place.
+            hook: its result, unless None, replaces the gradient.
             must_fire: whether a gradient that no hook has seen is an error, raised from backward.
         """
         handles = []
@@ -351,10 +355,10 @@ class Engine:
                     handles.append(parameter.register_hook(functools.partial(hook, i)))  # type: ignore[no-untyped-call]
         return handles
 
-    # -- what an engine says of the optimizer and its step
+    # -- the optimizer and its step
 
     def inner_optimizer(self, optimizer: Any) -> Any:
-        """The optimizer whose ``step`` makes the update, inside what the user gave.
+        """The optimizer whose ``step`` makes the update: the one that the user gave, or the one inside its wrappers.
 
         Raises:
             UsageError: when there is none, or none that hooks could be put on.
@@ -380,24 +384,24 @@ class Engine:
         Args:
             optimizer: the optimizer that steps.
             run: in a step with a closure it is called when the closure is done.
-            on_repeat: what is done when the step calls its closure again.
+            on_repeat: how a step is treated that calls its closure again.
         """
         hooks = StepHooks.of(inner_optimizer(optimizer))
         return hooks.add(hooks.before, StepCallback(run, on_repeat))
 
     def begin_step(self, optimizer: Any, scaler: Any = None) -> None:
-        """Run now what :meth:`before_step` was given; the step that comes next does not run it again."""
+        """Run the functions of :meth:`before_step` now; the step that comes next does not run them again."""
         StepHooks.of(inner_optimizer(optimizer)).prepare(scaler)
 
     def before_any_step(self, run: BeforeStep) -> Removable:
-        """Call ``run`` before any optimizer steps, and before what :meth:`before_step` runs.
+        """Call ``run`` before any optimizer steps, and before the functions of :meth:`before_step`.
 
         If a step calls its closure several times, ``run`` is called after each time.
         """
         return all_optimizers.add(run)
 
     def after_step(self, optimizer: Any, run: Callable[[], None]) -> Removable:
-        """Call ``run()`` when the update has been made, once a step."""
+        """Call ``run()`` after each step's update."""
         hooks = StepHooks.of(inner_optimizer(optimizer))
         return hooks.add(hooks.after, run)
 
@@ -408,7 +412,7 @@ class Engine:
         return [self.shard(i, canonical_name(name), parameter) for i, (name, parameter) in named]
 
     def _find_parameters(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
-        """For each stable parameter: the dict that has it, its key there, itself and its name."""
+        """For each stable parameter: the dict that has it, its key there, the parameter and its name."""
         found = []
         for path, module in self.model.named_modules():
             for key, parameter in module._parameters.items():
@@ -422,7 +426,7 @@ class Engine:
         return [(of, key, part) for of, key, part in pairs if part is not None]
 
     def _refresh(self) -> None:
-        """Look parameters up anew, since a module was replaced; raise if a parameter left with it."""
+        """Look parameters up anew, because a module was replaced; raise if a parameter is gone with it."""
         now = {id(parameter) for _, _, parameter, _ in self._find_parameters()}
         gone = [name for _, _, parameter, name in self._registered_parameters if id(parameter) not in now]
         if gone:
@@ -436,10 +440,10 @@ class Engine:
 
 @contextlib.contextmanager
 def needing_gradients(parameter: torch.Tensor) -> Iterator[bool]:
-    """Inside, ``parameter`` needs gradients, if it can: torch takes no hook for one that does not.
+    """Inside, ``parameter`` needs gradients, if it can: torch accepts no hook for a parameter that does not.
 
-    The hook stays when the parameter is frozen again, and is called when a gradient comes. Gives whether a hook can be
-    put on. See [Note: hooks on leaves].
+    The hook stays when the parameter is frozen again, and is called if the parameter gets a gradient later. The value
+    of the context is whether a hook can be put on. See [Note: hooks on leaves].
 
     >>> weight = nn.Parameter(torch.ones(1), requires_grad=False)
     >>> with needing_gradients(weight) as able:
@@ -467,8 +471,8 @@ def inner_optimizer(optimizer: Any) -> Any:
     Raises:
         AttachError: when there is none that torch's hooks could be put on.
     """
-    # accelerate's AcceleratedOptimizer inherits torch's methods but not what they need, which __init__ makes. So the
-    # hooks themselves are looked for in the object, and not the method that adds one.
+    # accelerate's AcceleratedOptimizer inherits torch's methods but does not call the __init__ that makes the dict of
+    # hooks. So this looks for the dict in the object, and not for the method that adds a hook.
     while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", {}):
         inner = getattr(optimizer, "optimizer", None)
         if inner is None:
@@ -482,7 +486,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 @register("engine")
 class Plain(Engine):
-    """A module that no engine has taken. Several processes may have one each, which they train by themselves."""
+    """A module without an engine. If several processes have one each, each process trains its own."""
 
     trains_alone = True
 
@@ -492,7 +496,7 @@ class Plain(Engine):
 
 @register("engine")
 class DataParallel(Engine):
-    """``nn.DataParallel``: replicas in threads of one process, whose gradients are summed into the module inside.
+    """``nn.DataParallel``: replicas in threads of one process; their gradients are summed into the module inside.
 
     The backward of the broadcast sums the replicas' gradients before any hook of the module's parameters sees them.
     """

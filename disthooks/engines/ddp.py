@@ -1,19 +1,19 @@
 """``DistributedDataParallel``: every rank ends backward with the same whole gradients."""
 
 # [Note: the last backward of DDP]
-# Whether gradients are reduced is decided by the forward: inside `no_sync()` DDP does not prepare its reducer, and the
-# backward of that forward leaves each rank with its own gradients. What counts for a step is the last backward and not
-# the last forward, because a rank may compute a metric inside `no_sync()` that has no backward. So a forward hook puts
-# a tensor hook on the outputs, in which the forward's answer becomes that of the backward that reaches them.
+# The forward decides whether gradients are reduced: inside `no_sync()` DDP does not prepare its reducer, and the
+# backward of that forward leaves each rank with its own gradients. A step depends on the last backward and not on the
+# last forward, because a rank may compute a metric inside `no_sync()` that has no backward. So a forward hook puts a
+# tensor hook on the outputs. When a backward reaches the outputs, that hook notes what their forward decided.
 #
-# [Note: what DDP reduces]
-# DDP counts the parameters that need gradients when it is made, and reduces those. A parameter that is unfrozen later
-# gets a gradient that nobody reduces: every rank would train another model, and a norm would be of one rank only.
+# [Note: the parameters that DDP reduces]
+# DDP counts the parameters that need gradients when it is made, and reduces those. If a parameter is unfrozen later,
+# nothing reduces its gradient: every rank would train another model, and a norm would be of one rank only.
 # The count is in the data that DDP keeps for its log (`_get_ddp_logging_data`); it has no public name.
 #
 # [Note: join]
-# Under `join()` a rank that has no inputs left takes no step any more, while the others wait for its part of the
-# statistics. They would wait for ever, so a step under `join()` is refused.
+# Under `join()` a rank that has no inputs left makes no further steps. The other ranks would wait for its part of the
+# statistics for ever, so a step under `join()` is refused.
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ddp(Engine):
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         self._ignored = frozenset(map(canonical_name, wrapper.parameters_to_ignore))
         self._wrapper = wrapper
-        # See [Note: what DDP reduces].
+        # See [Note: the parameters that DDP reduces].
         self._reduced: int = wrapper._get_ddp_logging_data().get("num_parameter_tensors", 0)
         self._last_forward_prepares = True
         self._last_backward_reduces = True
@@ -97,10 +97,10 @@ class Ddp(Engine):
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        found = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
-        if not found:  # the output is an object that DDP does not look into either
+        tensors = [tensor for tensor in _find_tensors(output) if tensor.requires_grad]  # type: ignore[no-untyped-call]
+        if not tensors:  # the output is an object that DDP does not look into either
             self._last_backward_reduces = self._last_forward_prepares
-        for tensor in found:
+        for tensor in tensors:
             tensor.register_hook(functools.partial(self._begin_backward, self._last_forward_prepares))
 
     def _begin_backward(self, reduces: bool, grad: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class Ddp(Engine):
             self._check_all_reduced()
 
     def _check_all_reduced(self) -> None:
-        """Raise if a parameter needs gradients that DDP does not reduce; see [Note: what DDP reduces]."""
+        """Raise if DDP does not reduce a parameter's gradient; see [Note: the parameters that DDP reduces]."""
         needing = sum(shard.parameter.requires_grad for shard in self.shards)
         if not 0 < self._reduced < needing:
             return

@@ -1,15 +1,15 @@
-"""Which engine has taken a model, and what no engine can be attached to.
+"""Detection of the engine that has taken a model.
 
 A model is refused if hooks would not fire on it, and the error says what works.
 """
 
 # [Note: engines are asked in turn]
-# All engines that `@register("engine")` has decorated are asked whether they recognise a model, and the first that does
-# has it. `DataParallel` comes first, because it needs no torch.distributed; then the library's engines in the order of
-# their names; then those of other packages; and `Plain`, which takes any module. Several may recognise a model that is
-# wrapped twice, such as DDP around FSDP1: `refuse_nested` and `refuse_mixed` refuse those afterwards. Modules of
-# engines are imported when a model is looked at, and not before: FSDP2's imports torch.distributed.tensor, which takes
-# seconds.
+# Each engine that `@register("engine")` has decorated is asked whether it recognises a model, and the first that does
+# is the model's engine. `DataParallel` comes first, because it needs no torch.distributed; then the library's engines
+# in the order of their names; then those of other packages; and `Plain`, which recognises any module. Several may
+# recognise a model that is wrapped twice, such as DDP around FSDP1: `refuse_nested` and `refuse_mixed` refuse those
+# afterwards. The modules of engines are imported when the first model is looked at, and not before, because FSDP2's
+# imports torch.distributed.tensor, which takes seconds.
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from disthooks.errors import AttachError
 def detect_engine(model: nn.Module) -> Engine:
     """The engine of ``model``, with its shards.
 
-    The model stays as it is, except that parameters that FSDP2 holds gathered are sharded again. Finding an engine
-    looks at every module and parameter, so whoever attaches finds it once and passes it down.
+    The model stays as it is, except that parameters that FSDP2 holds gathered are sharded again. Detection looks at
+    every module and parameter, so code that attaches detects the engine once and passes it down.
 
     Raises:
         UsageError: when ``model`` is no module.
@@ -44,14 +44,14 @@ def detect_engine(model: nn.Module) -> Engine:
     """
     model = unwrap_to_engine(model)
     refuse_lazy(model)
-    found = next(kind for kind in engine_kinds() if kind.recognises(model))(model)
-    refuse_nested(found.model)
-    refuse_mixed(found)
+    engine = next(kind for kind in engine_kinds() if kind.recognises(model))(model)
+    refuse_nested(engine.model)
+    refuse_mixed(engine)
     if not is_of_class(model, "DeepSpeedEngine"):
         refuse_unwrapped(model)
-    if not found.shards:
+    if not engine.shards:
         raise AttachError(f"{type(model).__name__} has no parameters")
-    return found
+    return engine
 
 
 def engine_kinds() -> Iterator[type[Engine]]:
@@ -64,7 +64,7 @@ def engine_kinds() -> Iterator[type[Engine]]:
 
 
 def refuse_unwrapped(model: nn.Module) -> None:
-    """Raise AttachError when DeepSpeed has taken the parameters of ``model`` and this is not its engine."""
+    """Raise AttachError when DeepSpeed has taken the parameters of ``model``, which is not a DeepSpeed engine."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id") or getattr(parameter, "_hp_mapping", None) is not None:
             raise AttachError(
@@ -94,7 +94,7 @@ def refuse_nested(model: nn.Module) -> None:
 
 
 def refuse_mixed(engine: Engine) -> None:
-    """Raise AttachError when a part of the model is FSDP1's, and another engine has the whole, or another part."""
+    """Raise AttachError when FSDP1 or FSDP2 has a part of the model, and another engine has the model."""
     kinds = {"FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
     for name, module in engine.model.named_modules():
         for label, kind in kinds.items():
@@ -122,7 +122,7 @@ def refuse_replicate(engine: Engine) -> None:
 
 
 def refuse_reduced(engine: Engine) -> None:
-    """Raise AttachError when DDP runs the forward from which this is called, and so reduces its gradients."""
+    """Raise AttachError when this is called in a forward of DDP, which then reduces the gradients of ``engine``."""
     ddp = ddp_under_way()
     if ddp is None:
         return

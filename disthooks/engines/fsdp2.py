@@ -46,7 +46,7 @@ from disthooks.errors import AttachError
 
 
 def shard_of(index: int, name: str, parameter: nn.Parameter, ranks: Sequence[int], rank: int) -> Shard:
-    """The part of a DTensor parameter that is on this rank; ranks that have the same elements own parameters in turn."""
+    """The part of a DTensor parameter on this rank; ranks that have the same elements own the parameters in turn."""
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     placements: Sequence[Any] = parameter.placements  # type: ignore[attr-defined]
     for placement in placements:
