@@ -64,12 +64,12 @@ class Ddp(Engine):
         if name in self._ignored:
             raise AttachError(
                 f"DDP was told to ignore {name!r}: its gradients stay different on every rank, so there is no final "
-                "one to measure; let DDP have it"
+                "one to measure; let DDP reduce them"
             )
         if hasattr(parameter, "device_mesh"):
             raise AttachError(
-                f"{name!r} is a DTensor inside DDP, and how often each of its elements is there cannot be told; use "
-                "fully_shard with a two-dimensional mesh in place of DDP"
+                f"{name!r} is a DTensor inside DDP, so disthooks cannot tell how many ranks have each of its elements; "
+                "use fully_shard with a two-dimensional mesh instead of DDP"
             )
         mine = index % len(self.ranks) == self.position
         return Shard(name, parameter, mine, "replica", Part.whole(parameter.shape), self.ranks)
@@ -124,7 +124,7 @@ class Ddp(Engine):
         thawed = [shard.name for shard in self._frozen if shard.parameter.requires_grad]
         which = f"{thawed[0]!r} was" if thawed else f"{needing - self._reduced} of the parameters were"
         raise AttachError(
-            f"{which} frozen when DDP took the model, and DDP never reduces a gradient that comes later: every rank "
-            "would train another model. Unfreeze before DDP takes the model (and freeze after it what is to rest), or "
-            "make DDP anew and attach to that"
+            f"{which} frozen when DDP took the model, and DDP never reduces the gradient of such a parameter: every "
+            "rank would train another model. Unfreeze all parameters before DDP takes the model and freeze some of "
+            "them afterwards, or make DDP anew and attach to that"
         )

@@ -72,7 +72,8 @@ class DeepSpeed(Engine):
             self._partitions = kind(engine.optimizer)
         except AttributeError as error:  # see [Note: private attributes of DeepSpeed]
             raise AttachError(
-                f"this version of DeepSpeed keeps its partitions otherwise ({error}): deepspeed 0.19.8 is known to work"
+                f"this version of DeepSpeed does not keep its partitions where disthooks expects them ({error}): "
+                "deepspeed 0.19.8 is known to work"
             ) from error
         self._engine, self._group = engine, engine.seq_data_parallel_group
         # Torch's own optimizer holds the parameters of the model; every other one holds partitions without names.
@@ -134,7 +135,7 @@ class DeepSpeed(Engine):
             optimizer = getattr(optimizer, "optimizer", None)  # accelerate's wrapper
         if given is not None and optimizer is None:
             raise AttachError(
-                f"the {type(given).__name__} is not what this engine steps ({self.label}): leave the optimizer out, or "
+                f"this engine does not step the {type(given).__name__} ({self.label}): leave the optimizer out, or "
                 "give engine.optimizer"
             )
         return own[1]
@@ -446,7 +447,7 @@ class Zero12(ShardedMasterWeights):
         if grads is None or not own.count:
             return None
         grad: torch.Tensor = grads[own.index]
-        assert grad.numel() == own.count, "DeepSpeed's gradients lie otherwise than disthooks knows; please report"
+        assert grad.numel() == own.count, "DeepSpeed's gradient has another size than disthooks expects; please report"
         if not grad.is_contiguous():  # view(-1) fails, and an edit of a copy that is not in the list would be lost
             grads[own.index] = grad = grad.contiguous()
         return grad.view(-1)
@@ -547,7 +548,7 @@ _KINDS: dict[str, type[Partitions]] = {
 
 def _check_compiled(engine: Any) -> None:
     if getattr(engine, "is_deepcompile_active", lambda: False)():
-        raise AttachError("DeepCompile reduces gradients inside the compiled graph, where hooks see none: turn it off")
+        raise AttachError("DeepCompile reduces gradients inside the compiled graph, and hooks never run: turn it off")
 
 
 _REFUSED: dict[str, Callable[[Any], bool]] = {

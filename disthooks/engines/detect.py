@@ -100,8 +100,8 @@ def refuse_mixed(engine: Engine) -> None:
         for label, kind in kinds.items():
             if is_of_class(module, kind) and label != engine.label:
                 raise AttachError(
-                    f"{name or 'the model'!r} is {label}'s and the model is {engine.label}'s: what becomes of a "
-                    "gradient there cannot be told; use one of them for the whole model"
+                    f"{label} has {name or 'the model'!r} and the engine of the model is {engine.label}, so disthooks "
+                    "cannot tell when a gradient is final; use one of them for the whole model"
                 )
 
 
@@ -116,8 +116,9 @@ def refuse_replicate(engine: Engine) -> None:
         if any(kind.__module__ == _REPLICATE and kind.__name__ == "DDP" for kind in type(module).__mro__):
             raise AttachError(
                 f"{name or 'the model'!r} is in torch.distributed._composable.replicate, which reduces its gradients "
-                "and does not say with whom: NaN would be blamed on the wrong rank, and every rank would write to the "
-                "sinks; use nn.parallel.DistributedDataParallel, or fully_shard, and attach to what that returns"
+                "over ranks that disthooks cannot find out: NaN would be blamed on the wrong rank, and every rank "
+                "would write to the sinks; use nn.parallel.DistributedDataParallel or fully_shard, and attach to the "
+                "model that it returns"
             )
 
 
@@ -132,6 +133,6 @@ def refuse_reduced(engine: Engine) -> None:
         if id(shard.parameter) in reduced and shard.parameter.requires_grad:
             raise AttachError(
                 f"DDP reduces the gradient of {shard.name!r} over ranks, and gradients() was attached to the module "
-                "inside it: each rank would measure by itself, call itself the first and write to the sinks; attach "
-                "after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
+                "inside it: each rank would measure its own gradients and write to the sinks as if it were the only "
+                "one; attach after DDP took the model, to what nn.parallel.DistributedDataParallel returned"
             )

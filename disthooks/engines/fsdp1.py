@@ -46,6 +46,8 @@ from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removab
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
 from disthooks.errors import AttachError, UsageError
 
+_FSDP1 = "FullyShardedDataParallel"
+
 
 class FlatParamView(NamedTuple):
     """One of the user's parameters inside a flat one.
@@ -71,10 +73,6 @@ class FlatParamView(NamedTuple):
     def of_whole(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's part of a whole flat tensor, in the parameter's shape; it shares memory."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
-
-    def of_shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of this rank's shard of a flat tensor: one dimension, no padding, shared memory."""
-        return flat[self.local[0] : self.local[1]]
 
     def is_in_order(self) -> bool:
         """Whether the elements lie in the order of their indices; in ``channels_last`` they do not."""
@@ -113,8 +111,9 @@ class FlatUnit:
         self.is_sharded: bool = self._handle.uses_sharded_strategy
         self._is_reduced = True
         self.views = tuple(self._find_views())
-        held = self.flat._params if self.has_original else [self.flat] * len(self.views)
-        self.optimizer_parameters: tuple[nn.Parameter, ...] = tuple(held)
+        self.optimizer_parameters: tuple[nn.Parameter, ...] = (
+            tuple(self.flat._params) if self.has_original else (self.flat,) * len(self.views)
+        )
         self.ranks, self.replica_ranks = self._ranks()
         mixed_up = [view.name for view in self.views if not view.is_in_order()]
         if mixed_up and self.has_original and not self.is_sharded:
@@ -140,7 +139,7 @@ class FlatUnit:
         return self.flat.grad is None or self.flat.grad.size() == self.flat._sharded_size
 
     def watch_reduction(self) -> Any:
-        """Under NO_SHARD, put on a hook that notes in each backward whether FSDP reduces; otherwise give None.
+        """Under NO_SHARD, put on a hook that notes in each backward whether FSDP reduces; otherwise return None.
 
         See [Note: gradients of FSDP1].
         """
@@ -176,8 +175,8 @@ class FlatUnit:
             name, here = canonical_name(f"{self.name}.{flat._fqns[i]}".lstrip(".")), flat._shard_param_infos[i]
             if flat._param_extensions[i] is not None:
                 raise AttachError(
-                    f"{name!r} is a DTensor inside FSDP1, and which of its elements a rank has cannot be told; use "
-                    "torch.distributed.fsdp.fully_shard with tensor parallelism"
+                    f"{name!r} is a DTensor inside FSDP1, so disthooks cannot tell which of its elements a rank has; "
+                    "use torch.distributed.fsdp.fully_shard with tensor parallelism"
                 )
             local, span = (0, 0), (0, 0)
             if here.in_shard:
@@ -207,19 +206,10 @@ class FlatUnit:
         count, world = len(ranks) * len(replica_ranks), dist.get_world_size()
         if count != world:
             raise AttachError(
-                f"{shown} is HYBRID_SHARD over process groups that make {count} of {world} ranks, and which ones "
-                "cannot be told from them: give FullyShardedDataParallel a device_mesh in their place"
+                f"{shown} is HYBRID_SHARD over process groups that make {count} of {world} ranks, so disthooks cannot "
+                "tell which ranks train together: give FullyShardedDataParallel a device_mesh instead of process groups"
             )
         return tuple(range(count)), replica_ranks
-
-
-def units_of(model: nn.Module) -> tuple[FlatUnit, ...]:
-    """Every FSDP1 module of ``model`` that has parameters of its own, in the same order on every rank."""
-    named = ((canonical_name(name), module) for name, module in model.named_modules() if is_of_class(module, _FSDP1))
-    return tuple(FlatUnit(name, module) for name, module in named if module.__dict__["_handle"] is not None)
-
-
-_FSDP1 = "FullyShardedDataParallel"
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +251,8 @@ class FlatShard(Shard):
         return self.gradient()  # FSDP1 has no tensor that stands for the whole gradient
 
     def _of(self, flat: torch.Tensor) -> torch.Tensor:
-        return self.view.of_shard(flat) if self.unit.is_sharded else self.view.of_whole(flat)
+        # This rank's shard of the flat tensor has one dimension, and padding that is in no view.
+        return flat[slice(*self.view.local)] if self.unit.is_sharded else self.view.of_whole(flat)
 
 
 @register("engine")
@@ -274,7 +265,9 @@ class Fsdp1(Engine):
     label = "FSDP1"
 
     def __init__(self, model: nn.Module) -> None:
-        self._units = units_of(model)
+        units = ((name, module) for name, module in model.named_modules() if is_of_class(module, _FSDP1))
+        # An FSDP module without a handle has no parameters of its own.
+        self._units = tuple(FlatUnit(canonical_name(n), m) for n, m in units if m.__dict__["_handle"] is not None)
         if not self._units:
             raise AttachError("FullyShardedDataParallel has no parameters: is everything in ignored_states?")
         one = self._units[0]
@@ -282,8 +275,8 @@ class Fsdp1(Engine):
             if other.ranks != one.ranks:
                 raise AttachError(
                     f"FSDP1 has {one.name or 'the model'!r} on ranks {list(one.ranks)} and "
-                    f"{other.name or 'the model'!r} on {list(other.ranks)}, and how often each element is there cannot "
-                    "be told; give them all the same process_group or device_mesh"
+                    f"{other.name or 'the model'!r} on {list(other.ranks)}, so disthooks cannot tell how many ranks "
+                    "have each element; give them all the same process_group or device_mesh"
                 )
         super().__init__(model, one.ranks, one.ranks.index(dist.get_rank()))
         # Without `use_orig_params` the optimizer steps a flat parameter as a whole.
@@ -296,8 +289,8 @@ class Fsdp1(Engine):
     def shard(self, index: int, name: str, parameter: nn.Parameter) -> Shard:
         if hasattr(parameter, "device_mesh"):
             raise AttachError(
-                f"{name!r} is a DTensor beside FSDP1, and how often each of its elements is there cannot be told; use "
-                "torch.distributed.fsdp.fully_shard for the whole model"
+                f"{name!r} is a DTensor beside FSDP1, so disthooks cannot tell how many ranks have each of its "
+                "elements; use torch.distributed.fsdp.fully_shard for the whole model"
             )
         return Shard(name, parameter, self.position == 0, "unreduced", Part.whole(parameter.shape), self.ranks)
 
@@ -439,8 +432,8 @@ class _FlatHook:
             )
         raise AttachError(
             f"the gradient of {shown!r} came in several parts in one backward (FSDP1): under mixed precision a "
-            "module that FSDP wraps gives one for each time it is called; wrap the module that calls it in its "
-            "place, or leave out param_dtype"
+            "module that FSDP wraps gives one for each time it is called; wrap the module that calls it instead, or "
+            "leave out param_dtype"
         )
 
     def remove(self) -> None:

@@ -84,8 +84,8 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     if strange:
         shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in found.items())
         raise AttachError(
-            f"parameters live on different sets of ranks ({shown}), and how often each element is there cannot be "
-            "told; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
+            f"parameters live on different sets of ranks ({shown}), so disthooks cannot tell how many ranks have each "
+            "element; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
         )
     _check_all_averaged(model)
     return most
@@ -149,8 +149,8 @@ def _replica_ranks(
     if math.prod(grid.shape[dim] for dim in spanned) != len(in_root):
         raise AttachError(
             f"{name!r} lies on ranks {sorted(in_root)}, which are not whole dimensions of the mesh that they were "
-            f"sliced from ({tuple(grid.shape)}), and how often each element is there cannot be told; slice the mesh "
-            "by the names of its dimensions"
+            f"sliced from ({tuple(grid.shape)}), so disthooks cannot tell how many ranks have each element; slice the "
+            "mesh by the names of its dimensions"
         )
     found: set[int] = set()
     for r in alike:
@@ -161,7 +161,7 @@ def _replica_ranks(
     if grid.numel() < len(ranks):
         raise AttachError(
             f"{name!r} lies on a mesh of its own, of ranks {sorted(grid.flatten().tolist())}, and other parameters on "
-            f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that replicas can be told"
+            f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that disthooks can find the replicas"
         )
     return tuple(sorted(found))
 

@@ -272,7 +272,7 @@ class StepHooks:
         if any(each.on_repeat == "refuse" for each in self.before):
             raise UsageError(
                 f"{type(optimizer).__name__} calls its closure more than once in a step, as LBFGS does, and uses the "
-                "gradients of each call, so a rule for the step's gradients has no place: leave the rules out "
+                "gradients of each call, so no rule can act on the gradients of the step: leave the rules out "
                 "(statistics are of the first call), give functions to on_gradient(), which sees each call, or use "
                 "another optimizer"
             )

@@ -286,7 +286,7 @@ def test_what_cannot_be_right_is_refused(ranks: Ranks) -> None:
         "stage 0 in fp16": "AttachError: DeepSpeed with fp16 at stage 0",
         "the model inside": "AttachError: DeepSpeed has partitioned '",
         "a part": "AttachError: '0' is wrapped in DeepSpeedEngine",
-        "another optimizer": "AttachError: the SGD is not what this engine steps",
+        "another optimizer": "AttachError: this engine does not step the SGD",
         "no optimizer on a plain module": "UsageError: which optimizer?",
         "engine.optimizer": "nothing",
         "basic_optimizer": "nothing",
