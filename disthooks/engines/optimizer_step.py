@@ -79,10 +79,10 @@ class PreparedStep:
 
     def __init__(self, optimizer: Any, decision: torch.Tensor | None) -> None:
         self.decision = decision
-        found = list(_with_grads(optimizer))
-        self._grad = TensorWeakRef(found[0].grad) if found else None
+        parameters = list(_with_grads(optimizer))
+        self._grad = TensorWeakRef(parameters[0].grad) if parameters else None
         self._has_new_gradient = False
-        trained = [parameter for parameter in found if parameter.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         ends = {id(parameter): parameter for parameter in (*trained[:1], *trained[-1:])}.values()
         self._handles = [parameter.register_post_accumulate_grad_hook(self._note_new_gradient) for parameter in ends]
         # FSDP1 marks the parameters that it has, on every rank alike, and calls no hooks after accumulating.
@@ -91,7 +91,7 @@ class PreparedStep:
         self._sequence_number = sequence_number()
 
     def is_same_moment(self) -> bool:
-        """Whether no node of a graph was made since the step was begun, so that no backward can have run."""
+        """Whether no node of an autograd graph was made since the step was begun, so that no other forward has run."""
         return sequence_number() == self._sequence_number
 
     def is_same_step(self, optimizer: Any) -> bool:
@@ -103,8 +103,8 @@ class PreparedStep:
         if self.is_same_moment():
             return True
         now = [parameter.grad for parameter in _with_grads(optimizer)]
-        kept = not now if self._grad is None else any(grad is self._grad() for grad in now)
-        return kept and not self._has_new_gradient
+        is_there = not now if self._grad is None else any(grad is self._grad() for grad in now)
+        return is_there and not self._has_new_gradient
 
     def is_under_way(self, optimizer: Any) -> bool:
         """Whether this step is certainly the one that is under way, so that it is not begun a second time.
@@ -366,7 +366,7 @@ class _StepPatch:
         true = inner.function
 
         @functools.wraps(true)
-        @uncompiled("what is attached decides on the host about the step", callees=False)
+        @uncompiled("disthooks decides on the host whether the step is made", callees=False)
         def step(*args: Any, **kwargs: Any) -> Any:
             hooks = StepHooks.find(args[0])
             return true(*args, **kwargs) if hooks is None else hooks.make(true, args[0], args, kwargs)
