@@ -38,16 +38,20 @@ def configuration() -> tuple[dict[str, Any], Any]:
     """Find the configuration that a run would use here.
 
     Returns:
-        The facts: where it was found, the ones that it takes precedence over, and its error. And the plan; None if
-        there is no configuration, or it is wrong.
+        The facts: the place of the configuration, the configurations that it takes precedence over, and its error. And
+        the plan; None if there is no configuration, or it is wrong.
     """
     from disthooks.config import from_config
     from disthooks.config.locate import find
     from disthooks.errors import DisthooksError
 
     facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None}
+    try:  # the DeepSpeed JSON that `accelerate launch` names may have a configuration in it
+        deepspeed = json.loads(pathlib.Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    except (KeyError, OSError, ValueError):
+        deepspeed = None
     try:
-        found = find(engine_config=_deepspeed_config())
+        found = find(engine_config=deepspeed)
         facts |= {
             "origin": found.origin,
             "source": os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else dict(found.source),
@@ -60,31 +64,19 @@ def configuration() -> tuple[dict[str, Any], Any]:
         return facts | {"error": None if nothing else text}, None
 
 
-def _deepspeed_config() -> Any:
-    """The DeepSpeed JSON that ``accelerate launch`` names; None if there is none."""
-    try:
-        return json.loads(pathlib.Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
-    except (KeyError, OSError, ValueError):
-        return None
-
-
 def directories(plan: Any) -> dict[str, list[str]]:
     """The directories that the stores of ``plan`` write to, each with the entries that name it."""
-    found: dict[str, list[str]] = {}
-    for i, (_, line) in enumerate(plan.saves):
-        for directory in _of_store(line.store):
-            found.setdefault(directory, []).append(f"save.{i}")
-    return found
-
-
-def _of_store(store: Any) -> Iterator[str]:
     from disthooks._ranks import local_rank
 
-    here = local_rank()
-    for directory in getattr(store, "directories", ()):
-        yield directory.replace("{local_rank}", here)
-    for inner in getattr(store, "stores", ()):
-        yield from _of_store(inner)
+    found: dict[str, list[str]] = {}
+    for i, (_, pipeline) in enumerate(plan.saves):
+        stores = [pipeline.store]
+        while stores:
+            store = stores.pop(0)
+            for directory in getattr(store, "directories", ()):
+                found.setdefault(directory.replace("{local_rank}", local_rank()), []).append(f"save.{i}")
+            stores = [*getattr(store, "stores", ()), *stores]  # Tiered has stores inside it
+    return found
 
 
 def missing_sinks(plan: Any) -> list[tuple[str, str]]:
@@ -137,14 +129,12 @@ def versions() -> dict[str, str | None]:
     from disthooks import __version__
 
     found: dict[str, str | None] = {"disthooks": __version__, "python": platform.python_version()}
-    return found | {name: _version(name) for name in ("torch", *PACKAGES)}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for name in ("torch", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def environment() -> dict[str, str]:
@@ -165,28 +155,36 @@ def torch_facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    try:  # the version of NVIDIA's driver, from its kernel module
+        driver = re.search(r"Kernel Module.*?\s(\d+\.\d+(\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
+    except OSError:
+        driver = None
+    devices = []
+    for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
+        about = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        address = [getattr(about, name, None) for name in names]  # older versions of torch have none of these
+        devices.append(
+            {
+                "index": index,
+                "name": about.name,
+                "capability": f"{about.major}.{about.minor}",
+                "memory_bytes": total,
+                "free_bytes": free,
+                "numa_node": numa_node(*address),
+            }
+        )
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "driver": _driver(),
+        "driver": driver[1] if driver else None,
         "backends": [name for name in backends if dist.is_available() and dist.is_backend_available(name)],
         "threads": torch.get_num_threads(),
-        "devices": [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+        "devices": devices,
     }
-
-
-def _device(index: int) -> dict[str, Any]:
-    import torch
-
-    about = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    kind = f"{about.major}.{about.minor}"
-    facts = {"index": index, "name": about.name, "capability": kind, "memory_bytes": total, "free_bytes": free}
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    address = [getattr(about, name, None) for name in names]  # older versions of torch have none of these
-    return facts | {"numa_node": numa_node(*address)}
 
 
 def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | None:
@@ -204,15 +202,6 @@ def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | 
     return None if node < 0 else node
 
 
-def _driver() -> str | None:
-    """The version of NVIDIA's driver, from its kernel module."""
-    try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(\.\d+)?)\s", _text("/proc/driver/nvidia/version"))
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
 def _text(path: str) -> str:
     return pathlib.Path(path).read_text(errors="replace")
 
@@ -225,38 +214,31 @@ def cores() -> dict[str, int]:
 
 def memory_facts() -> dict[str, int | None]:
     """Bytes of memory, of memory that may be locked, and of ``/dev/shm``. None means no limit, or not known."""
+    try:
+        found = re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo"))
+    except OSError:
+        found = []
+    meminfo = {name: int(kib) * 1024 for name, kib in found}
+    limit = None  # the memory limit of the container
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(_text(path))
+            break
+        except (OSError, ValueError):  # the text "max" means no limit
+            continue
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         shm = shutil.disk_usage("/dev/shm")
     except OSError:
         shm = None
     return {
-        "total_bytes": _meminfo("MemTotal"),
-        "available_bytes": _meminfo("MemAvailable"),
-        "limit_bytes": _group_limit(),
+        "total_bytes": meminfo.get("MemTotal"),
+        "available_bytes": meminfo.get("MemAvailable"),
+        "limit_bytes": limit if limit is not None and limit < 1 << 60 else None,  # an enormous number means no limit
         "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "shm_bytes": shm and shm.total,
         "shm_free_bytes": shm and shm.free,
     }
-
-
-def _meminfo(name: str) -> int | None:
-    try:
-        found = re.search(rf"{name}:\s+(\d+) kB", _text("/proc/meminfo"))
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
-
-
-def _group_limit() -> int | None:
-    """The memory limit of the container in bytes; None if there is no limit."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(_text(path))
-        except (OSError, ValueError):  # the text "max" means no limit
-            continue
-        return limit if limit < 1 << 60 else None
-    return None
 
 
 def tools() -> dict[str, str | None]:
@@ -327,7 +309,8 @@ def accelerate_config() -> pathlib.Path | None:
 
 
 Facts = Mapping[str, Any]
-_ALONE = "each process would believe to be alone: it trains on all the data, and nobody adds up gradients"
+_YES = ("1", "true", "yes")  # the values with which a variable of accelerate is on
+_ALONE = "each process would believe to be alone, train on all the data, and not add up gradients with the others"
 _LITTLE_DISK = 1 << 30
 _LITTLE_SHM = 1 << 30
 _LITTLE_LOCKED = 1 << 30
@@ -347,14 +330,15 @@ def problems(facts: Facts) -> list[Problem]:
     return [Problem(*found) for rule in RULES for found in rule(facts)]
 
 
+#: What a rule yields: for each problem the texts of a :class:`Problem`.
 Told = Iterator[tuple[str, str, str]]
 
 
 def _configuration(facts: Facts) -> Told:
     if facts["config"]["error"]:
-        yield "the configuration", facts["config"]["error"], "mend it: `disthooks check FILE` says the same"
+        yield "the configuration", facts["config"]["error"], "correct it: `disthooks check FILE` shows the same error"
     for name, remedy in facts["config"].get("missing", ()):
-        yield f"the sink {name}", "its package is not installed; the run would stop when it attaches", remedy
+        yield f"the sink {name}", "its package is not installed, so the run would fail when it attaches", remedy
     if facts["config"]["source"] is None:
         return
     for name, package in (("pydantic", "pydantic"), ("pyyaml", "PyYAML")):
@@ -371,11 +355,11 @@ def _directories(facts: Facts) -> Told:
             why = f"{there['file_system']} is memory: tensors that are moved there stay in memory"
             yield where, why, "name a directory on a disk; TMPDIR moves the temporary directory"
         elif there["free_bytes"] < _LITTLE_DISK:
-            why = f"{there['free_bytes'] / 1e9:.2f} GB are free, and one forward must have room"
-            yield where, why, "make room, or name another directory"
+            why = f"{there['free_bytes'] / 1e9:.2f} GB are free, and the saved tensors of one forward need room"
+            yield where, why, "free some space, or name another directory"
         elif str(there["file_system"]).startswith(("nfs", "cifs", "smb", "9p", "lustre", "ceph", "beegfs", "fuse.")):
             why = f"it may be a network's ({there['file_system']}): all processes share its speed, {there['roles']}"
-            yield where, why, "a disk of the node itself is better"
+            yield where, why, "name a directory on a disk of the node itself"
 
 
 def _memory(facts: Facts) -> Told:
@@ -388,7 +372,7 @@ def _memory(facts: Facts) -> Told:
         why = f"{locked} bytes may be locked, and InfiniBand registers its buffers against that limit"
         yield "memlock", why, "ulimit -l unlimited; docker run --ulimit memlock=-1"
     if facts["link"] and facts["link"]["error"]:
-        yield "copies between GPU and CPU", facts["link"]["error"], "free memory, or raise the limit of what is locked"
+        yield "copies between GPU and CPU", facts["link"]["error"], "free memory, or raise the limit of locked memory"
 
 
 def _devices(facts: Facts) -> Told:
@@ -396,24 +380,26 @@ def _devices(facts: Facts) -> Told:
     here = int(told.get("LOCAL_WORLD_SIZE", "1"))
     if torch["cuda"] and not torch["devices"]:
         why = f"torch was built for CUDA {torch['cuda']} and sees no GPU (driver: {torch['driver'] or 'none'})"
-        yield "GPUs", why, "none is needed; if there is one, look at CUDA_VISIBLE_DEVICES and the driver's version"
+        yield "GPUs", why, "if this machine has a GPU, check CUDA_VISIBLE_DEVICES and the version of the driver"
     if facts["nvidia"] and not torch["cuda"]:
-        yield "GPUs", "there is one, and this torch was built without CUDA", "install a torch that has it"
+        yield "GPUs", "this machine has one, and this torch was built without CUDA", "install a torch with CUDA"
     if 0 < len(torch["devices"]) < here:
         why = f"{here} processes of this node share {len(torch['devices'])} GPUs, which nccl refuses"
         yield "GPUs", why, "start as many processes as there are GPUs"
     if "gloo" not in torch["backends"]:
-        yield "several processes", "this torch has no gloo, which gathers what is not on a GPU", "install another torch"
+        yield "several processes", "this torch has no gloo, which gathers CPU tensors", "install a torch that has gloo"
     if torch["devices"] and here > 1 and "nccl" not in torch["backends"]:
-        yield "several GPUs", "this torch has no nccl", "install another torch"
+        yield "several GPUs", "this torch has no nccl", "install a torch that has nccl"
 
 
 def _deepspeed(facts: Facts) -> Told:
     for lock in facts["build_locks"]:
         if lock["age_s"] > _LONG_BUILD:
-            why = f"{lock['path']} is {lock['age_s'] // 60} minutes old: a build that was killed left it, and whoever "
-            why += "wants the operator waits for it without a word (DeepSpeed on a CPU builds one when it starts)"
-            yield "operators built when first used", why, "delete that file, unless a build is under way"
+            why = (
+                f"{lock['path']} is {lock['age_s'] // 60} minutes old: a killed build left it, and every process that "
+            )
+            why += "needs the operator waits for it, without a message (DeepSpeed on a CPU builds one when it starts)"
+            yield "operators built when first used", why, "delete that file, unless a build is running"
     if facts["versions"]["deepspeed"] is None:
         return
     lacking = [name for name in ("c++", "ninja") if not facts["tools"][name]]
@@ -447,7 +433,7 @@ def _alone(facts: Facts) -> Told:
             yield (
                 "several processes",
                 f"{by} started {told[name]} ({name}), and torch reads none of its variables; {_ALONE}",
-                "one task for each node, and torchrun in it, as launch/slurm.sbatch does",
+                "start one task on each node, and torchrun in it, as launch/slurm.sbatch does",
             )
 
 
@@ -466,10 +452,9 @@ def _restarts(facts: Facts) -> Told:
     )
     restarts = max(restarts, _whole((facts["accelerate"] or {}).get("max_restarts"), 0))
     if restarts and told.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        why = (
-            f"--max-restarts {restarts} never recovered with torch 2.13 and gloo: the store dies with the first attempt"
-        )
-        yield "restarts", why, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
+        why = f"--max-restarts {restarts} never recovered with torch 2.13 and gloo: "
+        why += "the store ends with the first attempt"
+        yield "restarts", why, "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun"
 
 
 def _threads(facts: Facts) -> Told:
@@ -477,8 +462,8 @@ def _threads(facts: Facts) -> Told:
     processes = max(_number(told, "LOCAL_WORLD_SIZE"), _number(told, "PET_NPROC_PER_NODE"))
     wanted = max(1, usable // processes)
     if processes > 1 and told.get("OMP_NUM_THREADS", "1") == "1" and wanted > 1:
-        why = f"torchrun sets OMP_NUM_THREADS to 1 where it is not set: {processes} of {usable} cores would compute"
-        yield "threads", why, f"OMP_NUM_THREADS={wanted}"
+        why = f"torchrun sets OMP_NUM_THREADS to 1 if it is not set: {processes} of {usable} cores would compute"
+        yield "threads", why, f"set OMP_NUM_THREADS={wanted}"
 
 
 def _accelerate(facts: Facts) -> Told:
@@ -486,25 +471,22 @@ def _accelerate(facts: Facts) -> Told:
     kind, count = str(config.get("distributed_type", "")).upper(), _whole(config.get("num_processes"), 1)
     where = f"accelerate launch with {config.get('path')}"
     if "disthooks" in config.get("keys", ()):
-        why = "accelerate refuses keys that it does not know, `disthooks` too"
-        yield where, why, "`disthooks launch --config_file FILE`, which takes it out; or DISTHOOKS_CONFIG=hooks.yaml"
+        why = "accelerate refuses keys that it does not know, and `disthooks` is one of them"
+        do = "use `disthooks launch --config_file FILE`, which removes the key; or set DISTHOOKS_CONFIG=hooks.yaml"
+        yield where, why, do
     if kind == "MULTI_CPU" and count > 1 and not facts["tools"]["mpirun"]:
-        yield where, f"MULTI_CPU without mpirun starts one process, not {count}", "torchrun, or install an MPI"
+        yield where, f"MULTI_CPU without mpirun starts one process, not {count}", "use torchrun, or install an MPI"
     if kind == "MULTI_GPU" and config.get("use_cpu"):
-        yield where, f"MULTI_GPU with use_cpu: {_ALONE}", "distributed_type: MULTI_CPU with an MPI, or use torchrun"
-    yield from _on_cpu(facts, where, kind, bool(config.get("use_cpu")))
-
-
-def _on_cpu(facts: Facts, where: str, kind: str, asked: bool) -> Told:
-    """Problems of engines that accelerate does not use on a CPU. ``use_cpu: true`` sets ``ACCELERATE_USE_CPU``."""
-    told = facts["environment"]
-    if told.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-        asked, where = True, "ACCELERATE_USE_CPU"
+        yield where, f"MULTI_GPU with use_cpu: {_ALONE}", "use distributed_type: MULTI_CPU with an MPI, or torchrun"
+    # On a CPU accelerate does not use some engines. `accelerate launch` sets these variables from its options.
+    told, on_cpu = facts["environment"], bool(config.get("use_cpu"))
+    if told.get("ACCELERATE_USE_CPU", "").lower() in _YES:
+        on_cpu, where = True, "ACCELERATE_USE_CPU"
         for name, engine in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_FSDP", "FSDP")):
-            kind = engine if told.get(name, "").lower() in ("1", "true", "yes") else kind
-    if asked and kind in ("DEEPSPEED", "FSDP"):
-        why = f"on the CPU accelerate makes DDP of {kind} without a word: nothing would be sharded"
-        yield where, why, "without GPUs use the engine by itself: torchrun with fully_shard, or deepspeed"
+            kind = engine if told.get(name, "").lower() in _YES else kind
+    if on_cpu and kind in ("DEEPSPEED", "FSDP"):
+        why = f"on the CPU accelerate makes DDP of {kind} and does not say so: nothing would be sharded"
+        yield where, why, "without GPUs use the engine without accelerate: torchrun with fully_shard, or deepspeed"
     if kind == "DEEPSPEED" and not facts["torch"]["devices"] and facts["versions"]["transformers"] is None:
         yield (
             where,

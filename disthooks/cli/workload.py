@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -21,7 +22,7 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -70,12 +71,12 @@ class SaveEntry:
     Attributes:
         where: its name in the file, such as "save.0".
         at: the file and the line.
-        patterns: its patterns, as the file has them.
-        pipeline: its pipeline.
+        patterns: the patterns of its modules, as they are in the file.
+        pipeline: its codecs and store.
         matched: for each pattern, the names of the modules that it matches.
         placed: the pipeline, with the store that a ``budget`` puts in front of its own; None before the model is known.
-        modules: the modules that have the hooks, by name: no module inside another, and no container that is never
-            called.
+        modules: the modules that get hooks, by name. A module inside another of them gets none, nor does a container
+            that is never called.
     """
 
     where: str
@@ -88,8 +89,9 @@ class SaveEntry:
 
     def parameters(self) -> int:
         """The number of elements of the parameters inside, each parameter once."""
-        every = {id(p): _size(p) for module in self.modules.values() for p in module.parameters()}
-        return sum(every.values())
+        every = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        # A parameter of a lazy module that has not run has no shape yet.
+        return sum(p.numel() for p in every.values() if not nn.parameter.is_lazy(p))
 
 
 def entries_of(plan: Any) -> list[SaveEntry]:
@@ -107,7 +109,11 @@ def place(plan: Any, entries: list[SaveEntry], model: nn.Module, findings: Findi
     """
     before = len(findings.errors)
     for entry in entries:
-        _match(entry, model, findings)
+        for pattern in entry.patterns:  # one at a time, so that the check reports all patterns that match nothing
+            try:
+                entry.matched[str(pattern)] = list(dict(match_modules(model, [pattern])))
+            except DisthooksError as error:
+                findings.failed(f"{entry.at}: {entry.where}", error)
     try:
         if len(findings.errors) == before:  # each of these calls stops at its first error
             check_conflicts(model, [entry.patterns for entry in entries], plan.source)
@@ -116,16 +122,12 @@ def place(plan: Any, entries: list[SaveEntry], model: nn.Module, findings: Findi
     except DisthooksError as error:
         findings.failed("", error)
     for entry in entries:
-        _conflicts(entry, model, findings)
-
-
-def _match(entry: SaveEntry, model: nn.Module, findings: Findings) -> None:
-    for pattern in entry.patterns:
-        try:
-            names = [name for name, _ in match_modules(model, [pattern])]
-            entry.matched[str(pattern)] = list(dict.fromkeys(names))
-        except DisthooksError as error:
-            findings.failed(f"{entry.at}: {entry.where}", error)
+        lost, warned = conflicts(model, entry.modules)
+        findings.warnings += [f"{entry.where}: {text}" for text in warned]
+        if lost and len(lost) == len(entry.modules):
+            findings.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
+        else:
+            findings.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
 
 
 def _attach_entries(entries: list[SaveEntry], pipelines: list[Pipeline], model: nn.Module, findings: Findings) -> None:
@@ -139,80 +141,43 @@ def _attach_entries(entries: list[SaveEntry], pipelines: list[Pipeline], model: 
                 entry.modules, entry.placed = dict(chosen(model, entry.patterns)), pipeline
 
 
-def _conflicts(entry: SaveEntry, model: nn.Module, findings: Findings) -> None:
-    lost, warned = conflicts(model, entry.modules)
-    findings.warnings += [f"{entry.where}: {text}" for text in warned]
-    if lost and len(lost) == len(entry.modules):
-        findings.failed(f"{entry.at}: {entry.where}", f"it would save nothing: {next(iter(lost.values()))}")
-    else:
-        findings.warnings += [f"{entry.where}: {name!r} would save nothing: {why}" for name, why in lost.items()]
-
-
-def _size(parameter: nn.Parameter) -> int:
-    """How many elements ``parameter`` has; 0 if it belongs to a lazy module that has not run."""
-    return 0 if nn.parameter.is_lazy(parameter) else parameter.numel()
-
-
-_GONE = "what is saved there is computed again anyway; take {whole!r} itself, or a module around it"
-
-
 def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
     """Conflicts of hooks on ``modules`` with checkpointing and compiled code.
 
     Returns:
         The modules that would save nothing, with the reason, by name; and warnings about the others.
     """
-    regions, compiled = list(_checkpointed(model)), list(_compiled(model))
     lost: dict[str, str] = {}
     warned: list[str] = []
-    for name, module in modules.items():
-        for whole, region, what in regions:
-            if _is_inside(module, region):
-                lost[name] = f"it is inside {whole!r}, {what}: {_GONE.format(whole=whole)}"
-        for whole, part in compiled:
-            if _is_inside(module, part):
-                warned.append(
-                    f"{name!r} is inside {whole!r}, which is compiled: its graph breaks there; compile the "
-                    "modules that have the hooks, each by itself"
-                )
-    return lost, warned + _unsure(model, modules)
-
-
-def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
-    return module is not outer and any(part is module for part in outer.modules())
-
-
-def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules whose inside is computed again in backward: name, module, and the wrapper that computes it."""
-    for name, module in unwrap_engine(model).named_modules():
-        if is_of_class(module, "CheckpointWrapper"):
-            yield canonical_name(name), module, "a CheckpointWrapper of torch"
-        elif is_of_class(module, "GradientCheckpointingLayer") and _is_on(module):
-            yield canonical_name(name), module, "which transformers' gradient_checkpointing computes again"
-
-
-def _is_on(module: nn.Module) -> bool:
-    return getattr(module, "gradient_checkpointing", False) is True
-
-
-def _unsure(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Warnings about modules that checkpoint layers in their own forward: only a run shows which layers."""
-    found = []
-    for name, module in unwrap_engine(model).named_modules():
-        known = any(is_of_class(part, "GradientCheckpointingLayer") for part in module.modules())
-        taken = [each for each, part in modules.items() if _is_inside(part, module)]
-        if _is_on(module) and not known and taken:
-            found.append(
-                f"gradient_checkpointing is on in {canonical_name(name) or 'the model'!r}: if it checkpoints "
-                f"{taken[0]!r}, the hooks there save nothing; give example inputs, and a run will tell"
+    for name, region in unwrap_engine(model).named_modules():
+        whole = canonical_name(name)
+        is_compiled = "_orig_mod" in region._modules or getattr(region, "_compiled_call_impl", None) is not None
+        # transformers sets this attribute on its layers, and on models that checkpoint layers in their own forward.
+        is_on = getattr(region, "gradient_checkpointing", False) is True
+        what = ""
+        if is_of_class(region, "CheckpointWrapper"):
+            what = "a CheckpointWrapper of torch"
+        elif is_on and is_of_class(region, "GradientCheckpointingLayer"):
+            what = "which transformers' gradient_checkpointing computes again"
+        if not (is_compiled or is_on or what):
+            continue
+        parts = {id(part) for part in region.modules() if part is not region}
+        inside = [each for each, module in modules.items() if id(module) in parts]
+        if what:
+            remedy = f"what is saved there is computed again anyway; take {whole!r} itself, or a module around it"
+            lost |= dict.fromkeys(inside, f"it is inside {whole!r}, {what}: {remedy}")
+        elif is_on and inside and not any(is_of_class(m, "GradientCheckpointingLayer") for m in region.modules()):
+            warned.append(
+                f"gradient_checkpointing is on in {whole or 'the model'!r}: if it checkpoints {inside[0]!r}, the hooks "
+                "there save nothing; give example inputs, and a run will tell"
             )
-    return found
-
-
-def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in unwrap_engine(model).named_modules():
-        if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
-            yield canonical_name(name) or "the model", module
+        if is_compiled:
+            warned += [
+                f"{each!r} is inside {whole or 'the model'!r}, which is compiled: its graph breaks there; compile the "
+                "modules that have the hooks, each by itself"
+                for each in inside
+            ]
+    return lost, warned
 
 
 def build(name: str) -> tuple[Any, Any]:
@@ -297,7 +262,7 @@ def step(model: nn.Module, inputs: Any) -> None:
         UsageError: if the model raises, or no tensor in its output requires a gradient.
     """
     try:
-        torch.autograd.backward(_loss(_called(model, inputs)))
+        torch.autograd.backward(_loss(model, inputs))
     except DisthooksError:
         raise
     except Exception as error:
@@ -306,14 +271,12 @@ def step(model: nn.Module, inputs: Any) -> None:
         model.zero_grad(set_to_none=True)
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
+    """Run the forward; return the ``loss`` of the output, or the sum of all its tensors that require a gradient."""
     if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-def _loss(output: Any) -> torch.Tensor:
-    """The ``loss`` of the output if it has one, or the sum over all its tensors that require a gradient."""
+        output = model(**inputs)
+    else:
+        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.requires_grad:
         return given.sum()
@@ -328,9 +291,10 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
     attached: dict[str, Saving] = {}
     try:
         for name, module, pipeline in placed:
-            attached[name] = save_activations(model, _the_one(module), pipeline)
+            this: Pattern = functools.partial(lambda module, _, other: other is module, module)
+            attached[name] = save_activations(model, this, pipeline)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `conflicts` has found the same already
+            warnings.simplefilter("ignore")  # `conflicts` has reported them already
             step(model, inputs)
         return {name: saving.report() for name, saving in attached.items()}
     finally:
@@ -339,14 +303,10 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
 
 
 def figures(report: SavedReport) -> dict[str, Any]:
-    """The figures of ``report`` that are shown. ``kept`` is without the weights, since no store would take them."""
+    """The figures of ``report`` that are shown. Weights are not in ``kept``, because no store would take them."""
     weights = report.kept_by.get("parameter", 0)
     keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "passed", "errors")
     return {key: getattr(report, key) for key in keys} | {"kept": report.kept - weights, "weights": weights}
-
-
-def _the_one(module: nn.Module) -> Pattern:
-    return lambda _, other: other is module
 
 
 def made(plan: Any, what: str) -> list[Any]:
@@ -365,7 +325,7 @@ def check_sinks(plan: Any, findings: Findings) -> None:
 
 
 def _unwritable(path: pathlib.Path) -> str | None:
-    """Why a sink could not write ``path``; None if it could. A sink makes missing directories."""
+    """The reason why a sink could not write ``path``; None if it could. A sink makes missing directories."""
     if path.exists():
         return None if os.access(path, os.W_OK) else f"{path} cannot be written"
     above = next(folder for folder in path.absolute().parents if folder.exists())
@@ -382,7 +342,18 @@ def scopes(plan: Any, model: nn.Module, findings: Findings) -> dict[str, dict[st
     except DisthooksError as error:
         findings.failed("watch", error)
         return {"rules": {}, "groups": {}}
-    rules = _rules(plan, shards, findings)
+    rules: dict[str, list[str]] = {}
+    for i, rule in enumerate(map(as_rule, made(plan, "rules"))):
+        where = f"{plan.source.at(('watch', 'rules', i))}: watch.rules.{i}"
+        try:
+            rules[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
+        except DisthooksError as error:
+            findings.failed(where, error)
+        if rule.excludes:
+            findings.warnings.append(
+                f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
+                "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"
+            )
     groups: dict[str, list[str]] = {}
     for name, patterns in plan.watches.get("groups", {}).items():
         try:
@@ -394,38 +365,15 @@ def scopes(plan: Any, model: nn.Module, findings: Findings) -> dict[str, dict[st
     return {"rules": rules, "groups": groups}
 
 
-def _rules(plan: Any, shards: Sequence[Any], findings: Findings) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for i, rule in enumerate(map(as_rule, made(plan, "rules"))):
-        where = f"{plan.source.at(('watch', 'rules', i))}: watch.rules.{i}"
-        try:
-            names[f"{i} {rule!r}"] = [shards[j].name for j in scope_of(rule, shards)]
-        except DisthooksError as error:
-            findings.failed(where, error)
-        if rule.excludes:
-            findings.warnings.append(
-                f"{where}: {rule!r} keeps single parameters from the optimizer, which is refused under FSDP1 with flat "
-                "parameters (use_orig_params=False) and where DeepSpeed partitions them (ZeRO, half precision)"
-            )
-    return names
-
-
 def _attach(plan: Any, model: nn.Module, findings: Findings) -> None:
-    """Attach as a run does, with a function that does nothing in the place of the sinks.
-
-    See [Note: a check attaches as a run does].
-    """
+    """Attach as a run does, but with a sink that writes nothing. See [Note: a check attaches as a run does]."""
     given: dict[str, Any] = {key: made(plan, key) for key in ("rules", "stats")}
-    given["sinks"] = [_nowhere] * bool(made(plan, "sinks"))
+    given["sinks"] = [lambda record: None] if made(plan, "sinks") else []
     given |= {key: plan.watches[key] for key in ("every", "groups") if key in plan.watches}
     try:
         gradients(model, torch.optim.SGD(model.parameters(), lr=0.0), **given).remove()
     except (DisthooksError, ValueError) as error:
         findings.failed("watch", error)
-
-
-def _nowhere(record: dict[str, Any]) -> None:
-    """The sink of a check, which writes nothing."""
 
 
 # -- a random tensor through a pipeline and back
