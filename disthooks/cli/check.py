@@ -42,7 +42,7 @@ def check(
 
 
 def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[str], None]) -> dict[str, Any]:
-    from disthooks.cli.workload import build, check_sinks, entries_of, place, scopes
+    from disthooks.cli.workload import build, check_sinks, entries_of, made, place, scopes
     from disthooks.config import from_config
 
     facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
@@ -57,7 +57,9 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
     entries = entries_of(plan)
     if plan.watches:
         check_sinks(plan, findings)
-        facts["watch"] = _asked(plan)
+        facts["watch"] = {"every": plan.watches.get("every"), "rules": None, "groups": None}
+        for what in ("rules", "stats", "sinks"):
+            facts["watch"][f"{what}_asked"] = [repr(each) for each in made(plan, what)]
     if model is not None:
         place(plan, entries, model, findings)
         if plan.watches:
@@ -70,47 +72,31 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
     return facts
 
 
-def _asked(plan: Any) -> dict[str, Any]:
-    from disthooks.cli.workload import made
-
-    told: dict[str, Any] = {"every": plan.watches.get("every")}
-    told |= {f"{what}_asked": [repr(each) for each in made(plan, what)] for what in ("rules", "stats", "sinks")}
-    return told | {"rules": None, "groups": None}
-
-
 def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "where": entry.where,
-        "patterns": list(map(str, entry.patterns)),
-        "pipeline": str(entry.pipeline),
-    }
-    facts |= {"round_trips": _round_trips(entry, findings), "matched": None, "modules": None, "parameters": None}
-    if on_model:
-        facts |= {"matched": entry.matched, "modules": list(entry.modules), "parameters": entry.parameters()}
-    return facts
-
-
-def _round_trips(entry: SaveEntry, findings: Findings) -> list[dict[str, Any]]:
     from disthooks.cli.workload import DTYPES, round_trip
 
-    made: list[dict[str, Any]] = []
+    where, trips = f"{entry.at}: {entry.where}", []
     for dtype in DTYPES:
         try:
             trip = round_trip(entry.pipeline, dtype)
         except (DisthooksError, RuntimeError, TypeError) as error:
-            findings.failed(f"{entry.at}: {entry.where}", f"a {dtype} tensor does not get through: {error}")
+            findings.failed(where, f"a {dtype} tensor does not get through: {error}")
             continue
         if trip.lossless and not trip.identical:
-            findings.failed(
-                f"{entry.at}: {entry.where}",
-                f"a {trip.dtype} tensor came back with other bits, and no codec says it is lossy",
-            )
+            what = f"a {trip.dtype} tensor came back with other bits, and no codec says it is lossy"
+            findings.failed(where, what)
         elif trip.error == float("inf"):
-            findings.failed(
-                f"{entry.at}: {entry.where}", f"finite numbers of a {trip.dtype} tensor came back infinite or NaN"
-            )
-        made.append(trip._asdict())
-    return made
+            findings.failed(where, f"finite numbers of a {trip.dtype} tensor came back infinite or NaN")
+        trips.append(trip._asdict())
+    return {
+        "where": entry.where,
+        "patterns": list(map(str, entry.patterns)),
+        "pipeline": str(entry.pipeline),
+        "round_trips": trips,
+        "matched": entry.matched if on_model else None,
+        "modules": list(entry.modules) if on_model else None,
+        "parameters": entry.parameters() if on_model else None,
+    }
 
 
 def _run(model: Any, inputs: Any, entries: list[SaveEntry], findings: Findings) -> list[dict[str, Any]] | None:
@@ -138,39 +124,29 @@ def _run(model: Any, inputs: Any, entries: list[SaveEntry], findings: Findings) 
 def _show(facts: dict[str, Any]) -> None:
     for entry in facts["save"]:
         line(f"save   {', '.join(entry['patterns'])}: {entry['pipeline']}")
-        _show_entry(entry)
+        for trip in entry["round_trips"]:
+            kept = "the same bits" if trip["identical"] else f"relative error {trip['error']:.2g}"
+            line(f"       {trip['dtype']}, there and back: {kept}; {size(trip['before'])} are {size(trip['after'])}")
+        for pattern, names in (entry["matched"] or {}).items():
+            line(f"       {pattern} matches {len(names)}: {shortened(names)}")
+        if entry["modules"]:
+            names, count = entry["modules"], entry["parameters"]
+            line(f"       on {len(names)}: {shortened(names)}; {count:,} parameters inside")
     if facts["watch"]:
         _show_watch(facts["watch"])
     if facts["run"]:
         _show_run(facts["run"])
     for text in facts["warnings"]:
         line(f"warning: {text}", "yellow")
-    line(*_verdict(facts))
-    for text in facts["errors"]:
-        line(as_line(text), "red", error=True)
-
-
-def _verdict(facts: dict[str, Any]) -> tuple[str, str]:
-    """The last line, which says whether a run with the file would work, and its colour."""
     errors, warnings = len(facts["errors"]), len(facts["warnings"])
     told = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     if errors:
-        return f"{facts['file']}: {errors} error{'s' * (errors > 1)}{told}: a run would fail", "red"
-    tried = "" if facts["model"] else " (without --model nothing is known of patterns)"
-    return f"{facts['file']}: ok{told}{tried}", "yellow" if warnings else "green"
-
-
-def _show_entry(entry: dict[str, Any]) -> None:
-    for trip in entry["round_trips"]:
-        kept = "the same bits" if trip["identical"] else f"relative error {trip['error']:.2g}"
-        line(f"       {trip['dtype']}, there and back: {kept}; {size(trip['before'])} are {size(trip['after'])}")
-    for pattern, names in (entry["matched"] or {}).items():
-        line(f"       {pattern} matches {len(names)}: {shortened(names)}")
-    if entry["modules"]:
-        line(
-            f"       on {len(entry['modules'])}: {shortened(entry['modules'])}; "
-            f"{entry['parameters']:,} parameters inside"
-        )
+        line(f"{facts['file']}: {errors} error{'s' * (errors > 1)}{told}: a run would fail", "red")
+    else:
+        tried = "" if facts["model"] else " (without --model nothing is known of patterns)"
+        line(f"{facts['file']}: ok{told}{tried}", "yellow" if warnings else "green")
+    for text in facts["errors"]:
+        line(as_line(text), "red", error=True)
 
 
 def _show_watch(watch: dict[str, Any]) -> None:

@@ -128,16 +128,17 @@ def _machine(facts: dict[str, Any]) -> Rows:
 
 
 def _directories(facts: dict[str, Any]) -> Rows:
-    return [(there["path"], _directory(there)) for there in facts["directories"]]
-
-
-def _directory(there: dict[str, Any]) -> str:
-    roles = ", ".join(there["roles"])
-    if there["error"]:
-        return f"{roles}: {there['error']}"
-    how = "past the page cache" if there["direct"] else "through the page cache, which may be all that is measured"
-    speeds = f"writes {speed(there['write_bytes_per_s'])}, reads {speed(there['read_bytes_per_s'])}, one thread, {how}"
-    return f"{roles}: {there['file_system']}, {size(there['free_bytes'])} free; {speeds}"
+    rows = []
+    for there in facts["directories"]:
+        told = there["error"]
+        if not told:
+            how = (
+                "past the page cache" if there["direct"] else "through the page cache: this may be the speed of memory"
+            )
+            speeds = f"writes {speed(there['write_bytes_per_s'])}, reads {speed(there['read_bytes_per_s'])}"
+            told = f"{there['file_system']}, {size(there['free_bytes'])} free; {speeds}, one thread, {how}"
+        rows.append((there["path"], f"{', '.join(there['roles'])}: {told}"))
+    return rows
 
 
 def _run(facts: dict[str, Any]) -> Rows:
@@ -154,8 +155,9 @@ def _run(facts: dict[str, Any]) -> Rows:
 
 #: Bounds of one measurement: bytes, and seconds.
 MOST, SECONDS = 256 << 20, 1.0
-_ROOM = 8  # a measurement takes at most one part in so many of the free bytes
-_LEAST = 32 << 20  # bytes; with less room the speed is not measured
+_ROOM = 8  # a measurement of a disk takes at most an eighth of its free bytes
+_LEAST = 32 << 20  # bytes; with less room the speed of a disk is not measured
+_COPIES = 8  # how many copies are measured each way
 
 
 def directory_facts(path: str, roles: list[str]) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _measured(path: str, most: int) -> dict[str, Any]:
 
 
 def _timed(move: Callable[[int], object], most: int, step: int) -> tuple[int, float]:
-    """Move ``step`` bytes at a time up to ``most`` bytes or ``SECONDS``; the bytes moved, and bytes a second."""
+    """Move ``step`` bytes at a time, up to ``most`` bytes or ``SECONDS``; return the bytes, and bytes a second."""
     begin, done, took = time.perf_counter(), 0, 0.0
     while done < most and took < SECONDS:
         move(done)
@@ -226,28 +228,16 @@ def measured_link() -> dict[str, Any] | None:
     found: dict[str, Any] = {"error": None}
     for name, pinned in (("pinned", True), ("pageable", False)):
         try:
-            found |= _copies(name, pinned)
+            host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=pinned)
+            device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
+            for way, target, source in (("to_device", device, host), ("to_host", host, device)):
+                target.copy_(source, non_blocking=True)  # not measured, because the first copy is slow
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(_COPIES):
+                    target.copy_(source, non_blocking=True)
+                torch.cuda.synchronize()
+                found[f"{name}_{way}"] = source.nbytes * _COPIES / (time.perf_counter() - begin)
         except RuntimeError as error:  # the device has no room, or no memory can be pinned
             found |= {f"{name}_to_device": None, f"{name}_to_host": None, "error": f"{name}: {error}".splitlines()[0]}
     return found
-
-
-def _copies(name: str, pinned: bool) -> dict[str, float]:
-    import torch
-
-    host = torch.ones(64 << 20, dtype=torch.uint8, pin_memory=pinned)
-    device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
-    ways = {"to_device": (device, host), "to_host": (host, device)}
-    return {f"{name}_{way}": _copied(target, source) for way, (target, source) in ways.items()}
-
-
-def _copied(target: Any, source: Any, times: int = 8) -> float:
-    import torch
-
-    target.copy_(source, non_blocking=True)  # not measured: the first copy is slow
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(times):
-        target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()
-    return float(source.nbytes * times / (time.perf_counter() - begin))

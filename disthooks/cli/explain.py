@@ -76,6 +76,7 @@ def saved_by(model: Any, inputs: Any) -> list[Row]:
         model: the model.
         inputs: its example inputs, as :func:`~disthooks.cli.workload.step` takes them.
     """
+    from disthooks._match import match_modules
     from disthooks.cli.workload import step
     from disthooks.watch.trace import trace
 
@@ -86,19 +87,13 @@ def saved_by(model: Any, inputs: Any) -> list[Row]:
         if event.kind == "pack" and event.note not in ("parameter", "shared"):
             own[event.name] += event.nbytes
     ran = {row.name: row for row in traced.report().rows}
-    order = {name: i for i, (name, _) in enumerate(_named(model))}
+    order = {name: i for i, (name, _) in enumerate(match_modules(model, ["*"]))}
     rows = [Row(name, row.type, own[name], row.nbytes) for name, row in ran.items()]
     return sorted(rows, key=lambda row: order.get(row.name, len(order)))
 
 
-def _named(model: Any) -> list[tuple[str, Any]]:
-    from disthooks._match import match_modules
-
-    return match_modules(model, ["*"])
-
-
 def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
-    """Run the model under the plan of ``file``; the figures of each module, and warnings."""
+    """Run the model under the plan of ``file``, and return the figures of each module, and the warnings."""
     from disthooks.cli.workload import Findings, entries_of, figures, place, reports
     from disthooks.config import from_config
 

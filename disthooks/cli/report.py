@@ -17,7 +17,7 @@ import typer
 from disthooks.cli.output import console, document, line, table
 from disthooks.errors import UsageError
 
-_MOST = 10  # how many steps, files or line numbers a text names
+_MOST = 10  # a text names at most so many steps, files or line numbers
 
 
 class Log(NamedTuple):
@@ -25,8 +25,8 @@ class Log(NamedTuple):
 
     Attributes:
         records: one dict for each logged step, in the order of the lines.
-        half: whether the last line is not whole, because the run is writing it, or was killed.
-        broken: the numbers of other lines that are no records; the first line is 1.
+        half: whether the last line is incomplete, because the run is writing it, or was killed.
+        broken: the numbers of other lines that are no records; the first line has number 1.
     """
 
     records: list[dict[str, Any]]
@@ -40,8 +40,8 @@ def report(
 ) -> None:
     """Tell what a run logged: for each number its first, median, last and largest value, and the non-finite steps.
 
-    If a file has several runs, they are shown one after the other. Counts are summed over the steps. Of numbers that
-    name a rank, the most frequent ones are shown.
+    If a file has several runs, they are shown one after the other. Counts are summed over the steps. For a number that
+    names a rank, the ranks that were named most often are shown.
     """
     file = _file(pathlib.Path(path))
     log = read(file)
@@ -124,16 +124,16 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of one run in plain values; docs/cli.md has the keys."""
     from disthooks.grads.sinks.base import meaning
 
-    kept = _last_life(records)
+    # Each step once, in order. If a restarted run made a step again, its last record counts.
+    kept = sorted({record["step"]: record for record in records}.values(), key=lambda record: int(record["step"]))
     names = list(dict.fromkeys(name for record in kept for name in record))
-    shown = [name for name in names if "/param/" not in name]
-    columns: dict[str, dict[str, Any]] = {"number": {}, "count": {}, "total": {}, "label": {}}
-    makers = {"number": _numbers, "count": _counts, "total": _totals, "label": _labels}
-    for name in shown:
+    figures: dict[str, dict[str, Any]] = {"number": {}, "count": {}, "total": {}, "label": {}}
+    for name in names:
         kind = meaning(name)
-        made = makers[kind](name, kept) if kind in makers and name not in ("run", "restart", "optimizer") else None
-        if made is not None:
-            columns[kind][name] = made
+        if kind in figures and "/param/" not in name and name not in ("run", "restart", "optimizer"):
+            found = _figures(kind, [record.get(name) for record in kept])
+            if found:
+                figures[kind][name] = found
     times = [record["time"] for record in records if isinstance(record.get("time"), (int, float))]
     return {
         "run": records[0].get("run"),
@@ -146,60 +146,44 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "last_step": kept[-1]["step"],
         "again": any(later["step"] <= earlier["step"] for earlier, later in itertools.pairwise(records)),
         "repeated": len(records) - len(kept),
-        "numbers": columns["number"],
-        "counts": columns["count"],
-        "totals": columns["total"],
-        "labels": columns["label"],
+        "numbers": figures["number"],
+        "counts": figures["count"],
+        "totals": figures["total"],
+        "labels": figures["label"],
         "single": sum("/param/" in name for name in names),
         "nonfinite": _not_finite(kept),
     }
 
 
-def _last_life(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each step once, in order. If a restarted run made a step again, its last record counts."""
-    return sorted({record["step"]: record for record in records}.values(), key=lambda record: int(record["step"]))
+def _figures(kind: str, column: Sequence[Any]) -> dict[str, Any]:
+    """The figures of one name over all steps; empty if the column has no number.
 
-
-def _values(name: str, records: Sequence[dict[str, Any]]) -> list[float]:
-    return [number for record in records if (number := _number(record.get(name))) is not None]
-
-
-def _numbers(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """First, median, last and largest; median and largest of what is finite."""
-    values = _values(name, records)
+    Args:
+        kind: what the name means: "number", "count", "total" or "label".
+        column: the value in each record; None in a record without the name.
+    """
+    if kind == "label":  # the number of a rank: how often each rank was named, the most frequent first
+        named = collections.Counter(value for value in column if isinstance(value, (int, float)))
+        return {str(int(value)): times for value, times in named.most_common()}
+    values = [number for value in column if (number := _number(value)) is not None]
     if not values:
-        return None
-    finite = [value for value in values if math.isfinite(value)] or [math.nan]
-    off = sum(not math.isfinite(value) for value in values)
+        return {}
+    if kind == "count":
+        return {"sum": sum(values), "steps": sum(value != 0 for value in values)}
+    if kind == "total":  # each record has the sum up to its step
+        return {"last": values[-1]}
+    finite = [value for value in values if math.isfinite(value)]
     return {
         "first": values[0],
-        "median": statistics.median(finite),
+        "median": statistics.median(finite or [math.nan]),
         "last": values[-1],
-        "max": max(finite),
-        "not_finite": off,
+        "max": max(finite or [math.nan]),
+        "not_finite": len(values) - len(finite),
     }
 
 
-def _counts(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The sum over the steps, and the number of steps in which the count was not zero."""
-    values = _values(name, records)
-    return {"sum": sum(values), "steps": sum(value != 0 for value in values)} if values else None
-
-
-def _totals(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last value of a running total."""
-    values = _values(name, records)
-    return {"last": values[-1]} if values else None
-
-
-def _labels(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """How often each rank was named, the most frequent first."""
-    counted = collections.Counter(value for record in records if isinstance(value := record.get(name), (int, float)))
-    return {str(int(value)): times for value, times in counted.most_common()} if counted else None
-
-
 def _number(value: Any) -> float | None:
-    """``value`` as a float; None if it is none. ``Jsonl`` writes numbers that are not finite as strings."""
+    """``value`` as a float; None if it is no number. ``Jsonl`` writes numbers that are not finite as strings."""
     if isinstance(value, (int, float)):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
@@ -209,51 +193,57 @@ def _not_finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps with gradients that were not finite, and the parameters and ranks that the records name."""
     found = []
     for record in records:
-        if _is_off(record):
+        count, norm = _number(record.get("nonfinite")), _number(record.get("grad_norm"))
+        if count is not None:  # the statistic NonFinite has counted
+            is_nonfinite = count > 0
+        else:
+            is_nonfinite = bool(record.get("nonfinite_at")) or (norm is not None and not math.isfinite(norm))
+        if is_nonfinite:
             places = [place for place in record.get("nonfinite_at") or [] if isinstance(place, dict)]
             found.append({"step": record["step"], "at": places})
     return found
-
-
-def _is_off(record: dict[str, Any]) -> bool:
-    """Whether gradients of this step were not finite."""
-    counted = _number(record.get("nonfinite"))
-    if counted is not None:
-        return counted > 0
-    if record.get("nonfinite_at"):
-        return True
-    norm = _number(record.get("grad_norm"))
-    return norm is not None and not math.isfinite(norm)
 
 
 # -- for people
 
 
 def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
-    for text in _about(file, run, several):
+    for text in _heading(file, run, several):
         line(text)
     keys = ("first", "median", "last", "max")
-    rows = [
+    numbers = [
         (name, *(f"{told[key]:.4g}" for key in keys), str(told["not_finite"] or ""))
         for name, told in run["numbers"].items()
     ]
-    if rows:
-        console().print(table(rows, ("", *keys, "not finite"), right=(1, 2, 3, 4, 5)))
     counts = [(name, f"{told['sum']:.10g}", str(told["steps"])) for name, told in run["counts"].items()]
-    if counts:
-        console().print(table(counts, ("", "in all", "steps"), right=(1, 2)))
     totals = [(name, f"{told['last']:.4g}") for name, told in run["totals"].items()]
-    if totals:
-        console().print(table(totals, ("", "in all"), right=(1,)))
+    tables: list[tuple[list[Any], tuple[str, ...]]] = [
+        (numbers, ("", *keys, "not finite")),
+        (counts, ("", "in all", "steps")),
+        (totals, ("", "in all")),
+    ]
+    for rows, heads in tables:
+        if rows:
+            console().print(table(rows, heads, right=range(1, len(heads))))
     for name, told in run["labels"].items():
         line(f"{name}: {', '.join(f'{label} in {times}' for label, times in itertools.islice(told.items(), _MOST))}")
     if run["single"]:
         line(f"{run['single']} numbers of single parameters are not shown")
-    for text in _told(run["nonfinite"], run["steps"]):
-        line(text)
+    found = run["nonfinite"]
+    if found:
+        line(f"not finite in {len(found)} of {run['steps']} logged steps:")
+    for each in found[:_MOST]:
+        ranks = [place.get("rank") for place in each["at"]]
+        # Without a rank the gradient became infinite or NaN in the reduction.
+        on = ["no rank before the reduction" if rank is None else f"rank {rank}" for rank in ranks]
+        named = [f"{place.get('param')} on {who}" for place, who in zip(each["at"], on, strict=True)]
+        rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
+        line(f"  step {each['step']}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}")
+    if len(found) > _MOST:
+        line(f"  and {len(found) - _MOST} more")
 
 
-def _about(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[str]:
+def _heading(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[str]:
     named = f", run {run['run']}" if run["run"] is not None and several else ""
     named += f", optimizer {run['optimizer']}" if run["optimizer"] is not None else ""
     yield f"{file}{named}: {run['steps']} logged steps, {run['first_step']} to {run['last_step']}"
@@ -266,18 +256,3 @@ def _about(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[s
         yield f"steps come again: {why}; of each step the last line counts"
     elif run["repeated"]:
         yield f"{run['repeated']} steps come again; of each the last line counts"
-
-
-def _told(found: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
-    if found:
-        yield f"not finite in {len(found)} of {steps} logged steps:"
-    for each in found[:_MOST]:
-        named = [f"{place.get('param')} on {_rank(place.get('rank'))}" for place in each["at"]]
-        rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
-        yield f"  step {each['step']}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}"
-    if len(found) > _MOST:
-        yield f"  and {len(found) - _MOST} more"
-
-
-def _rank(rank: Any) -> str:
-    return "no rank before the reduction" if rank is None else f"rank {rank}"

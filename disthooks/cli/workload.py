@@ -291,6 +291,7 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
     attached: dict[str, Saving] = {}
     try:
         for name, module, pipeline in placed:
+            # `partial` binds this module; a lambda alone would match the module that the loop ends with.
             this: Pattern = functools.partial(lambda module, _, other: other is module, module)
             attached[name] = save_activations(model, this, pipeline)
         with warnings.catch_warnings():
