@@ -42,7 +42,7 @@ def configuration() -> tuple[dict[str, Any], Any]:
         the plan; None if there is no configuration, or it is wrong.
     """
     from disthooks.config import from_config
-    from disthooks.config.locate import find
+    from disthooks.config.locate import locate_config
     from disthooks.errors import DisthooksError
 
     facts: dict[str, Any] = {"origin": None, "source": None, "passed_over": [], "error": None}
@@ -51,7 +51,7 @@ def configuration() -> tuple[dict[str, Any], Any]:
     except (KeyError, OSError, ValueError):
         deepspeed = None
     try:
-        found = find(engine_config=deepspeed)
+        found = locate_config(engine_config=deepspeed)
         facts |= {
             "origin": found.origin,
             "source": os.fspath(found.source) if isinstance(found.source, (str, os.PathLike)) else dict(found.source),

@@ -6,7 +6,9 @@
 # launcher's WORLD_SIZE is compared with the number of processes that torch.distributed knows, and with the number that
 # accelerate knows. `accelerate launch` with MULTI_GPU and `use_cpu: true` needs the second comparison: accelerate 1.15
 # makes a process group of all processes there, believes that there is one process, and wraps no model. A user who
-# wants several independent trainings sets WORLD_SIZE=1 (decision 64).
+# wants several independent trainings sets WORLD_SIZE=1 (decision 64). `disthooks.run` leaves the second
+# comparison out, because it attaches to scripts as they are: a model that accelerate did not wrap is left alone there,
+# the user is told, and the script goes on.
 #
 # [Note: one vote of all ranks]
 # If one rank raised an error while it attaches, and the others went on, the others would wait forever in their next
@@ -32,41 +34,46 @@ import torch
 from torch import nn
 
 from disthooks._ranks import has_process_group, launched_world_size, world_size
-from disthooks.config.source import Path, Source
+from disthooks.config.source import Source
+from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError, ConfigError, MatchError
 from disthooks.grads import collectives
 from disthooks.saved.attach import chosen
 
 
-def check_not_alone() -> None:
-    """Raise an error if a launcher started several processes and this process knows of no other.
+def reason_alone(asks_accelerate: bool = False) -> str | None:
+    """A text for the user if this process trains alone although a launcher started several; None otherwise.
 
     See [Note: processes that train alone].
+
+    Args:
+        asks_accelerate: whether the number of processes that accelerate knows counts too.
+    """
+    launched, known = launched_world_size(), world_size()
+    reason = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
+    # The module is looked up and not imported: a script without accelerate shall not pay for the import.
+    state = sys.modules.get("accelerate.state") if asks_accelerate else None
+    if state is not None and known > 1 and state.PartialState._shared_state.get("num_processes") == 1:
+        known, reason = 1, "accelerate knows of one"
+    if launched <= 1 or known > 1:
+        return None
+    return (
+        f"a launcher started {launched} processes (WORLD_SIZE={launched}), and {reason} in this one: each would train "
+        "alone. Call torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs, set "
+        "ACCELERATE_USE_CPU=true and no 'use_cpu: true' beside MULTI_GPU. If each is meant to train alone, set "
+        "WORLD_SIZE=1"
+    )
+
+
+def check_not_alone() -> None:
+    """Raise an error if a launcher started several processes and this process knows of no other.
 
     Raises:
         AttachError: when ``WORLD_SIZE`` is above 1, and torch.distributed or accelerate knows one process only.
     """
-    said, known = launched_world_size(), world_size()
-    what = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
-    # torch has a group of several, and accelerate would still leave the model as it is.
-    if known > 1 and _accelerates_count() == 1:
-        known, what = 1, "accelerate knows of one"
-    if said > 1 and known == 1:
-        raise AttachError(
-            f"a launcher started {said} processes (WORLD_SIZE={said}), and {what} in this one: each "
-            "would train alone. Call torch.distributed.init_process_group() before; with accelerate on CPUs, set "
-            "ACCELERATE_USE_CPU=true and no 'use_cpu: true' beside MULTI_GPU. Where each is meant to train alone, "
-            "set WORLD_SIZE=1"
-        )
-
-
-def _accelerates_count() -> int | None:
-    """The number of processes that accelerate knows; None if accelerate is not in use."""
-    # The module is looked up, not imported: a script without accelerate shall not pay for the import.
-    state = sys.modules.get("accelerate.state")
-    found = state.PartialState._shared_state.get("num_processes") if state is not None else None
-    return found if isinstance(found, int) else None
+    if reason := reason_alone(asks_accelerate=True):
+        raise AttachError(reason)
 
 
 @dataclass(frozen=True)
@@ -77,22 +84,29 @@ class Team:
         ranks: their global ranks.
         group: their process group; None if this rank trains alone.
         device: the device of tensors that the group can reduce.
+        engine: the engine that has the model; None if hooks on gradients cannot be attached to it.
     """
 
     ranks: tuple[int, ...]
     group: Any
     device: torch.device
+    engine: Engine | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Team:
-        """The ranks of the engine that has ``model``; only this rank if no engine has it, or the engine is unknown."""
+    def of(cls, model: nn.Module, engine: Engine | None = None) -> Team:
+        """The ranks of the engine that has ``model``; only this rank if it has none, or one that is refused.
+
+        Args:
+            model: the object that the engine returned.
+            engine: its engine, if it is known already.
+        """
         try:
-            engine = detect_engine(model)
+            engine = engine or detect_engine(model)
         except AttachError:
             # Saving tensors works with an unknown engine. Attaching to gradients detects the engine again and raises.
-            return cls((0,), None, torch.device("cpu"))
+            return cls((0,), None, torch.device("cpu"), None)
         group = collectives.group_of(engine.ranks)
-        return cls(tuple(engine.ranks), group, collectives.device_for(group, engine.shards[0].parameter.device))
+        return cls(tuple(engine.ranks), group, collectives.device_for(group, engine.shards[0].parameter.device), engine)
 
     def agree(self, failure: Exception | None, described: str, name: str) -> None:
         """Compare with the other ranks, in one collective; see [Note: one vote of all ranks].
@@ -114,17 +128,14 @@ class Team:
         failed, alike = collectives.agree(self.group, self.device, failure is not None, described)
         if failure is not None:
             raise failure
+        ranks = str(list(self.ranks)) if len(self.ranks) <= 8 else f"[{self.ranks[0]}, ..., {self.ranks[-1]}]"
         if failed:
-            raise AttachError(f"{name}: another of the ranks {_shown(self.ranks)} failed; its error says why")
+            raise AttachError(f"{name}: another of the ranks {ranks} failed; its error says why")
         if not alike:
             raise AttachError(
-                f"{name}: the ranks {_shown(self.ranks)} have different configurations: give all of them the same one; "
+                f"{name}: the ranks {ranks} have different configurations: give all of them the same one; "
                 f"this one says {described if len(described) < 500 else described[:500] + ' ...'}"
             )
-
-
-def _shown(ranks: tuple[int, ...]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, ..., {ranks[-1]}]"
 
 
 class _Claim(NamedTuple):
@@ -168,42 +179,30 @@ def check_conflicts(
             continue
         for claim, module in claims:
             _check(claim, owners.setdefault(module, claim), "both match")
-            _check_parts(claim, module, owners, inner)
+            if module in inner:  # an earlier claim covers this module
+                _check(claim, inner[module], "is inside")
+            for part in module.modules():
+                if part in owners:  # an earlier claim is of a module inside this one
+                    _check(owners[part], claim, "is inside")
+                inner.setdefault(part, claim)
     return missed
 
 
 def _claims(model: nn.Module, entry: int, patterns: Sequence[Any], source: Source) -> list[tuple[_Claim, nn.Module]]:
+    """A claim for each module that the patterns of one entry match, with the module."""
     found = []
     for number, pattern in enumerate(patterns):
-        at = source.at(_path(source, entry, number))
-        found += [(_Claim(entry, pattern, at, name), module) for name, module in _matched(model, pattern, at)]
+        at = source.at(("save", entry, "modules", number))  # one pattern without a list has the line of "modules"
+        try:
+            matched = chosen(model, [pattern])
+        except MatchError as error:
+            raise MatchError(f"{at}: {error}" if at != "the plan" else str(error)) from None
+        except AttachError:
+            # The pattern matches containers that are never called, such as a ModuleList. That is no error beside
+            # modules that are called; `save_activations` raises it again if an entry has nothing else.
+            continue
+        found += [(_Claim(entry, pattern, at, name), module) for name, module in matched]
     return found
-
-
-def _check_parts(claim: _Claim, module: nn.Module, owners: dict[Any, _Claim], inner: dict[Any, _Claim]) -> None:
-    if module in inner:  # an earlier claim covers this module
-        _check(claim, inner[module], "is inside")
-    for part in module.modules():
-        if part in owners:  # an earlier claim is of a module inside this one
-            _check(owners[part], claim, "is inside")
-        inner.setdefault(part, claim)
-
-
-def _matched(model: nn.Module, pattern: Any, at: str) -> list[tuple[str, nn.Module]]:
-    try:
-        return chosen(model, [pattern])
-    except MatchError as error:
-        raise MatchError(f"{at}: {error}" if at != "the plan" else str(error)) from None
-    except AttachError:
-        # The pattern matches containers that are never called, such as a ModuleList. That is no error beside modules
-        # that are called; `save_activations` raises it again if an entry has nothing else.
-        return []
-
-
-def _path(source: Source, entry: int, number: int) -> Path:
-    # `modules` may be one pattern, which has no number, or a list of them.
-    path: Path = ("save", entry, "modules")
-    return (*path, number) if (*path, number) in source.lines else path
 
 
 def _check(claim: _Claim, other: _Claim, how: str) -> None:

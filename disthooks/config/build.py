@@ -58,17 +58,15 @@ def _imported(name: str) -> Callable[..., Any]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # a user's module may raise anything when it is imported
-        raise UnknownKindError(f"kind {name!r} cannot be imported: {_said(error)}") from error
+        text = " ".join(str(error).split())
+        # The texts of these two classes are clear without the name of the class.
+        if not isinstance(error, (ImportError, AttributeError)):
+            text = f"{type(error).__name__}: {text}"
+        raise UnknownKindError(f"kind {name!r} cannot be imported: {text}") from error
     if not callable(found):
         raise UnknownKindError(f"kind {name!r} is no class: it is {type(found).__name__}")
-    known: Callable[..., Any] = found
-    return known
-
-
-def _said(error: BaseException) -> str:
-    # The texts of these two classes are clear without the name of the class.
-    text = " ".join(str(error).split())
-    return text if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {text}"
+    target: Callable[..., Any] = found
+    return target
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +102,9 @@ class BuildSpec:
         except DisthooksError as error:
             raise ConfigError(self.source.say(self.path, f": {error}")) from None
         except Exception as error:  # a user's class may raise anything
-            said = " ".join(str(error).split())
-            words = self.source.say(self.path, f": {self.kind.name} raised {type(error).__name__}: {said}")
-            raise ConfigError(words) from error
+            text = " ".join(str(error).split())
+            message = self.source.say(self.path, f": {self.kind.name} raised {type(error).__name__}: {text}")
+            raise ConfigError(message) from error
         self._check(made, isinstance)
         return made
 
@@ -139,16 +137,19 @@ class Builder:
         from disthooks.config.schema import WrongArgumentError, check_arguments
 
         kind = self._kind(entry, noun, path)
-        known = kind.hints()
+        hints = kind.hints()
         given = {key: value for key, value in entry.items() if key != "kind"}
         try:
-            # The names come first: the values below are made by the annotations of known arguments.
+            # The names are checked first, because each value below is made by the annotation of its argument.
             check_arguments(kind, given, names_alone=True)
-            arguments = {key: self._value(key, it, known.get(key), noun, (*path, key)) for key, it in given.items()}
+            arguments = {
+                key: self._value(key, value, hints.get(key), noun, (*path, key)) for key, value in given.items()
+            }
             check_arguments(kind, arguments)
         except WrongArgumentError as error:
             self._source.fail((*path, *error.path), str(error))
         made = BuildSpec(kind, arguments, self._source, path)
+        # Sinks that need the engine, and a user's own sinks, are not made as a check.
         if noun != "sink" or (kind.given is None and ":" not in kind.name):
             made()
         return made
@@ -170,18 +171,17 @@ class Builder:
             return [self._value(key, each, hint, noun, (*path, i)) for i, each in enumerate(value)]
         if isinstance(value, Mapping) and "kind" in value:
             return self.spec(value, _noun_in(hint, key, noun), path)()
-        if isinstance(value, str) and (hint is torch.dtype or key == "dtype"):
-            return self._dtype(value, path)
-        return self._expand(value, path) if isinstance(value, str) and is_path(key, hint) else value
-
-    def _dtype(self, value: str, path: Path) -> torch.dtype:
-        found = getattr(torch, value.removeprefix("torch."), None)
-        if isinstance(found, torch.dtype):
-            return found
-        names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
-        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
-        hint = f"; did you mean {short[value]!r}?" if value in short else near(value, names)
-        self._source.fail(path, f": {value!r} is no dtype of torch{hint}")
+        if not isinstance(value, str):
+            return value
+        if hint is torch.dtype or key == "dtype":
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+            short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
+            names = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+            advice = f"; did you mean {short[value]!r}?" if value in short else near(value, names)
+            self._source.fail(path, f": {value!r} is no dtype of torch{advice}")
+        return self._expand(value, path) if is_path(key, hint) else value
 
 
 def _noun_in(hint: Any, key: str, noun: str) -> str:

@@ -27,8 +27,6 @@ from disthooks.config.source import escaped, is_path
 from disthooks.errors import ConfigError
 from disthooks.saved.pipeline import Pipeline
 
-_EMPTY = inspect.Parameter.empty
-
 
 def copied(document: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of ``document``: a change of the copy changes nothing of the plan."""
@@ -67,17 +65,25 @@ def entry(value: Any) -> dict[str, Any]:
     >>> entry(Cast(torch.bfloat16)), entry(only("*.bias", ClipNorm(1.0)))["rule"]
     ({'kind': 'Cast', 'dtype': 'bfloat16'}, {'kind': 'ClipNorm', 'max_norm': 1.0})
     """
-    name, target, skipped = _kind(value)
-    found: dict[str, Any] = {"kind": name}
-    known = Kind(name, "", target).hints()
+    name, target, hidden = _kind(value)
+    written: dict[str, Any] = {"kind": name}
+    hints = Kind(name, "", target).hints()
     for key, parameter in inspect.signature(target).parameters.items():
-        given = _argument(value, key, name)
-        default = parameter.default is not _EMPTY and _same(given, parameter.default)
-        if key in skipped:
-            _check_hidden(value, key, default)
-        elif not default:
-            found[key] = _plain(given, f"{name}.{key}", is_path(key, known.get(key)))
-    return found
+        if not hasattr(value, key):
+            raise ConfigError(
+                f"{value!r} cannot be written to a file: {name} takes {key!r}, and does not keep it by that name"
+            )
+        given, default = getattr(value, key), parameter.default
+        # True == 1 and 1 == 1.0, but a file writes them differently, so the types are compared too.
+        if default is not inspect.Parameter.empty and type(given) is type(default) and bool(given == default):
+            continue
+        if key not in hidden:
+            written[key] = _plain(given, f"{name}.{key}", is_path(key, hints.get(key)))
+        elif key not in ("engine", "accelerator"):  # these two are given again when the plan that was read is attached
+            raise ConfigError(
+                f"{value!r} cannot be written to a file: no file can hold its {key!r}; leave it out there"
+            )
+    return written
 
 
 def _kind(value: Any) -> tuple[str, Any, tuple[str, ...]]:
@@ -109,31 +115,11 @@ def _importable(made: type) -> bool:
     return found is made
 
 
-def _argument(value: Any, key: str, name: str) -> Any:
-    if not hasattr(value, key):
-        raise ConfigError(
-            f"{value!r} cannot be written to a file: {name} takes {key!r}, and does not keep it by that name"
-        )
-    return getattr(value, key)
-
-
-def _check_hidden(value: Any, key: str, default: bool) -> None:
-    # The engine and the accelerator are given again when the plan that was read is attached.
-    if key in ("engine", "accelerator") or default:
-        return
-    raise ConfigError(f"{value!r} cannot be written to a file: no file can hold its {key!r}; leave it out there")
-
-
-def _same(value: Any, default: Any) -> bool:
-    # True == 1 and 1 == 1.0, but a file writes them differently.
-    return type(value) is type(default) and bool(value == default)
-
-
 def _plain(value: Any, where: str, path: bool) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if path and isinstance(value, str):
-        return _kept_placeholder(value)
+        return escaped(value).replace("{{local_rank}}", "{local_rank}")  # See [Note: placeholders in written paths]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.dtype):
@@ -145,11 +131,6 @@ def _plain(value: Any, where: str, path: bool) -> Any:
     if isinstance(value, type) or inspect.isroutine(value):
         raise ConfigError(f"{where}={value!r} cannot be written to a file: patterns there are texts")
     return entry(value)
-
-
-def _kept_placeholder(path: str) -> str:
-    """``path`` with its letters escaped, except ``{local_rank}``; see [Note: placeholders in written paths]."""
-    return escaped(path).replace("{{local_rank}}", "{local_rank}")
 
 
 def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 # A configuration can be in four places: the argument, the variable DISTHOOKS_CONFIG, the `disthooks` of DeepSpeed's
 # JSON, and a file in the working directory. The first place that names one decides. If its file is missing or wrong,
 # that is an error, and the next place is not tried: the user named a configuration, and a training that silently runs
-# with another one would be found out too late (decision 62). The other places are listed in `Found.passed_over`, so
-# that a command can tell which configurations were not read.
+# with another one would be found out too late (decision 62). The other places are listed in
+# `ConfigLocation.passed_over`, so that a command can tell which configurations were not read.
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._match import is_of_class
 from disthooks.config.agree import check_not_alone
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.config.read import plan_of
@@ -31,8 +32,8 @@ _KEY = "the 'disthooks' of DeepSpeed's configuration"
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where the configuration is.
+class ConfigLocation:
+    """Where the configuration is. Its public name is ``disthooks.config.Found``.
 
     Attributes:
         source: the path of a file, or a dict, as :func:`disthooks.from_config` takes it.
@@ -46,8 +47,8 @@ class Found:
     passed_over: tuple[str, ...] = ()
 
 
-def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> Found:
-    """Find the configuration; see [Note: the order of precedence].
+def locate_config(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> ConfigLocation:
+    """Find the configuration; see [Note: the order of precedence]. The public name is ``disthooks.config.find``.
 
     The places are, in this order: ``given``, the variable ``DISTHOOKS_CONFIG``, the ``disthooks`` of DeepSpeed's JSON,
     ``./disthooks.yaml`` and ``./hooks.yaml``. The configuration is not read here.
@@ -59,38 +60,34 @@ def find(given: Any = None, engine_config: Mapping[str, Any] | None = None) -> F
     Raises:
         ConfigError: when no place has one.
 
-    >>> find("mine.yaml", {"disthooks": {"save": []}})
-    Found(source='mine.yaml', origin='the argument', passed_over=("the 'disthooks' of DeepSpeed's configuration",))
+    >>> location = locate_config("mine.yaml", {"disthooks": {"save": []}})
+    >>> location.source, location.origin, location.passed_over
+    ('mine.yaml', 'the argument', ("the 'disthooks' of DeepSpeed's configuration",))
     """
-    there = [(source, origin, shown) for source, origin, shown in _places(given, engine_config) if source is not None]
-    if not there:
+    variable = os.environ.get(VARIABLE) or None  # an empty variable names nothing
+    # Each place in the order of precedence: its configuration or None, its `origin`, and its text in `passed_over`.
+    places: list[tuple[Any, str, str]] = [
+        (given, "the argument", "the argument"),
+        (variable, VARIABLE, f"{VARIABLE}={variable}"),
+        ((engine_config or {}).get("disthooks"), _KEY, _KEY),
+        *((name, f"./{name}", f"./{name}") for name in DEFAULTS if pathlib.Path(name).exists()),
+    ]
+    named = [place for place in places if place[0] is not None]
+    if not named:
         raise ConfigError(
             f"there is no configuration: give the path of one, set {VARIABLE} to it, put a 'disthooks' into "
             f"DeepSpeed's configuration, or write {' or '.join(f'./{name}' for name in DEFAULTS)}"
         )
-    source, origin, _ = there[0]
-    return Found(source, origin, tuple(shown for _, _, shown in there[1:]))
+    source, origin, _ = named[0]
+    return ConfigLocation(source, origin, tuple(shown for _, _, shown in named[1:]))
 
 
 def engine_config(model: object) -> Mapping[str, Any] | None:
     """The configuration of a DeepSpeed engine; None for any other model."""
-    # The class is known by its name, so that DeepSpeed is not imported; see [Note: classes are known by their names].
-    if not any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
+    if not is_of_class(model, "DeepSpeedEngine"):
         return None
     config = getattr(model, "config", None)  # a dict, also if DeepSpeed was given the path of a file
     return config if isinstance(config, Mapping) else None
-
-
-def _places(given: Any, engine_config: Mapping[str, Any] | None) -> list[tuple[Any, str, str]]:
-    """Each place in the order of precedence: its configuration or None, its ``origin``, and its text for a list."""
-    variable = os.environ.get(VARIABLE) or None  # an empty variable names nothing
-    here = [name for name in DEFAULTS if pathlib.Path(name).exists()]
-    return [
-        (given, "the argument", "the argument"),
-        (variable, VARIABLE, f"{VARIABLE}={variable}"),
-        ((engine_config or {}).get("disthooks"), _KEY, _KEY),
-        *((name, f"./{name}", f"./{name}") for name in here),
-    ]
 
 
 def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None) -> Plan:
@@ -112,7 +109,7 @@ def from_config(source: str | os.PathLike[str] | Mapping[str, Any] | None = None
     ...     from_config(file).saves[0][0]
     ('*.mlp',)
     """
-    return read_found(find() if source is None else Found(source, "the argument"))
+    return read_plan(locate_config() if source is None else ConfigLocation(source, "the argument"))
 
 
 def prepare(
@@ -152,14 +149,15 @@ def prepare(
     """
     check_not_alone()
     # The configuration is read inside `attach`, so that an error of reading it on one rank is an error on all.
-    return attach(lambda: read_found(find(config, engine_config(model))), model, optimizer)
+    return attach(lambda: read_plan(locate_config(config, engine_config(model))), model, optimizer)
 
 
-def read_found(found: Found) -> Plan:
-    """The plan of the configuration at ``found``. If it cannot be read, the error says which place names it."""
+def read_plan(location: ConfigLocation) -> Plan:
+    """Read the configuration at ``location``. If its file cannot be read, the error says which place names the file."""
+    is_argument = location.origin == "the argument"
     try:
-        return plan_of(source_of(found.source, "the configuration" if found.origin == "the argument" else found.origin))
+        return plan_of(source_of(location.source, "the configuration" if is_argument else location.origin))
     except ConfigError as error:
-        if found.origin == "the argument" or "cannot be read" not in str(error):
+        if is_argument or "cannot be read" not in str(error):
             raise
-        raise ConfigError(f"{error} ({found.origin} names it)") from None
+        raise ConfigError(f"{error} ({location.origin} names it)") from None

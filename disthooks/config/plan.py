@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from disthooks.config import dump
 from disthooks.config.agree import Team, check_conflicts, check_not_alone
 from disthooks.config.build import BuildSpec
 from disthooks.config.source import Path, Source
+from disthooks.engines.base import Engine
 from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import Gradients, GradientsReport, gradients
 from disthooks.grads.sinks import AccelerateTracker
@@ -273,6 +274,7 @@ class Plan:
         *,
         sinks: Iterable[Any] = (),
         _made: Mapping[str, Any] | None = None,
+        _engine: Engine | None = None,
     ) -> Gradients:
         """Attach ``watch``. See :func:`disthooks.gradients` for the arguments and the other errors.
 
@@ -289,7 +291,7 @@ class Plan:
         check_not_alone()
         made = self._made(model, sinks) if _made is None else _made
         with at_line(self.source, ("watch",)):
-            return gradients(model, optimizer, also=also, **made)
+            return gradients(model, optimizer, also=also, **made, _engine=_engine)
 
     def prepare(
         self,
@@ -298,6 +300,7 @@ class Plan:
         *,
         sinks: Iterable[Any] = (),
         partly: bool = False,
+        _engine: Engine | None = None,
     ) -> Prepared:
         """Attach ``save`` and ``watch``, as far as the plan has them. If one fails on any rank, all ranks have none.
 
@@ -311,9 +314,9 @@ class Plan:
             AttachError: also when the ranks have different plans.
         """
         check_not_alone()
-        return attach(lambda: self, model, optimizer, sinks, partly)
+        return attach(lambda: self, model, optimizer, sinks, partly, _engine)
 
-    def look(self, model: nn.Module, optimizer: Any = None) -> Watchers | None:
+    def look(self, model: nn.Module, optimizer: Any = None, _engine: Engine | None = None) -> Watchers | None:
         """Attach ``blame`` and ``check_replicas``; None when the plan has neither of them and no ``watch``.
 
         Args:
@@ -323,7 +326,7 @@ class Plan:
         if not (self.blame or self.check_replicas or self.watches):
             return None
         with at_line(self.source, ("check_replicas",)):
-            return attach_watchers(model, optimizer, self.blame, self.check_replicas)
+            return attach_watchers(model, optimizer, self.blame, self.check_replicas, _engine)
 
     def described(self) -> str:
         """The text that must be the same on all ranks; see [Note: one vote of all ranks]."""
@@ -337,7 +340,12 @@ class Plan:
         if not self.watches:
             raise ConfigError("the configuration has no 'watch': add rules or stats to it, or leave out plan.watch()")
         make_run(self._written)
-        made = {key: _all_made(value, model) for key, value in self.watches.items()}
+        made: dict[str, Any] = {}
+        for key, value in self.watches.items():
+            # A plan that was read has specs in its lists; a plan of objects has the objects.
+            if isinstance(value, list):
+                value = [each(model) if isinstance(each, BuildSpec) else each for each in value]
+            made[key] = value
         own = list(made.get("sinks", []))
         # An integration adds a tracker for its accelerator. If the file has one already, each record would be logged
         # twice, so the integration's is left out.
@@ -355,13 +363,12 @@ def weights_of(model: nn.Module) -> int:
     >>> weights_of(nn.Linear(10, 10, device="meta"))
     440
     """
-    tensors = itertools.chain(unwrap_engine(model).parameters(), unwrap_engine(model).buffers())
-    return sum(_nbytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    sharded = getattr(tensor, "ds_tensor", None)  # DeepSpeed's ZeRO 3: the parameter itself is empty
-    return local_part(tensor if sharded is None else sharded).nbytes
+    own = unwrap_engine(model)
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in itertools.chain(own.parameters(), own.buffers())}.values():
+        shard = getattr(tensor, "ds_tensor", None)  # under DeepSpeed's ZeRO 3 the parameter itself is empty
+        total += local_part(tensor if shard is None else shard).nbytes
+    return total
 
 
 def stores_within(
@@ -375,39 +382,44 @@ def stores_within(
     saves = list(saves)
     if budget is None:
         return saves
-    device = OnDevice(_left(parse_bytes(budget, "budget"), weights_of(model), source))
-    tiers: list[tuple[Store, Tiered]] = []
+    limit, weights = parse_bytes(budget, "budget"), weights_of(model)
+    if weights > limit:
+        source.fail(
+            ("budget",),
+            f": {format_bytes(limit)} ({limit} bytes) are less than the parameters and buffers of the model take on "
+            f"this rank, {format_bytes(weights)} ({weights} bytes)",
+        )
+    device = OnDevice(limit - weights)
+    tiers: list[tuple[Store, Tiered]] = []  # a list and not a dict: a user's store may have no hash
     found = []
     for number, (patterns, line) in enumerate(saves):
+        # Entries with equal stores share one `Tiered`.
         tiered = next((made for store, made in tiers if store == line.store), None)
         if tiered is None:
-            tiered = _tiered(device, line.store, number, source)
+            below = line.store.stores if isinstance(line.store, Tiered) else (line.store,)
+            path = ("save", number, "store")
+            if any(isinstance(tier, OnDevice) for tier in below):
+                source.fail(
+                    path, ": OnDevice and 'budget' both say how much stays on the device: leave out one of them"
+                )
+            if any(isinstance(tier, Functions) for tier in below):
+                source.fail(
+                    path, ": Functions cannot be a tier, so 'budget' cannot be kept: leave it out, or use a store"
+                )
+            tiered = Tiered(device, *below)
             tiers.append((line.store, tiered))
         found.append((patterns, replace(line, store=tiered)))
     return found
 
 
-def _left(budget: int, weights: int, source: Source) -> int:
-    if weights > budget:
-        source.fail(
-            ("budget",),
-            f": {format_bytes(budget)} ({budget} bytes) are less than the parameters and buffers of the model take on "
-            f"this rank, {format_bytes(weights)} ({weights} bytes)",
-        )
-    return budget - weights
-
-
-def _tiered(device: OnDevice, store: Store, number: int, source: Source) -> Tiered:
-    below = store.stores if isinstance(store, Tiered) else (store,)
-    path = ("save", number, "store")
-    if any(isinstance(tier, OnDevice) for tier in below):
-        source.fail(path, ": OnDevice and 'budget' both say how much stays on the device: leave out one of them")
-    if any(isinstance(tier, Functions) for tier in below):
-        source.fail(path, ": Functions cannot be a tier, so 'budget' cannot be kept: leave it out, or use a store")
-    return Tiered(device, *below)
-
-
-def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (), partly: bool = False) -> Prepared:
+def attach(
+    read: Callable[[], Plan],
+    model: nn.Module,
+    optimizer: Any,
+    sinks: Iterable[Any] = (),
+    partly: bool = False,
+    engine: Engine | None = None,
+) -> Prepared:
     """Attach the plan that ``read()`` returns; see [Note: all of a plan or nothing].
 
     Args:
@@ -416,12 +428,14 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
         optimizer: the optimizer whose ``step`` is called.
         sinks: further sinks.
         partly: True if this is one of several models.
+        engine: the engine of ``model``, if it is known already.
 
     Raises:
         Exception: the error of this rank, whichever it is.
         AttachError: when another rank failed, or the ranks have different plans.
     """
-    team = Team.of(model)
+    # The engine is detected once, and passed on to each part that needs it.
+    team = Team.of(model, engine)
     plan: Plan | None = None
     saving: SavingPlan | None = None
     watchers: Watchers | None = None
@@ -436,10 +450,10 @@ def attach(read: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = (
     try:
         team.agree(failure, plan.described() if plan else "", plan.source.name if plan else "")
         known = cast(Plan, plan)
-        watchers = known.look(model, optimizer)
+        watchers = known.look(model, optimizer, team.engine)
         also: list[Any] = [saving] if saving else []
         also += [watchers.numbers] if watchers else []
-        watching = known.watch(model, optimizer, also, _made=made) if made else None
+        watching = known.watch(model, optimizer, also, _made=made, _engine=team.engine) if made else None
     except BaseException:
         for part in (saving, watchers):
             if part is not None:
@@ -510,10 +524,3 @@ def make_run(written: PlanSource | None) -> None:
         written.source.fail(("run",), f": the directory {written.run!r} cannot be made: {error.strerror}")
     if not os.access(written.run, os.W_OK | os.X_OK):
         written.source.fail(("run",), f": the directory {written.run!r} cannot be written")
-
-
-def _all_made(value: Any, model: nn.Module) -> Any:
-    """A list of specs as the objects that they make; any other value as it is."""
-    return (
-        [each(model) if isinstance(each, BuildSpec) else each for each in value] if isinstance(value, list) else value
-    )

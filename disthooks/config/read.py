@@ -19,7 +19,7 @@ from disthooks.config.plan import Plan, PlanSource, make_run
 from disthooks.config.source import Expansion, Path, Source, names_run
 from disthooks.errors import ConfigError, UsageError
 from disthooks.grads import stats
-from disthooks.saved.codecs.base import Codec
+from disthooks.grads.stats.base import Stat
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 
 _BEGIN = "; it begins with a key and a colon in the first column: save:"
@@ -47,11 +47,18 @@ def plan_of(source: Source) -> Plan:
         ConfigError: when a key, a value, a kind or an argument is wrong; the message has its line.
     """
     checked = _checked(source)
+    if checked["budget"] is not None:
+        try:
+            parse_bytes(checked["budget"], "budget")
+        except UsageError as error:
+            source.fail(("budget",), f": {error}")
+        if not checked["save"]:
+            source.fail(("budget",), ": limits what 'save' leaves on the device, and there is no 'save'")
     expand = Expansion(source, checked["run"])
     # `run` has a default, so its directory is made only if the file names it, or a path is in it.
-    used = "run" in source.document or names_run(source.document)
+    uses_run = "run" in source.document or names_run(source.document)
     builder = Builder(source, expand)
-    written = PlanSource(source, expand.run if used else None)
+    written = PlanSource(source, expand.run if uses_run else None)
     saves = [_entry(entry, ("save", i), builder, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
     watches = _watches(checked["watch"], builder, source) if checked["watch"] is not None else {}
     if not (saves or watches or checked["blame"] or checked["check_replicas"]):
@@ -71,29 +78,25 @@ def _checked(source: Source) -> dict[str, Any]:
     except ImportError as error:
         raise ConfigError("reading a configuration needs pydantic: pip install 'disthooks[config]'") from error
     try:
-        checked = Hooks.model_validate(source.document).model_dump()
+        return Hooks.model_validate(source.document).model_dump()
     except ValidationError as error:
         raise ConfigError(_explained(source, error.errors())) from None
-    _check_budget(source, checked)
-    return checked
 
 
 def _explained(source: Source, errors: Sequence[Any]) -> str:
     """The text of ConfigError for the errors of pydantic; see [Note: from pydantic's errors to ours]."""
-    first: dict[Path, Any] = {}
-    # Of a union, an error that is not about the type comes from the part that takes a value of this type: it stays.
+    by_path: dict[Path, Any] = {}
+    # An error of a union that is not about the type comes from the part that takes a value of this type: it stays.
     for error in errors:
         path = _written(source, error["loc"])
-        if path not in first or first[path]["type"].endswith("_type"):
-            first[path] = error
-    deepest = {path: error for path, error in first.items() if not any(_inside(other, path) for other in first)}
-    said = [_one(source, path, error) for path, error in list(deepest.items())[:_MOST]]
-    more = len(deepest) - len(said)
-    return "; ".join(said) + (f"; and {more} more" if more > 0 else "")
-
-
-def _inside(path: Path, other: Path) -> bool:
-    return len(path) > len(other) and path[: len(other)] == other
+        if path not in by_path or by_path[path]["type"].endswith("_type"):
+            by_path[path] = error
+    # A path gives way to one that goes on deeper from it.
+    around = {path[:length] for path in by_path for length in range(len(path))}
+    deepest = [(path, error) for path, error in by_path.items() if path not in around]
+    messages = [_one(source, path, error) for path, error in deepest[:_MOST]]
+    more = len(deepest) - len(messages)
+    return "; ".join(messages) + (f"; and {more} more" if more > 0 else "")
 
 
 def _written(source: Source, loc: Sequence[Any]) -> Path:
@@ -109,10 +112,9 @@ def _written(source: Source, loc: Sequence[Any]) -> Path:
 def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
     """The message for one error of pydantic, from the most particular advice to pydantic's own words."""
     if error["type"] == "extra_forbidden":
-        return source.say(path, f" is not known{_belongs(path) or near(str(path[-1]), _keys(path[:-1]))}")
+        return source.say(path, f" is not known{_right_key(path)}")
     if error["type"] == "missing":
-        missing = error["loc"][-1]
-        return source.say((*path, missing), ": field required")
+        return source.say((*path, error["loc"][-1]), ": field required")
     message, value = str(error["msg"]), source.value(path)
     if path in _SHAPES and error["type"] in ("list_type", "dict_type", "model_type"):
         return source.say(path, f": {_SHAPES[path]}, got {_shown(value)}")
@@ -120,22 +122,26 @@ def _one(source: Source, path: Path, error: Mapping[str, Any]) -> str:
         return source.say(path, f" must not be empty, got {_shown(value)}")
     noun = _noun(path)
     if noun and error["type"] in ("dict_type", "list_type", "literal_error"):
-        return source.say(path, f": {_kinds(path, noun)} is needed, got {_shown(value)}{_meant(path, value, noun)}")
+        entry = "{kind: Recompute} or null" if noun == "recompute" else "{kind: Name, ...}"
+        needed = f"a list of {entry}" if str(path[-1]).endswith("s") else entry
+        needed = f"'standard' or {needed}" if noun == "stat" else needed
+        return source.say(path, f": {needed} is needed, got {_shown(value)}{_meant(path, value, noun)}")
     union = _UNIONS.get(path[-1]) if path else None
     if union and error["type"] in ("string_type", "int_type", "list_type"):
         return source.say(path, f": {union} is needed, got {_shown(value)}")
     return source.say(path, f": {message[:1].lower()}{message[1:]}, got {_shown(value)}")
 
 
-def _belongs(path: Path) -> str:
-    """Advice for a key that stands beside ``save`` and ``watch`` and belongs inside one of them; else ""."""
-    from disthooks.config.schema import Save, Watch
+def _right_key(path: Path) -> str:
+    """Advice for a key that is not known: the place where it belongs, or the nearest key that is known there."""
+    from disthooks.config.schema import Hooks, Save, Watch
 
     key = str(path[-1])
-    if len(path) != 1 or not (key in Save.model_fields or key in Watch.model_fields):
-        return ""
-    where = "an entry of 'save'" if key in Save.model_fields else "'watch'"
-    return f" here; it belongs into {where}: indent it like the keys there"
+    if len(path) == 1 and (key in Save.model_fields or key in Watch.model_fields):
+        where = "an entry of 'save'" if key in Save.model_fields else "'watch'"
+        return f" here; it belongs into {where}: indent it like the keys there"
+    model: Any = {"save": Save, "watch": Watch}.get(str(path[0]), Hooks) if len(path) > 1 else Hooks
+    return near(key, list(model.model_fields))
 
 
 def _noun(path: Path) -> str | None:
@@ -143,13 +149,6 @@ def _noun(path: Path) -> str | None:
     # The key of a list is the plural of the noun: "codecs" has entries of "codec".
     key = path[-2] if path and isinstance(path[-1], int) else path[-1] if path else ""
     return str(key).removesuffix("s") if str(key).removesuffix("s") in NOUNS else None
-
-
-def _kinds(path: Path, noun: str) -> str:
-    """The words for a right value at ``path``, where an entry of ``noun`` or a list of them is needed."""
-    one = "{kind: Recompute} or null" if noun == "recompute" else "{kind: Name, ...}"
-    word = "'standard' or " if noun == "stat" else ""
-    return f"{word}a list of {one}" if str(path[-1]).endswith("s") else f"{word}{one}"
 
 
 def _meant(path: Path, value: Any, noun: str) -> str:
@@ -187,43 +186,31 @@ def _entry_of(value: Any, noun: str) -> str | None:
     return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}"
 
 
-def _keys(path: Path) -> list[str]:
-    """The keys that are known at ``path``."""
-    from disthooks.config.schema import Hooks, Save, Watch
-
-    model: Any = {"save": Save, "watch": Watch}.get(str(path[0]), Hooks) if path else Hooks
-    return list(model.model_fields)
-
-
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _check_budget(source: Source, checked: Mapping[str, Any]) -> None:
-    if checked["budget"] is None:
-        return
-    try:
-        parse_bytes(checked["budget"], "budget")
-    except UsageError as error:
-        source.fail(("budget",), f": {error}")
-    if not checked["save"]:
-        source.fail(("budget",), ": limits what 'save' leaves on the device, and there is no 'save'")
-
-
 def _entry(
     entry: Mapping[str, Any], path: Path, builder: Builder, written: PlanSource, exact: bool
 ) -> tuple[Any, Pipeline]:
+    """The patterns and the pipeline of one entry of ``save``."""
     source = written.source
     stages: list[Any] = []
     if entry["at_least"] is not None:
-        stages.append(_gate(entry["at_least"], source, (*path, "at_least")))
+        try:
+            stages.append(AtLeast(entry["at_least"]))
+        except UsageError as error:
+            source.fail((*path, "at_least"), f": {error}")
     if entry["recompute"] is not None:
         stages.append(builder.spec(entry["recompute"], "recompute", (*path, "recompute"))())
     for i, codec in enumerate(entry["codecs"]):
-        stages.append(builder.spec(codec, "codec", (*path, "codecs", i))())
-        if exact:
-            _check_exact(stages[-1], codec, source, (*path, "codecs", i))
+        at = (*path, "codecs", i)
+        stages.append(builder.spec(codec, "codec", at)())
+        if exact and stages[-1].lossy:
+            source.fail(
+                at, f": {codec['kind']} loses digits, and 'exact: true' forbids that; Compact and Compress do not"
+            )
     if names_run(entry["store"]):
         make_run(written)  # a store may open its file when it is made
     stages.append(builder.spec(entry["store"], "store", (*path, "store"))())
@@ -231,25 +218,6 @@ def _entry(
         return _patterns(entry["modules"], source, (*path, "modules")), pipeline(*stages)
     except UsageError as error:
         raise ConfigError(error if isinstance(error, ConfigError) else source.say(path, f": {error}")) from None
-
-
-def _ready(made: Any, source: Source, path: Path) -> BuildSpec:
-    """A spec that returns the object ``made``, which exists already."""
-    return BuildSpec(Kind(type(made).__name__, "stat", lambda: made), {}, source, path)
-
-
-def _gate(size: Any, source: Source, path: Path) -> AtLeast:
-    try:
-        return AtLeast(size)
-    except UsageError as error:
-        source.fail(path, f": {error}")
-
-
-def _check_exact(made: Codec, entry: Mapping[str, Any], source: Source, path: Path) -> None:
-    if made.lossy:
-        source.fail(
-            path, f": {entry['kind']} loses digits, and 'exact: true' forbids that; Compact and Compress do not"
-        )
 
 
 def _patterns(modules: str | list[str], source: Source, path: Path) -> tuple[str, ...]:
@@ -261,16 +229,20 @@ def _patterns(modules: str | list[str], source: Source, path: Path) -> tuple[str
     return tuple(given)
 
 
+def _spec_returning(stat: Stat, source: Source, path: Path) -> BuildSpec:
+    return BuildSpec(Kind(type(stat).__name__, "stat", lambda: stat), {}, source, path)
+
+
 def _watches(watch: Mapping[str, Any], builder: Builder, source: Source) -> dict[str, Any]:
-    made: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
+    """The arguments of :func:`disthooks.gradients`, with specs in the place of rules, statistics and sinks."""
+    watches: dict[str, Any] = {"every": watch["every"], "groups": watch["groups"]}
     for key, noun in (("rules", "rule"), ("stats", "stat"), ("sinks", "sink")):
-        given = ["standard"] if watch[key] == "standard" else watch[key]
-        made[key] = []
-        for i, entry in enumerate(given):
+        watches[key] = []
+        for i, entry in enumerate(["standard"] if watch[key] == "standard" else watch[key]):
             if entry == "standard":
-                made[key] += [_ready(stat, source, ("watch", key)) for stat in stats.standard()]
+                watches[key] += [_spec_returning(stat, source, ("watch", key)) for stat in stats.standard()]
             else:
-                made[key].append(builder.spec(entry, noun, ("watch", key, i)))
-    if not made["rules"] and not made["stats"]:
+                watches[key].append(builder.spec(entry, noun, ("watch", key, i)))
+    if not watches["rules"] and not watches["stats"]:
         source.fail(("watch",), " has neither rules nor stats: nothing would be done")
-    return made
+    return watches

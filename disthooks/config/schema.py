@@ -31,7 +31,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -45,7 +45,7 @@ FILE = pathlib.Path(__file__).with_name("hooks.schema.json")
 _OWN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 _SIZES = ("limit", "in_flight")
 _DTYPE = r"^(torch\.)?(bfloat16|half|float|double|float\d+(_\w+)?)$"
-_HELD = tuple(noun for noun in NOUNS if noun != "engine")  # the nouns whose kinds a file can name
+_FILE_NOUNS = tuple(noun for noun in NOUNS if noun != "engine")  # the nouns whose kinds a file can name
 # In an annotation it makes pydantic check the class of an object, and nothing inside the object.
 _ITS_CLASS = typing.cast(Any, InstanceOf)()
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
@@ -115,11 +115,11 @@ class WrongArgumentError(Exception):
 
     Args:
         path: the path of the argument, below the entry.
-        says: the text that says what is wrong, for :meth:`Source.say`.
+        text: the text that says what is wrong, for :meth:`Source.say`.
     """
 
-    def __init__(self, path: Path, says: str) -> None:
-        super().__init__(says)
+    def __init__(self, path: Path, text: str) -> None:
+        super().__init__(text)
         self.path = path
 
 
@@ -131,7 +131,11 @@ def arguments_of(kind: Kind) -> type[BaseModel]:
     >>> list(arguments_of(find_kind("codec", "Cast")).model_json_schema()["properties"])
     ['dtype']
     """
-    known, said = kind.hints(), _arguments(_document(kind))
+    hints = kind.hints()
+    # The text of each argument, by its name, from the `Args:` of the docstring.
+    found = re.search(r"^Args:\n((?: .*\n|\n)*)", _document(kind) + "\n", re.MULTILINE)
+    pieces = re.split(r"^(\w+): ", textwrap.dedent(found[1] if found else ""), flags=re.MULTILINE)[1:]
+    texts = {name: _plain(text) for name, text in zip(pieces[::2], pieces[1::2], strict=True)}
     fields: dict[str, Any] = {}
     for number, (name, it) in enumerate(kind.parameters().items()):
         if it.kind in (it.VAR_KEYWORD, it.VAR_POSITIONAL):
@@ -139,8 +143,8 @@ def arguments_of(kind: Kind) -> type[BaseModel]:
         default: Any = ... if it.default is it.empty else it.default
         # An argument may have a name that pydantic takes for its own, so the name is an alias.
         fields[f"argument_{number}"] = (
-            _checked(known.get(name, Any), name),
-            Field(default, alias=name, description=said.get(name)),
+            _checked(hints.get(name, Any), name),
+            Field(default, alias=name, description=texts.get(name)),
         )
     extra: Literal["allow", "forbid"] = "allow" if kind.takes_any_name else "forbid"
     config = ConfigDict(strict=True, extra=extra, arbitrary_types_allowed=True)
@@ -170,7 +174,7 @@ def _checked(hint: Any, name: str = "") -> Any:
 
 
 def _instance(hint: Any) -> Any:
-    noun = next((noun for noun in _HELD if noun != "sink" and hint is base_of(noun)), None)
+    noun = next((noun for noun in _FILE_NOUNS if noun != "sink" and hint is base_of(noun)), None)
     if noun is not None:
         return Annotated[hint, _ITS_CLASS, WithJsonSchema({"noun": noun})]
     if hint is torch.dtype:
@@ -207,21 +211,23 @@ def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = Fa
         if missing:
             raise WrongArgumentError((), f": {kind.name} needs {' and '.join(map(repr, missing))}") from None
         name = next(key for key in given if any(each["loc"][0] == key for each in errors))
-        raise WrongArgumentError((name,), _needed(given[name], kind.hints().get(name))) from None
+        value, hint = given[name], kind.hints().get(name)
+        raise WrongArgumentError(
+            (name,), f": {expected(hint)} is needed, got {value!r}{_meant(value, choices(hint))}"
+        ) from None
 
 
-def _needed(value: Any, hint: Any) -> str:
-    words = choices(hint)
-    meant = near(value, words) if isinstance(value, str) and words else _bare(value)
-    return f": {expected(hint)} is needed, got {value!r}{meant if '?' in meant else ''}"
-
-
-def _bare(value: Any) -> str:
-    """Advice if ``value`` is the name of a kind, or a list with one: the entry to write instead. Else ""."""
-    given = value if isinstance(value, list) else [value]
-    names = {name for noun in _HELD for name in kind_names(noun)}
-    word = next((each for each in given if isinstance(each, str) and each in names), None)
-    return f"; did you mean {{kind: {word}}}?" if word else ""
+def _meant(value: Any, words: Sequence[str]) -> str:
+    """Advice for a value of the wrong type, for which ``words`` are right: the nearest word, or an entry; or ""."""
+    if words and isinstance(value, str):
+        advice = near(value, words)
+        return advice if "?" in advice else ""  # without a near word it would list the words, as the message does
+    # The name of a kind, or a list with one, stands where an entry is needed.
+    names = {name for noun in _FILE_NOUNS for name in kind_names(noun)}
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, str) and each in names:
+            return f"; did you mean {{kind: {each}}}?"
+    return ""
 
 
 def expected(hint: Any) -> str:
@@ -257,7 +263,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _choices(hint: Any) -> list[Any]:
-    if _union(hint):
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [part for each in typing.get_args(hint) for part in _choices(each)]
     return [_Word(each) for each in typing.get_args(hint)] if typing.get_origin(hint) is Literal else [hint]
 
@@ -266,14 +272,10 @@ def _named(part: Any) -> str:
     if isinstance(part, _Word):
         return repr(part.word)
     origin = typing.get_origin(part)
-    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable):
+    if origin in _LISTS:
         return f"a list, each {expected(typing.get_args(part)[0])}" if typing.get_args(part) else "a list"
     known = _WORDS.get(part) or _WORDS.get(origin)
     return known or f"a {getattr(part, '__name__', str(part)).lower()}"
-
-
-def _union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 class _Quietly(GenerateJsonSchema):
@@ -294,7 +296,7 @@ def schema(others: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = Hooks.model_json_schema()
     _name_kinds(found)
     found["$schema"] = "http://json-schema.org/draft-07/schema#"
-    found["$defs"] = found["$defs"] | {noun: _noun(noun, others) for noun in _HELD}
+    found["$defs"] = found["$defs"] | {noun: _noun(noun, others) for noun in _FILE_NOUNS}
     moved: dict[str, Any] = json.loads(json.dumps(found).replace("#/$defs/", "#/definitions/"))
     moved["definitions"] = moved.pop("$defs")  # draft 07 calls them "definitions", and every editor knows that name
     return moved
@@ -355,7 +357,7 @@ def _document(kind: Kind) -> str:
 
 def summary(kind: Kind) -> str:
     """The first paragraph of the docstring of ``kind``, as plain text."""
-    return _summary(_document(kind))
+    return _plain(_document(kind).split("\n\n")[0])
 
 
 def _name_kinds(found: dict[str, Any]) -> None:
@@ -378,22 +380,10 @@ def _ref(noun: str) -> dict[str, Any]:
     return {"$ref": f"#/$defs/{noun}"}
 
 
-def _summary(document: str) -> str:
-    return _plain(document.split("\n\n")[0])
-
-
-def _arguments(document: str) -> dict[str, str]:
-    """The text of each argument in the ``Args:`` of a docstring, by its name."""
-    found = re.search(r"^Args:\n((?: .*\n|\n)*)", document + "\n", re.MULTILINE)
-    lines = textwrap.dedent(found[1] if found else "")
-    pieces = re.split(r"^(\w+): ", lines, flags=re.MULTILINE)[1:]
-    return {name: _plain(said) for name, said in zip(pieces[::2], pieces[1::2], strict=True)}
-
-
-def _plain(said: str) -> str:
-    """``said`` in one line, without the marks of reStructuredText."""
-    said = re.sub(r":\w+:`~?([^`]*)`", lambda it: it[1].rpartition(".")[2], said)
-    return " ".join(said.replace("``", "").split())
+def _plain(text: str) -> str:
+    """``text`` in one line, without the marks of reStructuredText."""
+    text = re.sub(r":\w+:`~?([^`]*)`", lambda it: it[1].rpartition(".")[2], text)
+    return " ".join(text.replace("``", "").split())
 
 
 def main(words: list[str] | None = None) -> None:

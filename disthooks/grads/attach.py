@@ -55,6 +55,7 @@ def gradients(
     groups: Mapping[str, Pattern | Iterable[Pattern]] | None = None,
     also: Iterable[Any] = (),
     scaler: Any = None,
+    _engine: Engine | None = None,
 ) -> Gradients:
     """Before every step of ``optimizer``, apply ``rules`` to the final gradients; log ``stats`` of some steps.
 
@@ -117,7 +118,7 @@ def gradients(
     asked = [sink for sink in targets if not getattr(sink, "may_wait", False)]  # an integration's own is no error
     if asked and not watched and not any(rule.logs() for rule in chosen):
         raise UsageError("gradients(): these rules log nothing, so the sinks would never be called; add stats")
-    engine = detect_engine(model)
+    engine = _engine or detect_engine(model)  # a configuration's plan has detected it already
     refuse_replicate(engine)
     config = GradientsConfig(
         chosen, watched, targets, every, named, [as_also_logged(it) for it in _listed("also", also)], scaler

@@ -21,7 +21,7 @@ from torch import nn
 
 from disthooks.config import Plan, Prepared
 from disthooks.config.agree import check_not_alone
-from disthooks.config.locate import engine_config, find, read_found
+from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import attach
 from disthooks.errors import UsageError
 from disthooks.grads.attach import Gradients
@@ -57,7 +57,7 @@ def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[
 
 def _plan_of(config: Any, model: nn.Module) -> Plan:
     """The plan that ``config`` is, or that is found for a model which an engine has taken."""
-    return config if isinstance(config, Plan) else read_found(find(config, engine_config(model)))
+    return config if isinstance(config, Plan) else read_plan(locate_config(config, engine_config(model)))
 
 
 def load_into(gradients: Gradients, file: pathlib.Path) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from disthooks._match import is_match
-from disthooks.config.locate import engine_config, find, read_found
+from disthooks.config.locate import engine_config, locate_config, read_plan
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.errors import AttachError
 from disthooks.grads.attach import Gradients
@@ -145,7 +145,7 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         return self.prepared.gradients if self.prepared else None
 
     def _read(self, trainer: Any) -> Plan:
-        plan = read_found(find(self._config, engine_config(trainer.model)))
+        plan = read_plan(locate_config(self._config, engine_config(trainer.model)))
         _check_called(trainer, plan)
         if plan.watches:
             self._check_number(len(trainer.optimizers))

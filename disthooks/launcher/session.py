@@ -30,7 +30,7 @@ from torch import nn
 
 from disthooks._match import is_of_class, unwrap_compiled
 from disthooks.config import Plan
-from disthooks.config.locate import Found, engine_config, find, read_found
+from disthooks.config.locate import ConfigLocation, engine_config, locate_config, read_plan
 from disthooks.errors import AttachError
 from disthooks.grads.attach import Gradients
 from disthooks.launcher.attachment import Attachments, SaveEntries, summary_lines
@@ -49,7 +49,7 @@ class Session:
         hooks: the file that ``--hooks`` names, which takes precedence over DeepSpeed's configuration.
     """
 
-    def __init__(self, plan: Plan, location: Found | None = None, hooks: str | None = None) -> None:
+    def __init__(self, plan: Plan, location: ConfigLocation | None = None, hooks: str | None = None) -> None:
         self.plan = plan
         self._origin, self._hooks = _origin(location), hooks
         self._entries, self._attachments = SaveEntries(plan), Attachments()
@@ -122,9 +122,9 @@ class Session:
         config = engine_config(model)
         if config is None or "disthooks" not in config or self._attachments:
             return
-        location = find(self._hooks, config)
+        location = locate_config(self._hooks, config)
         if _origin(location) != self._origin:
-            self.plan, self._origin = read_found(location), _origin(location)
+            self.plan, self._origin = read_plan(location), _origin(location)
             self._entries = SaveEntries(self.plan)
 
     def _is_watchable(self, optimizer: Any) -> bool:
@@ -233,7 +233,7 @@ class Session:
                 _say(line)
 
 
-def _origin(location: Found | None) -> str:
+def _origin(location: ConfigLocation | None) -> str:
     """The origin of the plan, for messages: the path of its file, or the text of ``location.origin``."""
     if location is None:
         return "the plan"

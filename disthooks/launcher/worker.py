@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from disthooks.config.locate import Found, find, read_found
+from disthooks.config.locate import ConfigLocation, locate_config, read_plan
 from disthooks.errors import DisthooksError, UsageError, as_line
 from disthooks.launcher import failure_report
 from disthooks.launcher.session import Session
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         check_target(command.target, command.module)
         location = configuration(command)
-        session = Session(read_found(location), location, command.hooks)
+        session = Session(read_plan(location), location, command.hooks)
     except DisthooksError as error:
         record.end("configuration", error)
         print(as_line(error), file=sys.stderr)
@@ -246,13 +246,13 @@ def _run(command: Command, record: failure_report.Record, session: Session) -> N
     sys.exit(0)
 
 
-def configuration(command: Command) -> Found:
+def configuration(command: Command) -> ConfigLocation:
     """Find the configuration. DeepSpeed's is searched for in the JSON files that the script's arguments name.
 
     Raises:
         ConfigError: if there is none.
     """
-    return find(command.hooks, _deepspeed_config(command.args))
+    return locate_config(command.hooks, _deepspeed_config(command.args))
 
 
 def _deepspeed_config(args: Sequence[str]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from disthooks._handles import Attachment
 from disthooks._ranks import launched_rank
+from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attach import Gradients
@@ -55,9 +56,9 @@ class Watchers(Attachment):
 
         gradients.on_nonfinite(tell)
 
-    def compare_every(self, every: int, model: nn.Module, optimizer: Any) -> None:
+    def compare_every(self, every: int, model: nn.Module, optimizer: Any, engine: Engine | None = None) -> None:
         """Compare the tensors that should be the same on several ranks, after each ``every`` steps; call it on all."""
-        engine = detect_engine(model)
+        engine = engine or detect_engine(model)
         stepping = engine.inner_optimizer(optimizer)
         steps = differed = 0
 
@@ -124,13 +125,17 @@ def say(text: str) -> None:
 
 
 def attach_watchers(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, blames: bool, every: int | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    blames: bool,
+    every: int | None,
+    engine: Engine | None = None,
 ) -> Watchers:
     """Attach ``blame`` if ``blames``, and compare replicas after each ``every`` steps; alike on every rank."""
     made = Watchers(model, blames)
     try:
         if every is not None:
-            made.compare_every(every, model, optimizer)
+            made.compare_every(every, model, optimizer, engine)
     except BaseException:
         made.remove()
         raise
