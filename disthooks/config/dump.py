@@ -133,16 +133,16 @@ def _plain(value: Any, where: str, path: bool) -> Any:
     return entry(value)
 
 
-def saved(patterns: Sequence[Any], line: Pipeline) -> dict[str, Any]:
-    """One entry of ``save``: tensors that the modules matching ``patterns`` save go through the pipeline ``line``."""
+def saved(patterns: Sequence[Any], pipeline: Pipeline) -> dict[str, Any]:
+    """One entry of ``save``: tensors that the modules matching ``patterns`` save go through the ``pipeline``."""
     found: dict[str, Any] = {"modules": _patterns(patterns, "modules")}
-    if line.at_least != line.store.min_bytes:
-        found["at_least"] = line.at_least
-    if line.recompute is not None:
-        found["recompute"] = entry(line.recompute)
-    if line.codecs:
-        found["codecs"] = [entry(codec) for codec in line.codecs]
-    return found | {"store": entry(line.store)}
+    if pipeline.at_least != pipeline.store.min_bytes:
+        found["at_least"] = pipeline.at_least
+    if pipeline.recompute is not None:
+        found["recompute"] = entry(pipeline.recompute)
+    if pipeline.codecs:
+        found["codecs"] = [entry(codec) for codec in pipeline.codecs]
+    return found | {"store": entry(pipeline.store)}
 
 
 def _patterns(patterns: Any, where: str) -> Any:

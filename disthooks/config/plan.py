@@ -38,7 +38,8 @@ from disthooks.errors import AttachError, ConfigError, MatchError, UsageError
 from disthooks.grads.attach import Gradients, GradientsReport, gradients
 from disthooks.grads.sinks import AccelerateTracker
 from disthooks.saved.attach import Saving, save_activations
-from disthooks.saved.pipeline import Pipeline, pipeline
+from disthooks.saved.pipeline import Pipeline
+from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
 from disthooks.saved.stores.tiers import OnDevice, Tiered
@@ -183,8 +184,10 @@ class Plan:
     _written: PlanSource | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "saves", tuple((as_patterns(patterns), pipeline(to)) for patterns, to in self.saves))
-        lossy = [codec for _, line in self.saves for codec in line.codecs if codec.lossy]
+        object.__setattr__(
+            self, "saves", tuple((as_patterns(patterns), as_pipeline(to)) for patterns, to in self.saves)
+        )
+        lossy = [codec for _, pipeline in self.saves for codec in pipeline.codecs if codec.lossy]
         if self.exact and lossy:
             raise ConfigError(f"{lossy[0]!r} loses digits, and exact=True forbids that; Compact and Compress do not")
 
@@ -228,7 +231,7 @@ class Plan:
             "strict": self.strict or None,
             "blame": self.blame or None,
             "check_replicas": self.check_replicas,
-            "save": [dump.saved(patterns, line) for patterns, line in self.saves] or None,
+            "save": [dump.saved(patterns, pipeline) for patterns, pipeline in self.saves] or None,
             "watch": dump.watched(self.watches) if self.watches else None,
         }
         return {key: value for key, value in values.items() if value is not None}
@@ -255,11 +258,11 @@ class Plan:
         if len(missed) == len(self.saves):
             return SavingPlan(attached, missed)
         try:
-            for number, (patterns, line) in enumerate(stores_within(self.budget, model, self.saves, self.source)):
+            for number, (patterns, pipeline) in enumerate(stores_within(self.budget, model, self.saves, self.source)):
                 if number in missed:
                     continue
                 with at_line(self.source, ("save", number)):
-                    attached.append(save_activations(model, patterns, line))
+                    attached.append(save_activations(model, patterns, pipeline))
         except BaseException:
             for part in attached:
                 part.remove()
@@ -392,11 +395,11 @@ def stores_within(
     device = OnDevice(limit - weights)
     tiers: list[tuple[Store, Tiered]] = []  # a list and not a dict: a user's store may have no hash
     found = []
-    for number, (patterns, line) in enumerate(saves):
+    for number, (patterns, pipeline) in enumerate(saves):
         # Entries with equal stores share one `Tiered`.
-        tiered = next((made for store, made in tiers if store == line.store), None)
+        tiered = next((made for store, made in tiers if store == pipeline.store), None)
         if tiered is None:
-            below = line.store.stores if isinstance(line.store, Tiered) else (line.store,)
+            below = pipeline.store.stores if isinstance(pipeline.store, Tiered) else (pipeline.store,)
             path = ("save", number, "store")
             if any(isinstance(tier, OnDevice) for tier in below):
                 source.fail(
@@ -407,8 +410,8 @@ def stores_within(
                     path, ": Functions cannot be a tier, so 'budget' cannot be kept: leave it out, or use a store"
                 )
             tiered = Tiered(device, *below)
-            tiers.append((line.store, tiered))
-        found.append((patterns, replace(line, store=tiered)))
+            tiers.append((pipeline.store, tiered))
+        found.append((patterns, replace(pipeline, store=tiered)))
     return found
 
 
@@ -471,9 +474,9 @@ def tell_attached(plan: Plan, model: nn.Module, saving: SavingPlan | None, watch
         return
     parts = []
     entries = [entry for i, entry in enumerate(plan.saves) if saving is None or i not in saving.missed]
-    for (patterns, line), count in zip(entries, saving.counts if saving else (), strict=False):
+    for (patterns, pipeline), count in zip(entries, saving.counts if saving else (), strict=False):
         shown = ", ".join(repr(pattern) for pattern in patterns)
-        parts.append(f"save {shown}: {count} module{'s' if count != 1 else ''} to {type(line.store).__name__}")
+        parts.append(f"save {shown}: {count} module{'s' if count != 1 else ''} to {type(pipeline.store).__name__}")
     if watching is not None:
         report = watching.report()
         ranks = f" on {report.engine}, {len(report.ranks)} ranks" if len(report.ranks) > 1 else f" on {report.engine}"

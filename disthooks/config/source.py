@@ -24,7 +24,7 @@ import pathlib
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -88,8 +88,11 @@ class Source:
 
     def of_text(self, message: str, under: Path) -> Path | None:
         """The path of the text that ``message`` begins with, in quotes, as errors about patterns do; else None."""
-        found = (path for path in self.lines if path[: len(under)] == under and _quoted(self, path, message))
-        return next(found, None)
+        for path in self.lines:
+            value = self.value(path) if path[: len(under)] == under else None
+            if isinstance(value, str) and message.startswith(f"{value!r} "):
+                return path
+        return None
 
     def value(self, path: Path) -> Any:
         """The value at ``path``, which must exist."""
@@ -97,11 +100,6 @@ class Source:
         for key in path:
             here = here[key]
         return here
-
-
-def _quoted(source: Source, path: Path, message: str) -> bool:
-    value = source.value(path)
-    return isinstance(value, str) and message.startswith(f"{value!r} ")
 
 
 def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "the configuration") -> Source:
@@ -166,14 +164,14 @@ def _short(name: str, text: str, error: Any) -> str:
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     context = getattr(error, "context", None)
     opened = getattr(error, "context_mark", None)
-    told = f"{problem}{f' ({context})' if context else ''}"
+    text_of_error = f"{problem}{f' ({context})' if context else ''}"
     if "'\\t'" in problem:
         hint = "; YAML takes no tabs, indent with blanks"
     elif "end of stream" in problem and opened is not None:
         hint = f"; what is opened in line {opened.line + 1} is not closed"
     else:
-        hint = _unquoted(lines, line, told) or _misplaced(lines, line, told)
-    return f"{where}: is not YAML: {told}{hint}"
+        hint = _unquoted(lines, line, text_of_error) or _misplaced(lines, line, text_of_error)
+    return f"{where}: is not YAML: {text_of_error}{hint}"
 
 
 def _unquoted(lines: list[str], at: int, problem: str) -> str:
@@ -216,8 +214,8 @@ class _Reader:
     def __init__(self, name: str, loader: Any) -> None:
         self._name, self._loader = name, loader
         self._lines: dict[Path, int] = {}
-        self._checked: set[int] = set()
-        self._open: set[int] = set()  # the nodes around the one that is being read
+        self._checked: set[int] = set()  # ids of mappings whose keys were checked
+        self._open: set[int] = set()  # ids of the nodes around the one that is being read
 
     def read(self, root: Any) -> Source:
         """The whole document."""
@@ -233,30 +231,27 @@ class _Reader:
         if id(node) in self._open:
             raise ConfigError(f"{self._name}:{_line(node)}: contains itself")
         self._open.add(id(node))
-        value = self._list(node, path) if node.id == "sequence" else self._mapping(node, path)
+        value: Any
+        if node.id == "sequence":
+            value = [self._value(each, (*path, i)) for i, each in enumerate(node.value)]
+        else:
+            # An alias names a mapping that was read before. Its keys are not checked again, because merging has put
+            # keys into it that may stand there twice.
+            if id(node) not in self._checked:
+                self._checked.add(id(node))
+                self._check_keys(node)
+            # "<<" merges other mappings. Their keys come first, so the keys that are written here win.
+            self._loader.flatten_mapping(node)
+            value = {}
+            for key_node, value_node in node.value:
+                here: Path = (*path, key_node.value)
+                self._lines[here] = _line(key_node)
+                value[key_node.value] = self._value(value_node, here)
         self._open.discard(id(node))
         return value
 
-    def _list(self, node: Any, path: Path) -> list[Any]:
-        return [self._value(each, (*path, i)) for i, each in enumerate(node.value)]
-
-    def _mapping(self, node: Any, path: Path) -> dict[str, Any]:
-        self._once(node)
-        # "<<" merges other mappings. Their keys come first, so the keys that are written here win.
-        self._loader.flatten_mapping(node)
-        found: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            here: Path = (*path, key_node.value)
-            self._lines[here] = _line(key_node)
-            found[key_node.value] = self._value(value_node, here)
-        return found
-
-    def _once(self, node: Any) -> None:
-        """Check that each key is a text and stands once."""
-        # An alias names a node that was read before. Merging has put keys into it, which may stand there twice.
-        if id(node) in self._checked:
-            return
-        self._checked.add(id(node))
+    def _check_keys(self, node: Any) -> None:
+        """Check that each key of a mapping is a text and stands once."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             here = f"{self._name}:{_line(key)}"
@@ -290,11 +285,12 @@ class _Reader:
 
 
 def _line(node: Any) -> int:
-    line: int = node.start_mark.line
+    line: int = node.start_mark.line  # it counts from 0
     return line + 1
 
 
 _PATHS = ("path", "directory", "log_dir")
+# The annotations of a value that has values of other types in it, or is one of several types.
 _HOLDERS = (typing.Union, types.UnionType, list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
 
@@ -309,12 +305,7 @@ def is_path(name: str, hint: Any) -> bool:
 
 def parts(hint: Any) -> list[Any]:
     """The types of a union, also of the lists in it; ``[hint]`` for any other annotation."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType) or typing.get_origin(hint) in (
-        collections.abc.Sequence,
-        collections.abc.Iterable,
-        list,
-        tuple,
-    ):
+    if typing.get_origin(hint) in _HOLDERS:
         return [part for each in typing.get_args(hint) for part in parts(each)]
     return [hint]
 
@@ -337,11 +328,8 @@ class Expansion:
 
     def __init__(self, source: Source, run: str | None = None) -> None:
         self._source = source
-        self._places: dict[str, Callable[[Path], str]] = {"rank": self._rank, "local_rank": self._local_rank}
+        self.run: str | None = None  # `{run}` is unknown in the run directory itself
         self.run = None if run is None else self(run, ("run",))
-        if self.run is not None:
-            whole: str = self.run
-            self._places["run"] = lambda path: whole
 
     def __call__(self, text: str, path: Path) -> str:
         """``text`` with every ``$VAR``, ``${VAR}``, ``{rank}``, ``{local_rank}``, ``{run}`` and ``~/`` replaced.
@@ -355,21 +343,19 @@ class Expansion:
         Raises:
             ConfigError: when a variable is not set or is empty, or a placeholder is unknown.
         """
-        return _PART.sub(lambda part: self._part(part, path), os.path.expanduser(text))
+        return _PART.sub(lambda part: self._replacement(part, path), os.path.expanduser(text))
 
-    def _part(self, part: re.Match[str], path: Path) -> str:
+    def _replacement(self, part: re.Match[str], path: Path) -> str:
+        """The text for one part of a path, of those that ``_PART`` lists."""
         if part[0] in ("$$", "{{", "}}"):
             return part[0][0]
         if part["place"] is not None:
-            return self._place(part["place"], path)
+            return self._placeholder(part["place"], path)
         name = part["braced"] if part["braced"] is not None else part["bare"]
         if name is None:
             self._source.fail(
                 path, f": a single {part[0]!r} begins nothing: write {part[0] * 2!r} for the letter itself"
             )
-        return self._variable(name, path)
-
-    def _variable(self, name: str, path: Path) -> str:
         if os.environ.get(name):
             return os.environ[name]
         if name in os.environ:
@@ -378,24 +364,23 @@ class Expansion:
         hint = f"; did you mean ${near[0]}?" if near else ""
         self._source.fail(path, f": the variable {name!r} is not set{hint} ('$$' is a dollar)")
 
-    def _place(self, name: str, path: Path) -> str:
-        if name in self._places:
-            return self._places[name](path)
-        near = difflib.get_close_matches(name, self._places, n=1, cutoff=0.5)
-        hint = f"did you mean {{{near[0]}}}?" if near else f"there are {', '.join(f'{{{n}}}' for n in self._places)}"
+    def _placeholder(self, name: str, path: Path) -> str:
+        if name == "rank":
+            return str(global_rank()) if has_process_group() else first_set(RANK_VARIABLES) or "0"
+        if name == "local_rank":
+            local_rank = first_set(LOCAL_RANK_VARIABLES)
+            # Rank 0 would be wrong here: all ranks of a node would write to the same files.
+            if local_rank is None and has_several_ranks():
+                self._source.fail(
+                    path, ": {local_rank} is not known: LOCAL_RANK is not set, and this is one of several ranks"
+                )
+            return local_rank or "0"
+        if name == "run" and self.run is not None:
+            return self.run
+        known = ["rank", "local_rank", *(["run"] if self.run is not None else [])]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {{{near[0]}}}?" if near else f"there are {', '.join(f'{{{one}}}' for one in known)}"
         self._source.fail(path, f": {{{name}}} is no placeholder; {hint} ('{{{{' is a brace)")
-
-    def _rank(self, path: Path) -> str:
-        return str(global_rank()) if has_process_group() else first_set(RANK_VARIABLES) or "0"
-
-    def _local_rank(self, path: Path) -> str:
-        found = first_set(LOCAL_RANK_VARIABLES)
-        # Rank 0 would be wrong here: all ranks of a node would write to the same files.
-        if found is None and has_several_ranks():
-            self._source.fail(
-                path, ": {local_rank} is not known: LOCAL_RANK is not set, and this is one of several ranks"
-            )
-        return found or "0"
 
 
 def escaped(text: str) -> str:
