@@ -28,6 +28,7 @@ from disthooks._match import match_modules, unwrap_engine
 from disthooks._tensors import format_bytes
 from disthooks.config import Plan
 from disthooks.config.plan import at_line, tell_attached
+from disthooks.engines.base import Engine
 from disthooks.errors import MatchError
 from disthooks.grads.attach import Gradients
 from disthooks.grads.records import UnwrittenRecords
@@ -164,7 +165,9 @@ class ModelAttachment:
         self._on_attached = on_attached
         self._watchers: Callable[[], Watchers | None] = lambda: None  # a weak reference, once there are some
 
-    def attach(self, plan: Plan, is_partial: bool, optimizers: Sequence[Any], number: int) -> None:
+    def attach(
+        self, plan: Plan, is_partial: bool, optimizers: Sequence[Any], number: int, engine: Engine | None = None
+    ) -> None:
         """Attach `plan` to the model and to each of its optimizers.
 
         Args:
@@ -173,31 +176,32 @@ class ModelAttachment:
             optimizers: the optimizers that hold the model's parameters; ``[None]`` for DeepSpeed's.
             number: how many optimizers are watched already. The records of the second optimizer of a script, and of
                 each later one, name its number: all of them write into one log.
+            engine: the engine of the model, if it is known already.
         """
         model: Any = self._model()
         rest, self.optimizers = list(optimizers), len(optimizers)
-        if not number and rest:  # `prepare` compares the plan over the ranks, so all ranks come here, or none
-            prepared = plan.prepare(model, rest.pop(0), partly=is_partial)
-            self.saving = prepared.saving
-            self._keep_watchers(prepared.watchers)
-            if prepared.gradients is not None:
-                self._add(model, prepared.gradients)
+        is_first = not number and bool(rest)
+        gradients: Gradients | None = None
+        if is_first:  # `prepare` compares the plan over the ranks, so all ranks come here, or none
+            prepared = plan.prepare(model, rest.pop(0), partly=is_partial, _engine=engine)
+            self.saving, watchers, gradients = prepared.saving, prepared.watchers, prepared.gradients
         else:
             self.saving = plan.save(model, partly=is_partial) if plan.saves else None
-            self._keep_watchers(plan.look(model, rest[0]) if rest else None)
-            if self.saving and not (plan.watches and rest):
-                tell_attached(plan, model, self.saving, None)
+            watchers = plan.look(model, rest[0], engine) if rest else None
+        if watchers is not None:  # from here on `remove` takes them off, also if the next lines raise
+            self._watchers = weakref.ref(watchers)
+        if gradients is not None:
+            self._add(model, gradients)
+        if self.saving and not is_first and not (plan.watches and rest):
+            tell_attached(plan, model, self.saving, None)
         for i, optimizer in enumerate(rest, max(number, 1)) if plan.watches else ():
             sources: list[Any] = [functools.partial(dict, optimizer=i), *([self.saving] if self.saving else [])]
+            # An engine remembers the last backward, so each further optimizer gets an engine of its own here.
             gradients = plan.watch(model, optimizer, sources)
-            if watchers := self._watchers():
+            if watchers is not None:
                 watchers.tell_nonfinite(gradients)
             tell_attached(plan, model, None if self.watched else self.saving, gradients)
             self._add(model, gradients)
-
-    def _keep_watchers(self, watchers: Watchers | None) -> None:
-        if watchers is not None:
-            self._watchers = weakref.ref(watchers)
 
     def _add(self, model: nn.Module, gradients: Gradients) -> None:
         self._on_attached(model, gradients)
@@ -256,6 +260,7 @@ class Attachments:
         is_partial: bool,
         optimizers: Sequence[Any],
         on_attached: Callable[[nn.Module, Gradients], None],
+        engine: Engine,
     ) -> None:
         """Attach `plan` to one more model; see :meth:`ModelAttachment.attach`."""
         number = sum(each.optimizers for each in self._alive)
@@ -263,7 +268,7 @@ class Attachments:
         self._count += 1
         # This comes first: if attaching raises, `remove_all` takes off the part that was attached.
         self._alive.append(attachment)
-        attachment.attach(plan, is_partial, optimizers, number)
+        attachment.attach(plan, is_partial, optimizers, number, engine)
         if attachment.is_empty:
             self._alive.remove(attachment)
 

@@ -7,11 +7,11 @@
 # only some of an optimizer's parameters is a part of the model, such as a generator beside its discriminator, or the
 # network inside a LightningModule. The session then waits for the whole model, and keeps this reason for its message.
 
-# [Note: a process that trains alone]
-# There are three ways to train alone by mistake. `accelerate launch` on CPUs starts one process and leaves the others
-# to mpirun. A script forgets init_process_group(). Lightning starts the other ranks itself, without disthooks in them.
-# In each case a process trains a model of its own, or waits forever for ranks that run no hooks, and no error is
-# raised. So the session refuses to attach, and the first step raises AttachError (decision 64).
+# [Note: ranks without hooks]
+# Besides the ways in [Note: processes that train alone] there are two more. `accelerate launch` on CPUs starts one
+# process and leaves the others to mpirun: nothing is wrong with that process, so the user is only warned. Lightning
+# starts the other ranks itself, without disthooks in them: this process would wait forever for ranks that run no hooks.
+# So the session does not attach, and the user is told how to start the ranks.
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from disthooks._match import is_of_class
-from disthooks._ranks import has_process_group, has_several_ranks, launched_world_size, trains_alone, world_size
-from disthooks.engines.base import DataParallel, Plain
+from disthooks._ranks import has_several_ranks, launched_world_size, world_size
+from disthooks.config.agree import reason_alone
+from disthooks.engines.base import DataParallel, Engine, Plain
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import AttachError
 
@@ -97,7 +98,7 @@ class ScriptOptimizers:
         """A text for the user: why the session has not attached to the model of `optimizer`, and the remedy."""
         return (
             self._reasons.get(optimizer)
-            or alone()
+            or reason_alone()
             or (
                 "no module that holds its parameters was called with gradients on (outside of what torch.compile "
                 "traces), or the optimizer was made before fully_shard, which replaces parameters; attach in the "
@@ -148,25 +149,11 @@ def reshard(model: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def alone() -> str | None:
-    """A text for the user if several processes were started and this one trains alone; None otherwise.
-
-    See [Note: a process that trains alone].
-    """
-    if not trains_alone():
-        return None
-    there = "a process group of one" if has_process_group() else "no process group"
-    return (
-        f"{launched_world_size()} processes were started and this one has {there}: each trains alone. Call "
-        "torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs set "
-        "ACCELERATE_USE_CPU=true"
-    )
-
-
 def started_alone() -> str | None:
     """A warning for a process that accelerate started alone although several were configured; None otherwise.
 
-    Accelerate sets a port at which the processes shall meet, and leaves WORLD_SIZE to mpirun.
+    Accelerate sets a port at which the processes shall meet, and leaves WORLD_SIZE to mpirun. See
+    [Note: ranks without hooks].
     """
     is_from_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ
     if not is_from_accelerate or any("WORLD_SIZE" in name or name == "PMI_SIZE" for name in os.environ):
@@ -178,34 +165,30 @@ def started_alone() -> str | None:
     )
 
 
-def refusal(model: nn.Module) -> str | None:
-    """Why hooks must not be attached to a model that is called, and what to do; None if they can be.
+def engine_to_attach(model: nn.Module) -> Engine:
+    """The engine of a model that is called.
 
-    See [Note: a process that trains alone].
+    Raises:
+        AttachError: if hooks must not be attached to the model; the message says why, and what to do.
     """
-    try:
-        engine = detect_engine(model)
-    except AttachError as error:
-        return str(error)
-    if _is_started_by_lightning():
-        return (
+    engine = detect_engine(model)
+    # Lightning has run the script again for each other rank. It sets these variables, and no RANK.
+    by_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
+    modules = ("lightning", "pytorch_lightning", "lightning_fabric")
+    if has_several_ranks() and by_lightning and any(name in sys.modules for name in modules):
+        raise AttachError(  # See [Note: ranks without hooks]
             "Lightning started the other processes itself, without disthooks.run: they would not take part in what "
             "this one asks of them. Start all with torchrun --nproc-per-node N -m disthooks.run, or give the Trainer "
             "disthooks.integrations.lightning's DisthooksCallback"
         )
+    if reason := reason_alone():
+        raise AttachError(reason)
     count = max(launched_world_size(), world_size())
     if isinstance(engine, (Plain, DataParallel)) and count > 1:
-        return alone() or (
+        raise AttachError(
             f"{type(model).__name__} was called without a wrapper, and there are {count} processes: wrap it with "
             "DistributedDataParallel, FullyShardedDataParallel, fully_shard, deepspeed.initialize or "
             "Accelerator.prepare, and call what that returns; on CPUs accelerate wraps only under "
             "ACCELERATE_USE_CPU=true"
         )
-    return alone()
-
-
-def _is_started_by_lightning() -> bool:
-    """Whether Lightning ran the script again for each other rank: it sets variables of its own, and no RANK."""
-    by_lightning = "NODE_RANK" in os.environ and "WORLD_SIZE" in os.environ and "RANK" not in os.environ
-    modules = ("lightning", "pytorch_lightning", "lightning_fabric")
-    return has_several_ranks() and by_lightning and any(name in sys.modules for name in modules)
+    return engine

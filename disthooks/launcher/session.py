@@ -30,11 +30,12 @@ from torch import nn
 
 from disthooks._match import is_of_class, unwrap_compiled
 from disthooks.config import Plan
+from disthooks.config.agree import reason_alone
 from disthooks.config.locate import ConfigLocation, engine_config, locate_config, read_plan
 from disthooks.errors import AttachError
 from disthooks.grads.attach import Gradients
 from disthooks.launcher.attachment import Attachments, SaveEntries, summary_lines
-from disthooks.launcher.optimizers import ScriptOptimizers, alone, calls_closure_again, refusal, started_alone
+from disthooks.launcher.optimizers import ScriptOptimizers, calls_closure_again, engine_to_attach, started_alone
 from disthooks.launcher.patches import FrameworkPatches, TorchPatches, only_fills_state
 
 
@@ -95,24 +96,23 @@ class Session:
         optimizers = self._optimizers.of_model(model, is_outermost)
         if not optimizers:
             return
-        if reason := refusal(model):
-            self._optimizers.refuse(optimizers, reason)
+        try:
+            engine = engine_to_attach(model)
+        except AttachError as error:
+            self._optimizers.refuse(optimizers, str(error))
             return
         self._is_attaching = True
         try:
-            self._attach(model, optimizers)
+            self._read_engine_config(model)
+            is_last = len(self._optimizers.waiting) <= len(optimizers)
+            plan, is_partial = self._entries.plan_for(model, is_last)
+            watchable: list[Any] = [None]  # DeepSpeed's engine has the optimizer
+            if not is_of_class(model, "DeepSpeedEngine"):
+                watchable = [one for one in optimizers if not self.plan.watches or self._is_watchable(one)]
+            self._attachments.attach(model, plan, is_partial, watchable, self._on_attached, engine)
         finally:
             self._is_attaching = False
         self._mark_done(optimizers)
-
-    def _attach(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
-        self._read_engine_config(model)
-        is_last = len(self._optimizers.waiting) <= len(optimizers)
-        plan, is_partial = self._entries.plan_for(model, is_last)
-        watchable: list[Any] = [None]  # DeepSpeed's engine has the optimizer
-        if not is_of_class(model, "DeepSpeedEngine"):
-            watchable = [one for one in optimizers if not self.plan.watches or self._is_watchable(one)]
-        self._attachments.attach(model, plan, is_partial, watchable, self._on_attached)
 
     def _read_engine_config(self, model: Any) -> None:
         """Read the plan in DeepSpeed's configuration.
@@ -167,7 +167,7 @@ class Session:
         if not self._optimizers.is_waiting(optimizer) or only_fills_state():
             return  # another optimizer has made this one for itself, and counts the step
         text = f"nothing is attached to its model: {self._optimizers.reason(optimizer)}"
-        if self.plan.strict or alone():
+        if self.plan.strict or reason_alone():
             raise AttachError(f"the first step of {type(optimizer).__name__} begins and {text}")
         self._leave_alone(optimizer, text)
         self._mark_done([optimizer])

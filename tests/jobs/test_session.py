@@ -264,7 +264,10 @@ def test_several_processes_and_no_wrapper(start: Starts, monkeypatch: pytest.Mon
     start()
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Net()
-    with pytest.raises(AttachError, match="2 processes were started and this one has no process group"):
+    with pytest.raises(
+        AttachError,
+        match="a launcher started 2 processes .* torch.distributed was not initialised in this one: each would train alone",
+    ):
         step(model, sgd(model))
 
 
@@ -378,7 +381,7 @@ def test_a_reference_beside_the_wrapped_model_is_left_alone(
     start: Starts, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("disthooks.launcher.optimizers.launched_world_size", lambda: 2)
-    monkeypatch.setattr("disthooks.launcher.optimizers.alone", lambda: None)
+    monkeypatch.setattr("disthooks.launcher.optimizers.reason_alone", lambda: None)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/pg", rank=0, world_size=1)
     try:
         session = start("watch: {every: 1, stats: [{kind: Norm}]}")
@@ -721,6 +724,20 @@ def test_what_is_attached_and_what_is_not_finite_is_said(start: Starts, capsys: 
     assert said.count("forward 1: body.0 (Linear), call 0: its inputs were finite, its weights were not") == 1
     assert told["watched"]["nonfinite"] == 5
     assert "watched 6 steps of 4 parameters, 5 of them with gradients that were NOT FINITE" in said
+
+
+def test_gradients_of_a_second_model_that_are_not_finite_are_said(
+    start: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = start("watch: {every: 1, stats: [{kind: NonFinite}]}")
+    first, second = Net(), Net()
+    optimizers = sgd(first), sgd(second)
+    step(first, optimizers[0])
+    with torch.no_grad():
+        second.body[0].weight[0, 0] = torch.nan
+    step(second, optimizers[1])
+    ended(session)
+    assert "WARNING: step 0: gradients are not finite, of 4 parameters: " in capsys.readouterr().err
 
 
 def test_blame_alone(start: Starts, capsys: pytest.CaptureFixture[str]) -> None:
