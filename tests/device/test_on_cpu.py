@@ -269,7 +269,7 @@ def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, mo
     store = dh.OnCpu(in_flight="500 KiB")
     monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
     store.courier(device).pool = pools.PinnedPool(device)
-    with pytest.warns(UserWarning, match="page-locked memory is not to be had"):
+    with pytest.warns(UserWarning, match="no more page-locked memory is available"):
         assert torch.equal(step(store, x), gradient(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

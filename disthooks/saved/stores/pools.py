@@ -356,10 +356,10 @@ def pool_of(device: torch.device, pin: bool) -> PinnedPool:
 def warn_unpinned(room: int, why: str) -> None:
     """Warn that the host waits for copies from now on, and say what to do."""
     warnings.warn(
-        f"page-locked memory is not to be had ({why}): ordinary memory is used, and the host waits for each copy "
+        f"no more page-locked memory is available ({why}). Ordinary memory is used, and the host waits for each copy "
         'between it and the device. Give OnCpu a smaller limit= ("64 GiB per node" is shared by the node\'s '
-        "processes), raise the limit of locked memory (ulimit -l, or --ulimit memlock=-1 of a container), or say "
-        "pin_memory=False if this is as wanted",
+        "processes), raise the limit of locked memory (ulimit -l, or --ulimit memlock=-1 of a container), or set "
+        "pin_memory=False if ordinary memory is right for you",
         stacklevel=4,
     )
 
