@@ -101,7 +101,7 @@ class Courier(ForkSafe[Carried]):
         with self._lock:
             self._drain_releases()
             if ticket.dropped:
-                raise StoreError("a stored tensor is asked for after it was dropped")
+                raise StoreError("a stored tensor was read after it was dropped")
             # In some steps the read is timed, by an event before it and one after it.
             timed = ticket.lane.is_timed(ticket)
             came = event_on(current_stream(self.device), timed=True) if timed else None
@@ -158,7 +158,7 @@ class Courier(ForkSafe[Carried]):
                 self._ship([ticket])
             parcel = ticket.parcel
         if parcel is None:
-            raise StoreError("a stored tensor is asked for after it was dropped")
+            raise StoreError("a stored tensor was read after it was dropped")
         return parcel.in_host(ticket)
 
     @property

@@ -132,7 +132,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
         with self._lock:
             self._drain_releases()
             if ticket.dropped or ticket.state == GONE:
-                raise StoreError("a stored tensor is asked for after it was dropped")
+                raise StoreError("a stored tensor was read after it was dropped")
             self._say_failure()
             ticket.order.read(ticket)
             # It was read ahead, or a thread reads it now.
