@@ -38,7 +38,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """``tensor`` (strided, any dtype and device) as smaller tensors, and the spec that ``decode`` needs besides."""
+        """``tensor`` (strided, any dtype and device) as smaller tensors, and a spec that ``decode`` gets with them."""
 
     @abstractmethod
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:

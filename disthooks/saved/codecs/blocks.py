@@ -1,4 +1,4 @@
-"""Blocks of elements that share a scale: by torch operations, or by the Triton kernels in ``kernels.py``.
+"""Blocks of elements that share a scale, by torch operations or by the Triton kernels in ``kernels.py``.
 
 A block of elements x has the scale s = max |x| / m, where m is the largest code. Its codes are x / s, rounded as the
 codec says. The kernels run on a CUDA or ROCm device with Triton, which comes with torch there; everywhere else torch
@@ -19,10 +19,11 @@ from torch.nn.functional import pad
 from disthooks._hashing import MULTIPLIERS, ODD
 
 # [Note: blocks that are not finite]
-# To know whether a block is finite, the host would have to wait for the device. So the scale itself says it: if a block
-# has an inf or a nan, its scale has a minus sign, its largest finite element has the next lower code instead of m, and
-# the code m stands for inf. Decoding takes the absolute value of the scale. Two codes less in such a block cost nothing
-# elsewhere, while codes for nan, inf and -inf in every block would take 2 of the 15 levels of 4 bits (decision 31).
+# The host would have to wait for the device to learn whether a block is finite. So the scale says it: if a block has an
+# inf or a nan, its scale has a minus sign, its largest finite element has the next lower code instead of m, and the
+# code m stands for inf. Decoding takes the absolute value of the scale. Such a block has two codes less for its finite
+# elements, and other blocks lose nothing. Codes for nan, inf and -inf in every block would take 2 of the 15 levels of 4
+# bits (decision 31).
 
 
 class Codes(NamedTuple):
@@ -49,10 +50,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def limits(dtype: torch.dtype) -> tuple[float, float]:
-    """The largest max |x| and the smallest scale that are used, for scales of ``dtype``.
+    """The largest max |x| and the smallest scale that the codecs use, for scales of ``dtype``.
 
-    If s is rounded up, s m may exceed the largest number of the dtype. A scale of zero, or a subnormal scale on a
-    device that takes it for zero, would divide by zero.
+    A larger max |x| might give a scale s, rounded up, whose product s m exceeds the largest number of the dtype. A
+    scale of zero would divide by zero, and so would a subnormal scale on a device that treats it as zero.
     """
     info = torch.finfo(dtype)
     return info.max * (1 - 8 * info.eps), info.tiny
@@ -102,20 +103,25 @@ def unscaled(values: torch.Tensor, scales: torch.Tensor, block: int, codes: Code
     return torch.where(rows < -codes.most, torch.nan, found).view(-1)[: values.numel()]
 
 
+def piece_size(elements: torch.Tensor, block: int) -> int:
+    """How many elements torch operations take at a time, so that temporaries are small and fit into a CPU's cache."""
+    return max((2**20 if elements.is_cpu else 2**24) // block, 1) * block
+
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TILE = 2048  # elements of a program; kernels.py says why
-_LARGEST_BLOCK = 8192  # elements: a program holds a block in its registers
-_RUN = 16  # bytes: runs of bits begin at multiples of it, so that loads are wide
-_FEWEST = 1024  # bools: with fewer of them a run may lie beyond the end of the tensor
+_TILE = 2048  # elements that a program takes; kernels.py says why
+_LARGEST_BLOCK = 8192  # elements of a block, because a program holds a block in its registers
+_RUN = 16  # bytes: the length of a run is a multiple of it, so that loads are wide
+_FEWEST = 1024  # bools that the kernels take: with fewer of them a run may be beyond the end of the tensor
 
 
 class Kind(NamedTuple):
     """The kind of a code: an integer of 8 or 4 bits, or an 8-bit float.
 
     Attributes:
-        bits: of a code.
+        bits: the bits of a code.
         codes: the numbers of the codes.
-        mantissa: bits of the mantissa of an 8-bit float; 0 for an integer.
+        mantissa: the bits of the mantissa of an 8-bit float; 0 for an integer.
         bias: the exponent bias of float32 minus that of the 8-bit float.
     """
 
@@ -141,7 +147,7 @@ def unpacks(packed: torch.Tensor, count: int) -> bool:
 
 
 def run_of(bools: torch.Tensor) -> int:
-    """The bytes for ``bools``: as few as possible, and on a GPU a few more, so that loads are wide."""
+    """The number of bytes for ``bools``: the smallest one, and on a GPU up to 15 more, so that loads are wide."""
     fewest = (bools.numel() + 7) // 8
     return -(-fewest // _RUN) * _RUN if bools.is_cuda and bools.numel() >= _FEWEST else fewest
 
@@ -193,7 +199,7 @@ def _launch(shape: dict[str, int]) -> dict[str, Any]:
 def encode(
     elements: torch.Tensor, block: int, kind: Kind, key: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (1-D, uint8, packed) and scales of 1-D contiguous ``elements``; rounded at random if there is a ``key``."""
+    """Codes (1-D, uint8, packed) and scales of 1-D contiguous ``elements``; a ``key`` makes them round at random."""
     n, shape = elements.numel(), _shape(block)
     codes = torch.empty((n * kind.bits + 7) // 8, dtype=torch.uint8, device=elements.device)
     scales = torch.empty(-(-n // block), dtype=torch.float32, device=elements.device)

@@ -78,21 +78,20 @@ class Cast(Codec):
             return (tensor,), spec
         if self.dtype in _PLAIN:
             return (tensor.to(self.dtype),), spec
-        blocks = -(-tensor.numel() // _BLOCK)
-        if tensor.numel() + blocks * wide(tensor.dtype).itemsize >= tensor.nbytes:
+        # A dtype of 8 bits: one byte for each element, and a scale for each block.
+        scale_bytes = -(-tensor.numel() // _BLOCK) * wide(tensor.dtype).itemsize
+        if tensor.numel() + scale_bytes >= tensor.nbytes:
             return (tensor,), spec
-        return self._scaled(flat(tensor)), spec
-
-    def _scaled(self, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        kind = _KINDS[self.dtype]
+        elements, kind = flat(tensor), _KINDS[self.dtype]
         if blocks.usable(elements, _BLOCK):
             codes, scales = blocks.encode(elements, _BLOCK, kind, None)
-            return codes.view(self.dtype), scales
-        parts = [scaled(some, _BLOCK, kind.codes) for some in torch.split(elements, _piece(elements))]
+            return (codes.view(self.dtype), scales), spec
+        pieces = torch.split(elements, blocks.piece_size(elements, _BLOCK))
+        parts = [scaled(piece, _BLOCK, kind.codes) for piece in pieces]
         numbers = [limited(it, kind.codes).to(self.dtype).view(-1) for it in parts]
-        # Joined as bytes, because not every device has a kernel that joins 8-bit floats.
+        # They are joined as bytes, because not every device has a kernel that joins 8-bit floats.
         joined = torch.cat([some.view(torch.uint8) for some in numbers])[: elements.numel()]
-        return joined.view(self.dtype), torch.cat([it.scales for it in parts])
+        return (joined.view(self.dtype), torch.cat([it.scales for it in parts])), spec
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
         """The tensor in its shape and dtype."""
@@ -105,7 +104,7 @@ class Cast(Codec):
         if blocks.usable(into, _BLOCK):
             blocks.decode(numbers.view(torch.uint8), scales, into, _BLOCK, kind)
             return decoded
-        piece = _piece(into)
+        piece = blocks.piece_size(into, _BLOCK)
         encoded = torch.split(numbers, piece), torch.split(scales, piece // _BLOCK)
         for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
             # The product is written in place if the codes were copied into the result.
@@ -114,8 +113,3 @@ class Cast(Codec):
             if found.data_ptr() != part.data_ptr():
                 part.copy_(found)
         return decoded
-
-
-def _piece(tensor: torch.Tensor) -> int:
-    """How many elements are computed at once, so that the temporaries are small and fit into the cache of a CPU."""
-    return 2**20 if tensor.is_cpu else 2**24

@@ -33,8 +33,8 @@ class Compact(Codec):
     kernel (without Triton, by some torch operations), in at most 15 bytes more.
 
     Args:
-        floats: whether to compact floating-point tensors. True: always, and on a GPU the host waits once for each
-            tensor. False: never. None: on the CPU, where there is nothing to wait for.
+        floats: whether to compact floating-point tensors. True: always; on a GPU the host waits once for each tensor.
+            False: never. None: only on the CPU, where the host does not have to wait.
 
     Raises:
         UsageError: if ``floats`` is something else.
@@ -54,12 +54,19 @@ class Compact(Codec):
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Size | None]:
         """A bitmap (1-D, uint8), for floats also the elements that are not zero (1-D), and the shape; or the tensor."""
-        parts: tuple[torch.Tensor, ...] | None = None
         if tensor.dtype is torch.bool and tensor.numel() > 1:
-            parts = (_packed(flat(tensor)),)
-        elif tensor.is_floating_point() and tensor.numel() and (tensor.is_cpu if self.floats is None else self.floats):
-            parts = _sparse(tensor)
-        return (parts, tensor.shape) if parts else ((tensor,), None)
+            return (_packed(flat(tensor)),), tensor.shape
+        is_wanted = tensor.is_cpu if self.floats is None else self.floats
+        if not (is_wanted and tensor.is_floating_point() and tensor.numel()):
+            return (tensor,), None
+        elements = flat(tensor).view(_BITS[tensor.element_size()])  # integers, so that -0.0 is not zero
+        count = int(elements.count_nonzero())
+        if (elements.numel() + 7) // 8 + count * tensor.element_size() > _WORTH * tensor.nbytes:
+            return (tensor,), None
+        there = elements != 0
+        # On a GPU, indexing with a mask would make the host wait for the count again.
+        values = elements[torch.nonzero_static(there, size=count)[:, 0]] if elements.is_cuda else elements[there]
+        return (_packed(there), values.view(tensor.dtype)), tensor.shape
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: torch.Size | None) -> torch.Tensor:
         """The tensor, bit for bit."""
@@ -73,39 +80,27 @@ class Compact(Codec):
         return elements.masked_scatter_(there, values).view(tensors[1].dtype).view(spec)
 
 
-def _sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """A bitmap and the elements that are not zero; None if they take too many bytes."""
-    elements = flat(tensor).view(_BITS[tensor.element_size()])  # integers, so that -0.0 is not zero
-    count = int(elements.count_nonzero())
-    if (elements.numel() + 7) // 8 + count * tensor.element_size() > _WORTH * tensor.nbytes:
-        return None
-    there = elements != 0
-    # Indexing with a mask would make the host wait for the count again.
-    values = elements[torch.nonzero_static(there, size=count)[:, 0]] if elements.is_cuda else elements[there]
-    return _packed(there), values.view(tensor.dtype)
-
-
 def _packed(bools: torch.Tensor) -> torch.Tensor:
-    """1-D bools in m >= n / 8 bytes.
+    """1-D ``bools`` in ``run`` bytes, at least an eighth of their count.
 
-    Byte i has the elements i, i + m, i + 2 m, ..., so whole runs are packed at once.
+    Byte i has the elements i, i + run, i + 2 run, ..., so that one operation packs a whole run of elements.
     """
-    n, units = blocks.run_of(bools), bools.view(torch.uint8)
-    if blocks.packs(units, n):
-        return blocks.pack(units, n)
+    run, units = blocks.run_of(bools), bools.view(torch.uint8)
+    if blocks.packs(units, run):
+        return blocks.pack(units, run)
     units = units.clamp(max=1)  # a mask may have been made of bytes of 255
-    packed = units[:n].clone()
+    packed = units[:run].clone()
     for k in range(1, 8):
-        part = units[k * n : (k + 1) * n]  # the last runs may be short, or empty
+        part = units[k * run : (k + 1) * run]  # the last runs may be short, or empty
         packed[: part.numel()].add_(part, alpha=1 << k)
     return packed
 
 
 def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
-    n = packed.numel()
+    run = packed.numel()
     if blocks.unpacks(packed, count):
         return blocks.unpack(packed, count).view(torch.bool)
-    units = torch.empty(8 * n, dtype=torch.uint8, device=packed.device)
+    units = torch.empty(8 * run, dtype=torch.uint8, device=packed.device)
     for k in range(8):
-        torch.bitwise_and(packed >> k, 1, out=units[k * n : (k + 1) * n])
+        torch.bitwise_and(packed >> k, 1, out=units[k * run : (k + 1) * run])
     return units[:count].view(torch.bool)

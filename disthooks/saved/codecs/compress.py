@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -52,7 +51,7 @@ class Compress(Codec):
     level: int | None = None
 
     def __post_init__(self) -> None:
-        if self.library not in _LIBRARIES:
+        if self.library not in ("zstd", "lz4"):
             raise UsageError(f"Compress: library must be 'zstd' or 'lz4', got {self.library!r}")
         most = 22 if self.library == "zstd" else 12
         if self.level is not None and (type(self.level) is not int or not -100 <= self.level <= most):
@@ -64,10 +63,22 @@ class Compress(Codec):
         if not tensor.numel():
             return (tensor,), None
         content = flat(tensor).cpu().view(torch.uint8)
-        compressed = _LIBRARIES[self.library][0](_memory(content), self.level)
+        if self.library == "zstd":
+            # A compressor has megabytes of state and serves one thread at a time, so each thread has its own.
+            compressors: dict[int, Any] = _local.__dict__.setdefault("compressors", {})
+            level = 1 if self.level is None else self.level
+            if level not in compressors:
+                compressors[level] = _imported("zstd").ZstdCompressor(level=level)
+            compressed: bytes = compressors[level].compress(_memory(content))
+        else:
+            lz4 = _imported("lz4")
+            size = lz4.BLOCKSIZE_MAX4MB
+            compressed = lz4.compress(_memory(content), compression_level=self.level or 0, block_size=size)
         if len(compressed) >= content.numel():
             return (tensor,), None
-        return (_tensor(compressed),), _Spec(tensor.shape, tensor.dtype, tensor.device)
+        encoded = torch.empty(len(compressed), dtype=torch.uint8, device="cpu")
+        ctypes.memmove(encoded.data_ptr(), compressed, len(compressed))
+        return (encoded,), _Spec(tensor.shape, tensor.dtype, tensor.device)
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec | None) -> torch.Tensor:
         """The tensor, bit for bit, on its device."""
@@ -76,12 +87,17 @@ class Compress(Codec):
         content = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         compressed = tensors[0].cpu().contiguous()
         try:
-            count = _LIBRARIES[self.library][1](_memory(compressed), _memory(content))
+            decompress = _decompress_zstd if self.library == "zstd" else _decompress_lz4
+            count = decompress(_memory(compressed), _memory(content))
         except Exception as error:  # each library has error classes of its own
             raise StoreError(f"{self!r}: {compressed.numel()} bytes cannot be decompressed: {error}") from error
         if count != content.nbytes:
             raise StoreError(f"{self!r}: decompressed {count} bytes of {content.nbytes}")
         return content.to(spec.device)
+
+
+#: The compressors of each thread.
+_local = threading.local()
 
 
 def _imported(library: str) -> Any:
@@ -96,47 +112,18 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _tensor(content: bytes) -> torch.Tensor:
-    tensor = torch.empty(len(content), dtype=torch.uint8, device="cpu")
-    ctypes.memmove(tensor.data_ptr(), content, len(content))
-    return tensor
-
-
-# A compressor of zstd has megabytes of state and serves one thread at a time, so each thread has its own.
-_local = threading.local()
-
-
-def _zstd_compress(content: memoryview, level: int | None) -> bytes:
-    compressors: dict[int, Any] = _local.__dict__.setdefault("compressors", {})
-    level = 1 if level is None else level
-    if level not in compressors:
-        compressors[level] = _imported("zstd").ZstdCompressor(level=level)
-    compressed: bytes = compressors[level].compress(content)
-    return compressed
-
-
-def _zstd_decompress(compressed: memoryview, into: memoryview) -> int:
-    done = 0
+def _decompress_zstd(compressed: memoryview, into: memoryview) -> int:
+    """Fill ``into``; returns the number of bytes that came out, ``len(into) + 1`` if there are more."""
+    count = 0
     with _imported("zstd").ZstdDecompressor().stream_reader(compressed) as reader:
-        while done < len(into) and (count := reader.readinto(into[done:])):
-            done += count
-        return done + len(reader.read(1))  # more bytes than expected are an error too
+        while count < len(into) and (read := reader.readinto(into[count:])):
+            count += read
+        return count + len(reader.read(1))
 
 
-def _lz4_compress(content: memoryview, level: int | None) -> bytes:
-    lz4 = _imported("lz4")
-    compressed: bytes = lz4.compress(content, compression_level=level or 0, block_size=lz4.BLOCKSIZE_MAX4MB)
-    return compressed
-
-
-def _lz4_decompress(compressed: memoryview, into: memoryview) -> int:
+def _decompress_lz4(compressed: memoryview, into: memoryview) -> int:
+    """Fill ``into`` if the sizes agree; returns the number of bytes that came out."""
     content = _imported("lz4").decompress(compressed, return_bytearray=True)
     if len(content) == len(into):
         into[:] = content
     return len(content)
-
-
-_LIBRARIES: dict[str, tuple[Callable[[memoryview, int | None], bytes], Callable[[memoryview, memoryview], int]]] = {
-    "zstd": (_zstd_compress, _zstd_decompress),
-    "lz4": (_lz4_compress, _lz4_decompress),
-}

@@ -1,21 +1,23 @@
 """Triton kernels of the codecs: one pass over the data, no wait. Only ``blocks.py`` imports them, if there is a GPU.
 
-**A tile.** A program takes whole blocks, 2048 elements in all, with 128 threads: 16 elements a thread are 64 bytes of
-float32 in flight (32 of bfloat16), as loads of 16. A Hopper multiprocessor has to have about 22 KB in flight to
-keep the memory busy (4.8 TB/s of an H200 times 0.6 us over 132 of them); 1024 threads, which 64 registers each allow,
-have 64 KB (32 KB). A row's largest element is found by the few threads that hold it: shuffles, no second read.
+**A tile.** A program takes whole blocks, 2048 elements in all, with 128 threads. Each thread has 16 elements: 64 bytes
+of float32 (32 of bfloat16), loaded 16 bytes at a time. A Hopper multiprocessor needs about 22 KB in flight to keep the
+memory busy (4.8 TB/s of an H200 times 0.6 us, divided by 132 multiprocessors). With 64 registers for each thread it
+runs 1024 threads, which have 64 KB (32 KB) in flight. The few threads that hold a row find its largest element by
+shuffles, without a second read.
 
-**Arithmetic.** At 70% of 4.8 TB/s an element of bfloat16 that becomes 8 bits has 3 bytes and a budget of 26
-instructions, 13 of them in the integer unit; hence one hash for two elements, rounding by adding 1.5 * 2**23 (whose low
-bits then are the integer) rather than by a conversion, one multiplication by 1 / s rather than a division, and
-what is not finite in a branch that a tile takes only when it has to.
+**Arithmetic.** An element of bfloat16 that becomes 8 bits moves 3 bytes. At 70% of 4.8 TB/s there is time for 26
+instructions for each element, 13 of them in the integer unit. So two elements share one hash. Rounding adds
+1.5 * 2**23, after which the low bits are the integer, instead of a conversion. The elements are multiplied by 1 / s
+instead of divided by s. Elements that are not finite are handled in a branch that only tiles with such elements take.
 
-**Exactness.** The codes are those of ``blocks.py``, ``_hashing.py`` and ``quantize.py``, bit for bit: division rounds
-to nearest; the launch forbids fusing a product and a sum. A tile that is not full is the last one alone: all others
-have no masks, which would make loads narrow. Places are counted from the tile's first, which is of 64 bits.
+**Exactness.** The codes have the bits of those of ``blocks.py``, ``_hashing.py`` and ``quantize.py``: division rounds
+to nearest, and the launch forbids fusing a product and a sum. Only the last tile may be not full. All other tiles have
+no masks, because masks would make loads narrow. Offsets count from the first element of the tile, whose index has 64
+bits.
 """
 
-# ruff: noqa: SIM108 (Triton takes statements, and what is constant is no branch)
+# ruff: noqa: SIM108 (Triton takes statements; an `if` on a constant is decided at compile time)
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def _mixed_down(x, BY: tl.constexpr):
 
 @triton.jit
 def _words(counter, key, M0: tl.constexpr, M1: tl.constexpr, ODD: tl.constexpr):
-    """The noise of ``_hashing.py``, both halves in a word."""
+    """The noise of ``_hashing.py``: a word with the numbers of two elements in its halves."""
     x = _mixed_down(counter, 16) * M0
     x = _mixed_down(x ^ key, 15) * M1
     return _mixed_down(x, 16) | ODD
@@ -41,13 +43,16 @@ def _words(counter, key, M0: tl.constexpr, M1: tl.constexpr, ODD: tl.constexpr):
 
 @triton.jit
 def _between_halves(bits):
-    """16 bits, from the 7th on, as the mantissa of a number in [1, 2), which is moved: signed, over 2**16."""
+    """The signed number of the 16 bits from bit 7 on, over 2**16.
+
+    The bits become the mantissa of a number in [1, 2), from which 1.5 is subtracted.
+    """
     return ((bits & 0x007FFF80) ^ 0x3FC00000).to(tl.float32, bitcast=True) - 1.5
 
 
 @triton.jit
 def _widened(x):
-    if x.dtype == tl.bfloat16:  # its bits are the upper half of the float32
+    if x.dtype == tl.bfloat16:  # the bits of a bfloat16 are the upper half of the float32
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
@@ -66,7 +71,7 @@ def _narrowed(x, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _limited(v, size, top, broken, MOST: tl.constexpr, NAN: tl.constexpr):
-    """``blocks.limited``; ``size`` are the bits of |x|, and the sign of an infinity is that of ``v``."""
+    """``blocks.limited``. ``size`` has the bits of |x|; an infinity gets the sign of ``v``."""
     if broken:
         kept = tl.minimum(tl.maximum(v, -top), top)
         infinite = tl.where(v < 0, -MOST, MOST)
@@ -78,7 +83,10 @@ def _limited(v, size, top, broken, MOST: tl.constexpr, NAN: tl.constexpr):
 
 @triton.jit
 def _float8(v, M: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
-    """The bits of a float8 with M of mantissa: ties to even, subnormal numbers too. |v| is at most its largest."""
+    """The bits of ``v`` as a float8 with M bits of mantissa, rounded to nearest, ties to even, also if subnormal.
+
+    |v| is at most the largest number of the float8.
+    """
     if HARDWARE:
         if M == 3:
             return v.to(tl.float8e4nv).to(tl.int8, bitcast=True)
@@ -88,7 +96,7 @@ def _float8(v, M: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr):
     size = bits & _SIZE
     odd = (size >> (23 - M)) & 1
     normal = (size + odd + ((1 << (22 - M)) - 1 - (BIAS << 23))) >> (23 - M)
-    # Added to this the lowest bit of a subnormal is the lowest of the mantissa.
+    # In a sum with this power of two, the lowest bit of the mantissa is the lowest bit of a subnormal float8.
     one: tl.constexpr = (BIAS + 24 - M) << 23
     moved = size.to(tl.float32, bitcast=True) + (2.0 ** (BIAS + 24 - M - 127))
     code = tl.where(size < ((BIAS + 1) << 23), moved.to(tl.int32, bitcast=True) - one, normal)
@@ -114,11 +122,11 @@ def _encode_tile(
         x = tl.load(x_ptr + at, mask=there, other=0.0)
     else:
         x = tl.load(x_ptr + at)
-    # From rows to pairs and back nothing moves: a thread holds both of a pair.
+    # A thread holds both elements of a pair, so the reshape from rows to pairs moves no data.
     even, odd = tl.split(tl.reshape(_widened(x), [ROWS, HALF, 2]))
     size_even = even.to(tl.int32, bitcast=True) & _SIZE
     size_odd = odd.to(tl.int32, bitcast=True) & _SIZE
-    # As integers: those of nans are the largest, a maximum of floats passes them over.
+    # The maximum is of integers, because a maximum of floats ignores nans. The bits of nans are the largest integers.
     largest = tl.max(tl.maximum(size_even, size_odd), axis=1)
     special = largest >= _INF
     broken = tl.max(special.to(tl.int32), axis=0) > 0
@@ -137,7 +145,7 @@ def _encode_tile(
     even = _limited(even, size_even, top[:, None], broken, MOST, NAN)
     odd = _limited(odd, size_odd, top[:, None], broken, MOST, NAN)
     if BITS == 4:
-        low = (even + 12582920.0).to(tl.int32, bitcast=True) & 15  # 1.5 * 2**23, and 8
+        low = (even + 12582920.0).to(tl.int32, bitcast=True) & 15  # 1.5 * 2**23 + 8
         high = (odd + 12582920.0).to(tl.int32, bitcast=True) & 15
         codes = (low | (high << 4)).to(tl.uint8)
         if MASKED:
@@ -171,7 +179,7 @@ def encode(
     MOST: tl.constexpr, LESS: tl.constexpr, NAN: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     M0: tl.constexpr, M1: tl.constexpr, ODD: tl.constexpr,
 ):  # fmt: skip
-    """``n`` elements to codes and to a scale for each BLOCK of them; a program takes ROWS blocks."""
+    """Encode ``n`` elements as codes, and a scale for each BLOCK of elements. A program takes ROWS blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     first = row * BLOCK
     counter = (row * (BLOCK // 2)).to(tl.int32) + key0
@@ -203,10 +211,10 @@ def _unscaled(v, scales, broken, MOST: tl.constexpr):
 
 @triton.jit
 def _wide(code, broken, M: tl.constexpr, BIAS: tl.constexpr):
-    """The number that is an int8, or the float8 with M bits of mantissa whose bits these are."""
+    """The number of ``code``: an int8 if M is 0, otherwise the bits of a float8 with M bits of mantissa."""
     if M:
         bits = code.to(tl.int32)
-        v = ((bits & 0x7F) << (23 - M)).to(tl.float32, bitcast=True) * (2.0**BIAS)  # exact, subnormal ones too
+        v = ((bits & 0x7F) << (23 - M)).to(tl.float32, bitcast=True) * (2.0**BIAS)  # exact, also for subnormal numbers
         v = (v.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
         if broken:
             v = tl.where((bits & 0x7F) == 0x7F, float("nan"), v)
@@ -258,7 +266,7 @@ def decode(
     BLOCK: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     BITS: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr, HARDWARE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """The elements that ``encode`` was given, rounded."""
+    """The elements of codes and scales that ``encode`` has made."""
     row = tl.program_id(0).to(tl.int64) * ROWS
     first = row * BLOCK
     codes_ptr += first // 2 if BITS == 4 else first
@@ -279,13 +287,16 @@ def decode(
 
 @triton.jit
 def _ones(word):
-    """1 for each byte that is not 0, as a mask that was bytes of 255 has them: no carry goes from one to the next."""
+    """Each byte of ``word`` as 1 if it is not 0. A mask may have been made of bytes of 255.
+
+    No carry goes from one byte to the next.
+    """
     return ((((word & 0x7F7F7F7F) + 0x7F7F7F7F) | word) >> 7) & 0x01010101
 
 
 @triton.jit
 def _last_word(bools_ptr, at, n):
-    """Four bools from ``at`` on as the bytes of a word, of which not all may be there."""
+    """The bools ``at``, ..., ``at + 3`` as the bytes of a word. Those from ``n`` on do not exist and count as 0."""
     word = tl.load(bools_ptr + at, mask=at < n, other=0).to(tl.int32)
     for k in tl.static_range(1, 4):
         word |= tl.load(bools_ptr + at + k, mask=at + k < n, other=0).to(tl.int32) << (8 * k)
@@ -294,7 +305,10 @@ def _last_word(bools_ptr, at, n):
 
 @triton.jit(do_not_specialize=["n"])
 def pack(bools_ptr, packed_ptr, n, run, WORDS: tl.constexpr):
-    """Byte i of ``run`` (16 divides it) has the ``n`` bools i, i + run, ..., i + 7 run; a program WORDS times four."""
+    """Pack ``n`` bools into ``run`` bytes, a multiple of 16. Byte i has the bools i, i + run, ..., i + 7 run.
+
+    A program makes WORDS words of four bytes.
+    """
     first = tl.program_id(0).to(tl.int64) * WORDS
     words = first + tl.arange(0, WORDS)
     there = words < run // 4
@@ -312,7 +326,7 @@ def pack(bools_ptr, packed_ptr, n, run, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def unpack(packed_ptr, bools_ptr, n, run, WORDS: tl.constexpr):
-    """What ``pack`` was given."""
+    """The ``n`` bools that ``pack`` has packed into ``run`` bytes."""
     first = tl.program_id(0).to(tl.int64) * WORDS
     words = first + tl.arange(0, WORDS)
     there = words < run // 4

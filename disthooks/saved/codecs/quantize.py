@@ -52,8 +52,8 @@ class Quantize(Codec):
     On a GPU one Triton kernel encodes and one decodes; each reads and writes every element once, and the host does not
     wait. Without Triton, and for float64, many torch operations give the same bits. The first use compiles the kernels.
 
-    The codec has random numbers of its own: a hash of the place of the element and of a key, and each tensor has a new
-    key (from a seed, and a count for each process and device). The global generators of torch do not advance, so
+    The codec has random numbers of its own: a hash of the element's index and of a key. Each tensor has a new key, made
+    from a seed and from a count for each process and device. The global generators of torch do not advance, so
     dropout masks are the same as without the codec. The seed comes from ``torch.initial_seed()`` and the ``RANK`` of
     the environment at the first use. So a new process repeats a run that calls ``torch.manual_seed`` before its first
     forward, as long as one thread at a time saves tensors on a device.
@@ -90,27 +90,32 @@ class Quantize(Codec):
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], _Spec]:
         """Codes (1-D; int8, or uint8 with two codes in each) and scales (1-D); or the tensor itself."""
-        spec = _Spec(tensor.shape, tensor.dtype)
-        if tensor.dtype not in _FLOATS or self._encoded_bytes(tensor) >= tensor.nbytes:
+        spec, n = _Spec(tensor.shape, tensor.dtype), tensor.numel()
+        if tensor.dtype not in _FLOATS:
+            return (tensor,), spec
+        scale_bytes = -(-n // self.block) * wide(tensor.dtype).itemsize
+        if (n * self.bits + 7) // 8 + scale_bytes >= tensor.nbytes:
             return (tensor,), spec
         elements = flat(tensor)
         key = _hashing.draw_key(elements.device) if self.stochastic else None
         if blocks.usable(elements, self.block):
             codes, scales = blocks.encode(elements, self.block, _KINDS[self.bits], key)
             return (codes if self.bits == 4 else codes.view(torch.int8), scales), spec
-        piece = self._piece(elements)
-        parts = [self._codes(some, key, place * piece) for place, some in enumerate(torch.split(elements, piece))]
+        size = blocks.piece_size(elements, self.block)
+        parts = [self._encode_piece(piece, key, i * size) for i, piece in enumerate(torch.split(elements, size))]
         codes, scales = map(torch.cat, zip(*parts, strict=True))
         return (codes, scales), spec
 
-    def _piece(self, tensor: torch.Tensor) -> int:
-        """How many elements are computed at once, so that the temporaries are small and fit into the cache of a CPU."""
-        return max((2**20 if tensor.is_cpu else 2**24) // self.block, 1) * self.block
-
-    def _codes(
+    def _encode_piece(
         self, elements: torch.Tensor, key: tuple[int, int] | None, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of ``elements``, which begin at the place ``first``; the same bits as the kernel."""
+        """Codes and scales of ``elements``, by torch operations; the same bits as the kernel's.
+
+        Args:
+            elements: a part of a tensor's elements.
+            key: the key of the random numbers; None to round to the nearest.
+            first: the index of the first of ``elements`` in the tensor.
+        """
         codes, n = _KINDS[self.bits].codes, elements.numel()
         it = scaled(elements, self.block, codes)
         if key:
@@ -118,11 +123,14 @@ class Quantize(Codec):
             it.values.add_(random.view_as(it.values), alpha=2.0**-16)  # round(x / s + u - 1/2) is floor(x / s + u)
         it.values.round_()
         found = limited(it, codes).to(torch.int8).view(-1)[:n]
-        return (found if self.bits == 8 else _pair(found)), it.scales
-
-    def _encoded_bytes(self, tensor: torch.Tensor) -> int:
-        n = tensor.numel()
-        return (n * self.bits + 7) // 8 + -(-n // self.block) * wide(tensor.dtype).itemsize
+        if self.bits == 8:
+            return found, it.scales
+        # Each code plus 8 is in 0 ... 15. Two neighbours share a byte; the first one has the lower half.
+        nibbles = found.add_(8)
+        if n % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
+        pairs = nibbles.view(torch.int16)
+        return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8), it.scales
 
     def decode(self, tensors: tuple[torch.Tensor, ...], spec: _Spec) -> torch.Tensor:
         """The tensor in its shape and dtype, with the error that the class states."""
@@ -134,24 +142,12 @@ class Quantize(Codec):
         if blocks.usable(into, self.block):
             blocks.decode(codes.view(torch.uint8), scales, into, self.block, _KINDS[self.bits])
             return decoded
-        piece = self._piece(into)
-        encoded = torch.split(codes, piece * self.bits // 8), torch.split(scales, piece // self.block)
-        for part, some, rows in zip(torch.split(into, piece), *encoded, strict=True):
-            values = some if self.bits == 8 else _unpair(some, part.numel())
+        size = blocks.piece_size(into, self.block)
+        encoded = torch.split(codes, size * self.bits // 8), torch.split(scales, size // self.block)
+        for part, values, rows in zip(torch.split(into, size), *encoded, strict=True):
+            if self.bits == 4:  # the two codes of each byte, minus 8
+                pairs = values.to(torch.int16)
+                nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8)
+                values = nibbles.sub_(8)[: part.numel()]
             part.copy_(unscaled(values, rows, self.block, _KINDS[self.bits].codes))
         return decoded
-
-
-def _pair(codes: torch.Tensor) -> torch.Tensor:
-    """Two neighbours in one byte, the first in the lower half, each plus 8. ``codes`` are overwritten."""
-    nibbles = codes.add_(8)
-    if nibbles.numel() % 2:
-        nibbles = torch.nn.functional.pad(nibbles, (0, 1), value=8)
-    pairs = nibbles.view(torch.int16)
-    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
-
-
-def _unpair(bytes_: torch.Tensor, n: int) -> torch.Tensor:
-    pairs = bytes_.to(torch.int16)
-    nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8)
-    return nibbles.sub_(8)[:n]
