@@ -337,7 +337,7 @@ def test_views_of_one_content_are_stored_once(codec: Codec, tmp_path: pathlib.Pa
     assert report.shared == 3 * h.nbytes
     assert report.stored < 0.6 * h.nbytes
     sum(part.sum() for part in parts).backward()
-    # Quantize states its bound: the error of an element is less than the largest one over 127. The gradient is 8 times it.
+    # The error of an element is less than the largest one over 127 with Quantize. The gradient is 8 times the element.
     bound = 8 * float(base.detach().max()) / 127
     torch.testing.assert_close(base.grad, 8 * base.detach(), rtol=0.1, atol=bound)
 
