@@ -190,36 +190,36 @@ class ClipZScore(Rule):
 
     def rewrite(self, work: Work) -> None:
         norm, state = Power(float(self.norm_type)).norm(work.values[0], dim=0), work.state
-        # A copy of the mean, because `_remember` overwrites it before it is logged.
-        mean, std, warm = state["mean"].clone(), state["variance"].sqrt(), state["count"] >= self.warmup_steps
-        z = (norm - mean) / (std + self.eps)
-        limit = torch.where(warm, self._limit(norm, mean, std, z), math.inf)
-        self._remember(state, torch.minimum(norm, limit), warm, torch.isfinite(norm))
+        mean, variance, count = state["mean"], state["variance"], state["count"]
+        # Copies, because the state changes below, and the log gets the values before this step.
+        mean_before, std_before = mean.clone(), variance.sqrt()
+        is_warm, is_finite = count >= self.warmup_steps, torch.isfinite(norm)
+
+        # The limit is infinite during warm-up, and for a norm that is no outlier.
+        z = (norm - mean_before) / (std_before + self.eps)
+        if self.to == "threshold":
+            limit = mean_before + self.z_thresh * std_before
+            is_outlier = norm > limit
+        else:
+            adaptive = mean_before + self.z_thresh * std_before / (z / self.z_thresh)
+            limit = mean_before if self.to == "mean" else adaptive
+            is_outlier = z > self.z_thresh
+        limit = torch.where(is_warm & is_outlier, limit, math.inf)
+
+        # The norm after clipping enters mean and variance. During warm-up they are those of all norms, by Welford's
+        # formula. After it they are moving averages.
+        clipped = torch.minimum(norm, limit)
+        share = torch.where(is_warm, 1 - self.alpha, 1 / (count + 1).double())
+        new = mean + share * (clipped - mean)
+        deviation = torch.where(is_warm, clipped - new, clipped - mean) * (clipped - new)
+        variance.copy_(torch.where(is_finite, variance + share * (deviation - variance), variance))
+        mean.copy_(torch.where(is_finite, new, mean))
+        count.add_(is_finite)
+
         clip_to(work, self.norm_type, norm, limit if self.max_norm is None else limit.clamp(max=self.max_norm))
         name = norm_label(self.norm_type)
-        z = torch.where(warm, z, 0.0)
-        work.log.update({f"{name}_mean": mean, f"{name}_std": std, f"{name}_z": z})
-
-    def _limit(self, norm: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The limit of the norm; infinity if the norm is not an outlier."""
-        if self.to == "threshold":
-            limit = mean + self.z_thresh * std
-            return torch.where(norm > limit, limit, math.inf)
-        limit = mean if self.to == "mean" else mean + self.z_thresh * std / (z / self.z_thresh)
-        return torch.where(z > self.z_thresh, limit, math.inf)
-
-    def _remember(self, state: State, norm: torch.Tensor, warm: torch.Tensor, finite: torch.Tensor) -> None:
-        """Take the norm into the mean and the variance.
-
-        During warm-up they are those of all norms, by Welford's formula. After it they are moving averages.
-        """
-        mean, variance, count = state["mean"], state["variance"], state["count"]
-        share = torch.where(warm, 1 - self.alpha, 1 / (count + 1).double())
-        new = mean + share * (norm - mean)
-        deviation = torch.where(warm, norm - new, norm - mean) * (norm - new)
-        variance.copy_(torch.where(finite, variance + share * (deviation - variance), variance))
-        mean.copy_(torch.where(finite, new, mean))
-        count.add_(finite)
+        z = torch.where(is_warm, z, 0.0)
+        work.log.update({f"{name}_mean": mean_before, f"{name}_std": std_before, f"{name}_z": z})
 
 
 def _check_count(rule: str, name: str, value: object) -> None:
@@ -284,8 +284,8 @@ class ClipAdaptive(Rule):
         for shard in shards:
             if shard.part is None:
                 raise UsageError(
-                    f"ClipAdaptive: which elements of {shard.name!r} are on this rank cannot be told, so neither can "
-                    "its units; use ClipNorm(by='parameter')"
+                    f"ClipAdaptive: the engine does not tell which elements of {shard.name!r} are on this rank, so its "
+                    "units are not known; use ClipNorm(by='parameter')"
                 )
 
     def rewrite(self, work: Work) -> None:

@@ -1,10 +1,10 @@
-"""What a rule is: what it must know of all ranks, and a rewrite of this rank's part of the gradients.
+"""``Rule``: a rewrite of this rank's part of the gradients, by numbers that are measured over all ranks.
 
 To add a rule, write a frozen dataclass that derives from :class:`Rule`, and decorate it with ``@register("rule")``:
 
 - ``rewrite(work)`` changes the gradients in ``work.grads`` in place. A rule for single elements needs nothing else.
-- ``measures()`` names what must be known of all ranks before that, such as ``Power(2.0)`` for a norm. ``work.values``
-  has the results in the same order: the numbers of each of the rule's parameters, merged over the ranks.
+- ``measures()`` names the numbers that the rewrite needs, such as ``Power(2.0)`` for a norm. ``work.values`` has the
+  results in the same order: the numbers of each of the rule's parameters, merged over the ranks.
 - ``start()`` makes the tensors that the rule keeps from step to step. They are ``work.state``, to be changed in place,
   and ``state_dict()`` of the attachment has them.
 - ``logs()`` names the numbers that ``rewrite`` puts into ``work.log``.
@@ -40,24 +40,24 @@ from disthooks.grads.stats.base import Measure
 #   state, and which elements a rank has (`Shard.part`); it then gives the same on every engine.
 # - All ranks must decide alike. Merged values are the same bits on every rank, and so is a state that is made of them.
 #   The value of a single element, a random number of torch's generator or the clock is not.
-# - Nothing waits for the device. In place of `if norm > limit` write `torch.where`, and multiply in any case. What must
-#   be read on the host goes into `work.deferred_errors`, and is read one step later.
-# - A rule is frozen, since one object may be attached several times. What changes is in the state.
+# - Nothing waits for the device. In place of `if norm > limit` write `torch.where`, and multiply in any case. A number
+#   that the host must read goes into `work.deferred_errors`, and is read one step later.
+# - A rule is frozen, since one object may be attached several times. All that changes is in the state.
 
 
-#: What a rule keeps from step to step, the same on every rank.
+#: The tensors that a rule keeps from step to step, the same on every rank.
 State = dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
 class Work:
-    """What a rule is given in one step, and where it puts its decisions.
+    """The input of a rule in one step, and the lists for its decisions.
 
     Attributes:
         shards: the parameters that the rule is for.
         grads: for each of them this rank's part of its gradient, to be changed in place; None where there is none.
         values: for each of the rule's measures its numbers, merged over the ranks, on the device.
-        state: what the rule keeps from step to step; tensors to be changed in place.
+        state: the tensors that the rule keeps from step to step, to be changed in place.
         step: how many steps there were before this one.
         fresh: whether no rule before this one rewrote any of these gradients.
         log: numbers to be logged in this step, by name; tensors without dimensions, on the device.
@@ -119,7 +119,7 @@ class Rule:
     can_be_local: ClassVar[bool] = False
 
     def measures(self) -> tuple[Measure, ...]:
-        """What must be known over all ranks before gradients can be rewritten."""
+        """The measures whose numbers it needs, merged over all ranks, before it can rewrite gradients."""
         return ()
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
@@ -215,8 +215,8 @@ def check_whole(rule: Rule, shard: Shard, grad: torch.Tensor) -> None:
     A rule for single elements can take a part of a gradient. A rule that measures the gradient, or has to know which
     elements it is given, cannot.
     """
-    known = shard.part is not None and shard.part.shape == grad.shape
-    if not known or hasattr(grad, "placements"):
+    is_whole = shard.part is not None and shard.part.shape == grad.shape
+    if not is_whole or hasattr(grad, "placements"):
         raise UsageError(
             f"{rule!r} at 'local' needs the whole gradient of {shard.name!r}, and a backward on this engine has a "
             f"{type(grad).__name__} of shape {tuple(grad.shape)}, a part of it; apply the rule at 'final'"
@@ -244,7 +244,7 @@ class Only(Rule):
 
     @property
     def pattern(self) -> Pattern | tuple[Pattern, ...]:
-        """What :func:`only` was given."""
+        """The pattern or patterns that :func:`only` was given."""
         return self.patterns[0] if len(self.patterns) == 1 else self.patterns
 
     @property
@@ -260,9 +260,8 @@ class Only(Rule):
 
     def scope(self, shards: Sequence[Shard]) -> list[int]:
         inner = self.rule.scope(shards)
-        wanted = {
-            name for name, _ in match([(s.name, s.as_full_parameter()) for s in shards], self.patterns, "parameter")
-        }
+        parameters = [(shard.name, shard.as_full_parameter()) for shard in shards]
+        wanted = {name for name, _ in match(parameters, self.patterns, "parameter")}
         return [i for i in inner if shards[i].name in wanted]
 
     def label(self) -> str:
@@ -294,7 +293,7 @@ def only(
     rule: Rule | Callable[[str, torch.Tensor], torch.Tensor],
     at: Literal["final", "local"] = "final",
 ) -> Rule:
-    """``rule`` for the parameters that match, which it then measures alone.
+    """``rule`` for the parameters that match; it measures only these.
 
     Args:
         pattern: one or several of: a glob over the parameter's name (``*`` crosses dots), a type, a predicate of

@@ -178,7 +178,7 @@ def clip_to(work: Work, norm_type: float, norm: torch.Tensor, limit: float | tor
 
 
 def _log(work: Work, norm_type: float, before: torch.Tensor, after: torch.Tensor, ratio: torch.Tensor) -> None:
-    # If an earlier rule changed the gradients, this is not the norm that the engine gave, so it is not logged as that.
+    # If an earlier rule changed the gradients, `before` is not the norm that the engine gave, so it is not logged.
     name = norm_label(norm_type)
     work.log.update(({name: before} if work.fresh else {}) | {f"{name}_clipped": after, "clip_ratio": ratio})
 

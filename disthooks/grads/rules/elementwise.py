@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +23,7 @@ from disthooks.grads.stats.base import wide
 # generator would have a state, which the ranks would have to share or cut into parts. The hash is SplitMix64's mixing
 # function of the place, with two keys of 64 bits that are made of the seed, the step and the name.
 
+_LOW = 2**32 - 1  # the lower half of 64 bits
 _CHUNK = 2**20  # elements whose noise is made at a time; it takes about 40 MB of temporary memory
 
 
@@ -164,10 +165,11 @@ class Noise(Rule):
     def check(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             if shard.parameter.is_complex():
-                raise UsageError(f"Noise: {shard.name!r} is complex, and so would have to be the noise")
+                raise UsageError(f"Noise: {shard.name!r} is complex, and the noise is real: leave it out by only()")
             if shard.part is None:
                 raise UsageError(
-                    f"Noise: which elements of {shard.name!r} are on this rank cannot be told, and so not their noise"
+                    f"Noise: the engine does not tell which elements of {shard.name!r} are on this rank, and the noise "
+                    "depends on that: leave the parameter out by only()"
                 )
 
     def start(self, shards: Sequence[Shard], device: torch.device) -> State:
@@ -199,8 +201,11 @@ class Noise(Rule):
         return int.from_bytes(digest[:8], "little", signed=True), int.from_bytes(digest[8:], "little", signed=True)
 
     def _add(self, grad: torch.Tensor, part: Part, keys: tuple[int, int]) -> None:
-        for start, chunk in _chunks(grad):
-            where = places(part, start, chunk.numel(), grad.device)
+        # The temporary memory is bounded. A gradient that is not contiguous has no flat view, so it is cut by rows.
+        whole, row = (grad.view(-1), 1) if grad.is_contiguous() else (grad, grad.numel() // len(grad))
+        step = max(1, _CHUNK // row)
+        for i, chunk in enumerate(torch.split(whole, step)):
+            where = places(part, i * step * row, chunk.numel(), grad.device)
             chunk.add_(normal(where, keys, wide(grad.dtype)).view(chunk.shape), alpha=self.std)
 
 
@@ -251,19 +256,3 @@ def normal(where: torch.Tensor, keys: tuple[int, int], dtype: torch.dtype) -> to
     # the logarithm finite.
     radius = (bits >> 32).bitwise_and_(_LOW).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     return (bits & _LOW).to(dtype).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
-
-
-_LOW = 2**32 - 1  # the lower half of 64 bits
-
-
-def _chunks(grad: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Views of a bounded size, each with the number of elements before it.
-
-    A gradient that is not contiguous has no flat view, so it is cut along dimension 0.
-    """
-    if grad.is_contiguous():
-        yield from ((i * _CHUNK, chunk) for i, chunk in enumerate(torch.split(grad.view(-1), _CHUNK)))
-        return
-    row = grad.numel() // len(grad)
-    step = max(1, _CHUNK // row)
-    yield from ((i * step * row, chunk) for i, chunk in enumerate(torch.split(grad, step)))

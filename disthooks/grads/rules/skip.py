@@ -22,25 +22,26 @@ from disthooks.grads.stats.scan import OwnNonFinite
 @register("rule")
 @dataclass(frozen=True)
 class SkipNonFinite(Rule):
-    """Where any element of a gradient is not finite, the optimizer does not move in this step, on any rank.
+    """Leave a step of the optimizer out, on every rank, if any element of a gradient is not finite.
 
-    Each element is looked at once: of gradients that several ranks have alike, those of one.
+    If several ranks have the same gradient, only one of them looks at it.
 
     Parameters and the optimizer's state, its count of steps too, stay bit for bit as they were; there is no weight
-    decay and no momentum. The gradients themselves are left as they are. All ranks decide alike, by the norm that
+    decay and no momentum. The gradients themselves do not change. All ranks decide alike, by the norm that
     :class:`~disthooks.ClipNorm` needs too, so both together cost one SUM. A float64 norm that overflows (elements
     above 1e154) counts as not finite.
 
-    The step of the optimizer is not made at all, whatever optimizer it is. Torch's fused optimizers take the decision
-    on the device, once they have their state; for any other one the host reads one bool in every step, and waits for
-    the device. Under a ``GradScaler`` the steps that the scaler itself leaves out never reach the rule.
+    This works with any optimizer. Torch's fused optimizers take the decision on the device, once they have their state.
+    For any other optimizer the host reads one bool in every step, and waits for the device. The steps that a
+    ``GradScaler`` itself leaves out never reach the rule.
 
-    Logged are ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; these two are in ``state_dict()`` of
-    the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
+    The log gets ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; the last two are in ``state_dict()``
+    of the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients
     were not finite and the first parameters (:mod:`disthooks.grads.records`).
 
     Args:
-        max_consecutive: after more skipped steps in a row than this, the next step raises on every rank; None: never.
+        max_consecutive: the number of skipped steps in a row that is allowed: after one more, the next step raises on
+            every rank. None for any number.
 
     Raises:
         UsageError: when ``max_consecutive`` is neither None nor an int of at least 0.
@@ -64,8 +65,8 @@ class SkipNonFinite(Rule):
         _check_steps("SkipNonFinite", "max_consecutive", self.max_consecutive, 0)
 
     def measures(self) -> tuple[Measure, ...]:
-        # The norm sees every element that is reduced. Gradients that nobody reduces may be NaN on one rank alone. The
-        # third one tells the ranks where it began.
+        # The norm sees every element that is reduced. Gradients that no engine reduces may be NaN on one rank alone, so
+        # the second measure counts them. The third one tells on which ranks it began.
         return Power(2.0), NonFiniteUnreduced(), OwnNonFinite()
 
     def logs(self) -> frozenset[str]:
@@ -75,9 +76,9 @@ class SkipNonFinite(Rule):
         return {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("in_a_row", "total")}
 
     def rewrite(self, work: Work) -> None:
-        squares, apart, _ = work.values
+        squares, unreduced, _ = work.values
         # See [Note: one decision]: merged numbers are the same bits on every rank, so all ranks skip or none does.
-        bad = ~torch.isfinite(squares.sum()) | (apart.sum() > 0)
+        bad = ~torch.isfinite(squares.sum()) | (unreduced.sum() > 0)
         in_a_row, total = work.state["in_a_row"], work.state["total"]
         in_a_row.add_(1).mul_(bad)
         total.add_(bad)
@@ -85,14 +86,14 @@ class SkipNonFinite(Rule):
         work.log.update(skipped=bad.double(), skipped_in_a_row=in_a_row.double(), skipped_total=total.double())
         if self.max_consecutive is not None:
             work.deferred_errors.append(
-                (in_a_row.double(), functools.partial(_too_many, self.max_consecutive, work.step))
+                (in_a_row.double(), functools.partial(_raise_if_too_many, self.max_consecutive, work.step))
             )
 
     def local_error(self) -> str:
         return f"{self!r} decides about the optimizer's step, for all ranks alike; leave at='local' out"
 
 
-def _too_many(limit: int, step: int, in_a_row: float) -> None:
+def _raise_if_too_many(limit: int, step: int, in_a_row: float) -> None:
     if in_a_row > limit:
         raise NonFiniteError(
             f"gradients were not finite in {in_a_row:.0f} steps in a row, {step - int(in_a_row) + 1} to {step}, and "
@@ -108,18 +109,19 @@ def _too_many(limit: int, step: int, in_a_row: float) -> None:
 class Freeze(Rule):
     """The optimizer does not move these parameters: no update, no momentum, no weight decay, no step counted.
 
-    For the step they are taken out of the optimizer's groups, and their gradients are taken away; both are back when
-    it is over. Rules that come later find no gradients, so that a :class:`~disthooks.ClipNorm` behind it measures the
-    others alone. It measures nothing and costs no collective. Unlike ``requires_grad_(False)`` it can be put on and
-    ended at any time, on every engine that lets single parameters rest, and backward computes the gradients all the
-    same.
+    During the step the parameters are not in the optimizer's groups, and they have no gradients; after the step both
+    are as before. Rules that come later find no gradients, so a :class:`~disthooks.ClipNorm` after this rule measures
+    only the other parameters. This rule measures nothing and costs no collective. Unlike ``requires_grad_(False)`` it
+    can begin and end at any time, on every engine that can leave single parameters out of a step. Backward computes the
+    gradients in any case.
 
     Args:
-        until: how many steps it lasts, counted by the attachment; None: for as long as it is attached.
+        until: how many steps the rule lasts, counted by the attachment; None for as long as it is attached.
 
     Raises:
         UsageError: when ``until`` is neither None nor an int of at least 1.
-        AttachError: when the engine updates them in one piece with others (a flat parameter of FSDP1).
+        AttachError: when the engine updates the parameters together with others, in one piece (a flat parameter of
+            FSDP1).
 
     >>> from disthooks import gradients, only
     >>> model = torch.nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Where reports go. A sink is called with a dict for each logged step, on the first rank alone.
+"""The destinations of reports. A sink is called with a dict for each logged step, on the first rank alone.
 
 A function will do. One that has ``open()`` has it called once when it is attached, so that it can refuse early. One
 that has ``close()`` has it called once after its last record: when the attachment is removed, or when the process

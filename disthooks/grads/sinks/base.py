@@ -1,4 +1,4 @@
-"""What a sink is, what is in a record, and the writer that gives the records to the sinks.
+"""Sinks, the values in a record, and the writer that gives the records to the sinks.
 
 To add a sink, write a function of a dict: ``gradients(sinks=[print])`` works. A sink with a ``kind:`` in YAML is a
 frozen dataclass with ``@register("sink")``. If it holds a file or a connection, it is two classes:
@@ -110,15 +110,19 @@ def histograms(record: Mapping[str, Any]) -> dict[str, Histogram]:
     >>> histograms({"step": 0, "grad_histogram": {"edges": [0.0, 1.0, float("inf")], "counts": [3, 1]}})
     {'grad_histogram': Histogram(edges=[0.0, 1.0, 1.0], counts=[3, 1])}
     """
-    return {
-        name: Histogram(_finite([float(edge) for edge in value["edges"]]), list(value["counts"]))
-        for name, value in record.items()
-        if _is_histogram(value) and value["counts"]
-    }
+    found = {}
+    for name, value in record.items():
+        if _is_histogram(value) and value["counts"]:
+            edges = [float(edge) for edge in value["edges"]]
+            finite = [edge for edge in edges if math.isfinite(edge)]
+            # Only the outermost edges can be infinite.
+            drawn = [min(max(edge, finite[0]), finite[-1]) for edge in edges] if finite else [0.0] * len(edges)
+            found[name] = Histogram(drawn, list(value["counts"]))
+    return found
 
 
 def texts(record: Mapping[str, Any], most: int | None = 4) -> dict[str, str]:
-    """Everything else that is not empty, in words; of a list the first ``most`` items.
+    """All other values that are not empty, in words; of a list the first ``most`` items.
 
     >>> texts({"step": 0, "nonfinite": 0, "nonfinite_at": [], "phase": "warm-up"})
     {'phase': 'warm-up'}
@@ -149,7 +153,14 @@ def shown(value: object, most: int | None = 4) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        items = [_item(item) for item in value[:most]]
+        items = []
+        for item in value[:most]:
+            if isinstance(item, Mapping) and "param" in item:
+                rank = item.get("rank")
+                where = "no rank before the reduction" if rank is None else f"rank {rank}"
+                items.append(f"{item['param']} on {where}")
+            else:
+                items.append(shown(item))
         return ", ".join(items) + (f" and {len(value) - most} more" if most is not None and len(value) > most else "")
     if isinstance(value, Mapping) and _is_histogram(value) and value["counts"]:
         return f"{sum(value['counts'])} from {shown(value['edges'][0])} to {shown(value['edges'][-1])}"
@@ -167,22 +178,6 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not value)
 
 
-def _finite(edges: list[float]) -> list[float]:
-    """Move infinite edges to their neighbours; only the outermost edges can be infinite."""
-    inner = [edge for edge in edges if math.isfinite(edge)]
-    return [min(max(edge, inner[0]), inner[-1]) for edge in edges] if inner else [0.0] * len(edges)
-
-
-def _item(item: object) -> str:
-    if isinstance(item, Mapping) and "param" in item:
-        return f"{item['param']} on {_rank(item.get('rank'))}"
-    return shown(item)
-
-
-def _rank(rank: int | None) -> str:
-    return "no rank before the reduction" if rank is None else f"rank {rank}"
-
-
 Sink = Callable[[dict[str, Any]], object]
 AlsoLogged = Callable[[], Mapping[str, Any]]
 
@@ -191,10 +186,10 @@ PER_STEP = tuple(f"saved/{name}" for name in ("stored", "moved", "loaded", "pack
 
 
 class SinkSpec:
-    """A sink that only says where to write, frozen and picklable; what ``open()`` returns is called in its place."""
+    """A sink that only says where to write, frozen and picklable. ``open()`` returns the sink that is called."""
 
     def open(self) -> OpenSink:
-        """What is called with the records. The spec can be opened again, by another attachment.
+        """Open the sink that is called with the records. Another attachment can open the spec again.
 
         Raises:
             UsageError: when it cannot work: a package is not installed, a path cannot be written.
@@ -229,10 +224,10 @@ class RecordWriter:
     See [Note: a sink that fails].
 
     Args:
-        also: what is logged with the record of each logged step.
+        also: functions whose values are logged with the record of each logged step.
 
     Attributes:
-        sinks: what is called with each record.
+        sinks: the functions that are called with each record.
     """
 
     def __init__(self, also: Sequence[AlsoLogged] = ()) -> None:
@@ -241,7 +236,7 @@ class RecordWriter:
         self._also = list(also)
 
     def open(self, sinks: Iterable[Sink]) -> None:
-        """Open each of ``sinks``; if one cannot be opened, those before it are closed again and its error is raised."""
+        """Open each of ``sinks``. If one raises, close those that are open and raise its error."""
         try:
             for sink in sinks:
                 made = getattr(sink, "open", lambda: None)()
@@ -265,7 +260,7 @@ class RecordWriter:
                 warnings.warn(f"{sink!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=3)
 
     def add_also(self, record: dict[str, Any]) -> None:
-        """Put what is logged beside gradients into ``record``; what raises is left out from now on, like a sink."""
+        """Put the values of ``also`` into ``record``. A function that raises is left out from now on, like a sink."""
         for source in list(self._also):
             try:
                 more = source.at(record["step"]) if isinstance(source, Totals) else source()
@@ -277,7 +272,7 @@ class RecordWriter:
                 warnings.warn(f"{source!r} failed and is left out from now on: {error!r}", RuntimeWarning, stacklevel=4)
 
     def close(self) -> None:
-        """Close each sink that was opened and can be closed, once; one that cannot is named in a warning."""
+        """Close each sink that this writer opened, once. A sink that raises is named in a warning."""
         opened, self._opened = self._opened, []
         for sink in {id(sink): sink for sink in opened}.values():
             try:
@@ -287,7 +282,7 @@ class RecordWriter:
 
 
 class Totals:
-    """The totals in the reports of ``what``, and from its second record on their growth per step since the last one.
+    """The totals in the reports of ``what``; from the second record on also their growth per step.
 
     >>> class Two:
     ...     def report(self):
@@ -321,7 +316,7 @@ class Totals:
 
 
 def as_also_logged(what: Any) -> AlsoLogged:
-    """The function that gives what is logged of ``what``: a function itself, or of an object its reports.
+    """The function whose values are logged of ``what``: ``what`` itself, or the totals in its reports.
 
     >>> as_also_logged(lambda: {"lr": 0.1})()
     {'lr': 0.1}

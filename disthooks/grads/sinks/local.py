@@ -36,7 +36,7 @@ _writers: dict[str, list[int]] = {}
 
 def run() -> str:
     """The name of the run that this process is part of. See [Note: the name of a run]."""
-    return os.environ.get(VARIABLE) or _made(os.getpid())
+    return os.environ.get(VARIABLE) or _run_name(os.getpid())
 
 
 def restart() -> int:
@@ -62,23 +62,19 @@ def end(path: str) -> None:
 
 
 @functools.cache
-def _made(pid: int) -> str:
-    """A name for the run of process ``pid``; of torchrun, which restarts its workers, the number and the start."""
+def _run_name(pid: int) -> str:
+    """A name for the run of process ``pid``, from the number and the start of the process to which the run belongs."""
+    # torchrun restarts its workers, so the run belongs to torchrun, which is the parent of this process.
     owner = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else pid
-    began = _started(owner)
+    try:  # Linux tells when the process was started, in ticks after the machine was booted
+        ticks = int(pathlib.Path(f"/proc/{owner}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = next(line for line in pathlib.Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        began = int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, StopIteration):
+        began = time.time()
     mark = f"{socket.gethostname()} {owner} {began} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began))
     return f"{stamp}-{hashlib.sha256(mark.encode()).hexdigest()[:6]}"
-
-
-def _started(pid: int) -> float:
-    """When a process was started, in seconds since 1970, as Linux tells it; the time of this call elsewhere."""
-    try:
-        ticks = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        booted = next(line for line in pathlib.Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        return int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, StopIteration):
-        return time.time()
 
 
 @register("sink")
@@ -110,7 +106,7 @@ class Jsonl:
     path: str | os.PathLike[str]
 
     def open(self) -> Lines:
-        """Make the directories and the file; what is returned writes the lines, all of one run."""
+        """Make the directories and the file, and return the sink that writes the lines, all of one run."""
         try:
             path = pathlib.Path(self.path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +147,7 @@ class Console:
     """One short line for each logged step.
 
     Args:
-        print: what it is printed with; a progress bar's own function, say.
+        print: the function that prints a line, such as a progress bar's own.
 
     >>> Console()({"step": 50, "grad_norm": 1.25, "nonfinite": 2, "nonfinite_at": [{"param": "w", "rank": 1}]})
     step 50  grad_norm 1.25  nonfinite 2  nonfinite_at w on rank 1
@@ -164,7 +160,7 @@ class Console:
             raise UsageError(f"Console: print must be a function of a line, got {self.print!r}")
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Print one line, without what is empty and what is of a single parameter."""
+        """Print one line, without empty values and without values of single parameters."""
         told = {name: value for name, value in record.items() if "/param/" not in name and not is_empty(value)}
         self.print("  ".join(f"{name} {shown(value)}" for name, value in told.items()))
 

@@ -97,7 +97,7 @@ class _Events(OpenSink):
 
 
 def _raw(histogram: Histogram) -> dict[str, Any]:
-    """The arguments of ``add_histogram_raw``. An element counts as the middle of its bucket in ``sum`` and its square.
+    """The arguments of ``add_histogram_raw``. In ``sum`` and ``sum_squares`` an element counts as its bucket's middle.
 
     TensorBoard draws the outermost buckets that are not empty as far as ``min`` and ``max``.
     """
@@ -165,8 +165,16 @@ class _Rows(OpenSink):
         self._row: int | None = None
 
     def __call__(self, record: dict[str, Any]) -> None:
-        values = self._values(record)
-        self._define(values)
+        values: dict[str, Any] = {"step": record["step"], **scalars(record), **texts(record)}
+        for name, histogram in histograms(record).items():
+            edges, counts = histogram.at_most(_BUCKETS)
+            values[name] = self._histogram(np_histogram=(counts, edges))
+        values = {portable(self._prefix + name): value for name, value in values.items()}
+        # Declare the axis of each new name. A pattern would catch the user's own metrics with the same prefix.
+        step = portable(self._prefix + "step")
+        for name in values.keys() - self._defined:
+            self._run.define_metric(name, step_metric=None if name == step else step)
+        self._defined |= values.keys()
         row = self._next_row()
         if row is not None and row == self._row:  # the row still has the last record, which this one would overwrite
             self._run.log({}, commit=True)
@@ -174,20 +182,6 @@ class _Rows(OpenSink):
         # In a shared run a row that is not committed would never be completed, so this one is completed at once.
         self._run.log(values, commit=row is None)
         self._row = row
-
-    def _values(self, record: dict[str, Any]) -> dict[str, Any]:
-        values: dict[str, Any] = {"step": record["step"], **scalars(record), **texts(record)}
-        for name, histogram in histograms(record).items():
-            edges, counts = histogram.at_most(_BUCKETS)
-            values[name] = self._histogram(np_histogram=(counts, edges))
-        return {portable(self._prefix + name): value for name, value in values.items()}
-
-    def _define(self, values: dict[str, Any]) -> None:
-        """Declare the axis of each new name. A pattern would catch the user's own metrics with the same prefix."""
-        step = portable(self._prefix + "step")
-        for name in values.keys() - self._defined:
-            self._run.define_metric(name, step_metric=None if name == step else step)
-        self._defined |= values.keys()
 
     def _next_row(self) -> int | None:
         """The row that the next ``log()`` writes into; None in a shared run, whose rows no process counts."""
@@ -238,16 +232,12 @@ class _Metrics(OpenSink):
         self._prefix, self._log, self._run_id = sink.prefix, log, run_id
 
     def __call__(self, record: dict[str, Any]) -> None:
-        values = {self._name(name): float(number) for name, number in scalars(record).items()}
+        # MLflow's file store has a file for each metric, and "/" makes folders. `grad_norm` is a file there, so it
+        # cannot be the folder of `grad_norm/param/w` too: after the prefix "." takes the place of "/".
+        values = {
+            portable(self._prefix + name.replace("/", ".")): float(number) for name, number in scalars(record).items()
+        }
         self._log(values, step=record["step"], run_id=self._run_id)
-
-    def _name(self, name: str) -> str:
-        """The name of a metric, without ``/`` after the prefix.
-
-        MLflow's file store has a file for each metric, and ``/`` makes folders. ``grad_norm`` is a file there, so it
-        cannot be the folder of ``grad_norm/param/w`` too.
-        """
-        return portable(self._prefix + name.replace("/", "."))
 
 
 def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> AccelerateTracker:
@@ -256,29 +246,22 @@ def _accelerate_tracker(accelerator: Any, prefix: str = "gradients/") -> Acceler
     Args:
         accelerator: the model that the hooks are attached to, or its ``Accelerator``.
         prefix: put in front of every name. In names only letters, digits and ``_-. /`` stay as they are.
-    """
-    return AccelerateTracker(_accelerator_of(accelerator), prefix)
-
-
-def _accelerator_of(model: Any) -> Any:
-    """The ``Accelerator`` that prepared ``model``; ``model`` itself if it is an ``Accelerator``.
-
-    A model has no reference to its accelerator. So this searches all objects of the process, once at each attach.
 
     Raises:
         UsageError: when no ``Accelerator`` of this process has prepared the model.
     """
     kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    if kind is None or isinstance(model, kind):
-        return model
+    if kind is None or isinstance(accelerator, kind):
+        return AccelerateTracker(accelerator, prefix)
+    # A model has no reference to its accelerator. So all objects of the process are searched, once at each attach.
     # `isinstance` would ask each object for its `__class__`, which runs code of proxies.
     accelerators = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    found = next((each for each in accelerators if any(one is model for one in each._models)), None)
+    found = next((each for each in accelerators if any(one is accelerator for one in each._models)), None)
     if found is None:
         raise UsageError(
             "AccelerateTracker: no Accelerator of this process has prepared the model: nothing can be logged"
         )
-    return found
+    return AccelerateTracker(found, prefix)
 
 
 @register("sink", build=_accelerate_tracker, given="accelerator")

@@ -131,7 +131,7 @@ def test_noise_that_would_part_replicas_and_complex_gradients() -> None:
     with pytest.raises(dh.errors.UsageError, match="'0' is complex"):
         stepped(dh.Noise(1.0), [weight.to(torch.complex64)], [weight.to(torch.complex64)])
     shard = Shard("flat", nn.Parameter(torch.ones(3)), True, "sharded", None)
-    with pytest.raises(dh.errors.UsageError, match="of 'flat' are on this rank cannot be told"):
+    with pytest.raises(dh.errors.UsageError, match="does not tell which elements of 'flat' are on this rank"):
         dh.Noise(1.0).check([shard])
 
 
