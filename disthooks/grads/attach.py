@@ -65,21 +65,22 @@ def gradients(
     between logged steps nothing waits for the device.
 
     Args:
-        model: what the engine returned; for ``fully_shard`` the model itself.
-        optimizer: the one whose steps count; accelerate's wrapper will do. Parameters of the model that it does
-            not hold are left alone. A DeepSpeed engine has its own, and none need be given.
+        model: the model that the engine returned; for ``fully_shard`` the model itself.
+        optimizer: the optimizer whose steps count, or accelerate's wrapper around it. Parameters of the model that it
+            does not hold are not changed and not measured. A DeepSpeed engine has an optimizer of its own, so none is
+            needed there.
         rules: applied in this order: :class:`~disthooks.ClipValue`, :class:`~disthooks.ClipNorm`,
             :func:`~disthooks.only`, or a function of a name and the local part of a gradient, which returns
-            what takes its place.
+            the new gradient.
         stats: of the gradients before any rule: :mod:`disthooks.stats` has them.
         sinks: called on the first rank with a dict for each logged step.
         every: steps 0, ``every``, ``2 * every`` ... are logged.
         groups: names of groups of parameters and the patterns of each; statistics are logged of each group too, as
             ``grad_norm/group/<name>``. A parameter may be in several.
-        also: what is logged with them: what :func:`~disthooks.save_activations` returned, a wrapper or another object
-            whose ``report()`` has a ``record()``, or a function that returns a dict. Each rank asks its own, when the
-            step is logged, which is one step late. One that raises, or has a name that is logged already, is named
-            in a warning and left out.
+        also: objects whose numbers are logged too: the handle of :func:`~disthooks.save_activations`, a wrapper or
+            another object whose ``report()`` has a ``record()``, or a function that returns a dict. Each rank asks its
+            own objects when the step is logged, which is one step late. If one raises, or has a name that is logged
+            already, a warning names it, and it is left out.
         scaler: the ``GradScaler``, which rules at "local" need to work in your units. Statistics find it.
 
     Returns:
@@ -172,7 +173,12 @@ def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradient
                 "before the engine takes the model"
             )
     plan = StepPlan(final, config.stats, shards, groups_of(config.groups, shards))
-    stats = _start_stats(config.stats, engine, plan)
+    for i, stat in enumerate(config.stats):
+        if stat.alone and any(type(other) is type(stat) for other in config.stats[:i]):
+            raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
+        stat.check(engine, shards)
+    # Each statistic with the state that it keeps from one logged step to the next.
+    stats = [(stat, stat.start(len(plan.scopes) + len(shards) * stat.per_parameter)) for stat in config.stats]
     local_rules = LocalRules(engine, local, indices, config.scaler)
     needs = LocalNeeds.of(plan, config.stats, indices)
     local_hooks = LocalGradientHooks(engine, indices, needs, local_rules)
@@ -187,19 +193,6 @@ def _attach(engine: Engine, optimizer: Any, config: GradientsConfig) -> Gradient
 
 def _is_local(rule: Rule) -> bool:
     return isinstance(rule, Only) and rule.at == "local"
-
-
-def _start_stats(stats: Sequence[Stat], engine: Engine, plan: StepPlan) -> list[tuple[Stat, State]]:
-    """Each statistic with the state that it keeps from one logged step to the next.
-
-    Raises:
-        UsageError: when a statistic cannot be right here, or two of them would write the same names.
-    """
-    for i, stat in enumerate(stats):
-        if stat.alone and any(type(other) is type(stat) for other in stats[:i]):
-            raise UsageError(f"two {type(stat).__name__} would write the same names into the log: give one")
-        stat.check(engine, plan.shards)
-    return [(stat, stat.start(len(plan.scopes) + len(plan.shards) * stat.per_parameter)) for stat in stats]
 
 
 def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> RecordWriter:
@@ -234,16 +227,16 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
 
 @dataclass(frozen=True)
 class GradientsReport:
-    """What an attachment does in every step.
+    """The engine of an attachment, and the cost of its steps.
 
     Attributes:
         engine: which engine was found.
         ranks: the global ranks whose gradients belong together.
-        parameters: how many the optimizer holds.
-        rounds: how many measurements a logged step takes; each rule that measures what another one rewrote adds one,
-            and so do statistics of the update.
+        parameters: how many parameters the optimizer holds.
+        rounds: how many measurements a logged step takes; each rule that measures gradients which another rule rewrote
+            adds one, and so do statistics of the update.
         collectives: all-reduces in a step that is not logged, and in one that is; at most two a round.
-        bytes: what each rank gives to them, in a step that is not logged, and in one that is.
+        bytes: how many bytes each rank gives to them, in a step that is not logged, and in one that is.
         steps: how many steps there have been.
     """
 
@@ -257,7 +250,7 @@ class GradientsReport:
 
 
 class Gradients(Attachment):
-    """What :func:`gradients` attached. See [Note: the life of a step].
+    """The attachment that :func:`gradients` returns. See [Note: the life of a step].
 
     Attributes:
         latest: the record that was logged last, on every rank; it is one step behind until :meth:`flush`.
@@ -287,42 +280,39 @@ class Gradients(Attachment):
         self._tell: list[Callable[[dict[str, Any]], object]] = []
         self._heir: Callable[[UnwrittenRecords], object] | None = None
         self.on_remove(writer.close)  # given first, so called last: after the last flush
+        engine, optimizer, plan = checks.engine, checks.optimizer, runner.plan
         try:
-            self._put_on_hooks()
+            for handle in runner.local_hooks.attach():
+                self.on_remove(handle.remove)
+            if engine.trains_alone and has_several_ranks():
+                self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
+            # See [Note: one step hook for all] in engines/optimizer_step.py. A step that calls its closure several
+            # times would apply the rules several times, so it is refused.
+            on_repeat: OnRepeat = "refuse" if plan.rules else "first"
+            self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
+            self.on_remove(before_clipping(self._before_clipping).remove)
+            if plan.after.uses:
+                self.on_remove(engine.after_step(optimizer, self._after_step).remove)
+            self.on_remove(self.flush)
+            self.on_remove(functools.partial(setattr, self, "_heir", None))
+            self.at_exit(self.remove)  # which flushes, then closes the sinks
         except BaseException:
             self.remove()
             raise
 
-    def _put_on_hooks(self) -> None:
-        engine, optimizer, plan = self._checks.engine, self._checks.optimizer, self._runner.plan
-        for handle in self._runner.local_hooks.attach():
-            self.on_remove(handle.remove)
-        if engine.trains_alone and has_several_ranks():
-            self.on_remove(engine.model.register_forward_pre_hook(UncopiedHook(self._before_forward)).remove)
-        # See [Note: one step hook for all] in engines/optimizer_step.py. Rules have no place in a step that calls its
-        # closure several times.
-        on_repeat: OnRepeat = "refuse" if plan.rules else "first"
-        self.on_remove(engine.before_step(optimizer, self._before_step, on_repeat).remove)
-        self.on_remove(before_clipping(self._before_clipping).remove)
-        if plan.after.uses:
-            self.on_remove(engine.after_step(optimizer, self._after_step).remove)
-        self.on_remove(self.flush)
-        self.on_remove(functools.partial(setattr, self, "_heir", None))
-        self.at_exit(self.remove)  # which flushes, then closes the sinks
-
-    # What happens in a step.
+    # In each step.
 
     def begin_step(self, scaler: Any = None) -> None:
-        """Measure and apply the rules now, on gradients that are final; the step that comes next does not again.
+        """Measure and apply the rules now, on gradients that are final; the next step does not do it again.
 
-        For loops that clip gradients by code of their own and are to be measured before: call it on every rank where
-        the loop is about to clip, when all of the step's backwards are done. torch's clip_grad_norm_,
-        clip_grad_value_ and clip_grads_with_norm_ call it by themselves. A second call before the step does nothing.
-        Whatever is attached to the optimizer runs. In a step with a closure, call it in the closure, after backward.
-        DeepSpeed clips inside its step, after disthooks: nothing happens there.
+        This is for loops that clip gradients by code of their own: call it on every rank just before the loop clips,
+        when all of the step's backwards are done. torch's clip_grad_norm_, clip_grad_value_ and clip_grads_with_norm_
+        call it by themselves. A second call before the step does nothing. All attachments to the optimizer run. In a
+        step with a closure, call it in the closure, after backward. DeepSpeed clips inside its step, after disthooks:
+        there this does nothing.
 
         Args:
-            scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` comes first.
+            scaler: the ``GradScaler``, if there is one; its ``unscale_(optimizer)`` is called first.
         """
         self._checks.engine.begin_step(self._checks.optimizer, scaler)
 
@@ -375,50 +365,50 @@ class Gradients(Attachment):
         """Whether the step that is made next is to be logged."""
         return self.steps % self._config.every == 0 or any(when(self.steps) for when in self._log_when)
 
-    # What happens at logging.
+    # At logging.
 
     def log_also(self, when: Callable[[int], bool]) -> None:
-        """Log the steps too for which ``when(step)`` is true, beside each ``every``-th.
+        """Log also the steps for which ``when(step)`` is true, beside each ``every``-th step.
 
-        For trainers that log when they want to. Call it before the backward of the step that comes next.
+        This is for trainers that choose the steps that they log. Call it before the backward of the next step.
 
         Args:
-            when: asked once for each step, before its backward; it must say the same on every rank.
+            when: called once for each step, before its backward; it must return the same on every rank.
         """
         self._log_when.append(when)
         self._runner.local_hooks.begin(self.steps, self._is_logged())
 
     def log_to(self, sink: Sink) -> None:
-        """Give the records to ``sink`` too, on the first rank; its ``close()`` is not called."""
+        """Give the records to ``sink`` too, on the first rank; the attachment does not call its ``close()``."""
         if self.is_first_rank:
             self._writer.add(sink)
 
     def on_nonfinite(self, tell: Callable[[dict[str, Any]], object]) -> None:
-        """Have ``tell`` called, on every rank, when gradients have become infinite or NaN: once for steps in a row.
+        """Call ``tell``, on every rank, when gradients have become infinite or NaN: once for several steps in a row.
 
         Args:
-            tell: called with the record of the first of these steps: at the latest with the next :meth:`flush`.
+            tell: called with the record of the first of these steps, at the latest in the next :meth:`flush`.
         """
         self._tell.append(tell)
 
     def leave_to(self, heir: Callable[[UnwrittenRecords], object]) -> None:
-        """Have ``heir`` called with the records that are not written yet, if this is collected without ``remove()``.
+        """Call ``heir`` with the records that are not written yet, if this object is collected without ``remove()``.
 
         Args:
-            heir: called from a destructor, so it must not wait; it must not hold this object.
+            heir: called from a destructor, so it must not wait, and it must not hold this object.
         """
         self._heir = heir
 
     def flush(self, **known: float) -> None:
-        """Read the step that was logged last and give it to the sinks, waiting for the device if need be.
+        """Read the step that was logged last, give its record to the sinks, and wait for the device if necessary.
 
         Args:
-            known: numbers of that step that the caller knows, ``loss=0.3``; they are in its record, too.
+            known: numbers of that step that the caller knows, such as ``loss=0.3``; they go into its record too.
         """
         self._publish(self._records.read(wait=True), known)
 
     def _publish(self, reading: Reading, known: Mapping[str, float] | None = None) -> None:
-        """Give what was read to the sinks; the record of the logged step with what ``also`` and ``known`` say."""
+        """Give the records to the sinks. The record of the logged step gets the values of ``also`` and ``known``."""
         self._note_nonfinite(reading)
         for fields, is_logged, _ in reading.records:
             if is_logged:
@@ -451,13 +441,13 @@ class Gradients(Attachment):
         if heir is None:
             return
         unwritten: list[dict[str, Any]] = []
-        with contextlib.suppress(Exception):  # while torch traces something there are no numbers
+        with contextlib.suppress(Exception):  # while torch traces a function, its tensors have no numbers
             reading = self._records.read(wait=True)
             self._note_nonfinite(reading)
             unwritten = [record.fields for record in reading.records]
         heir(UnwrittenRecords(self.steps, self.nonfinite_steps, unwritten, self._writer))
 
-    # What the handle tells and keeps.
+    # The handle's description and state.
 
     def __repr__(self) -> str:
         rules, stats = (", ".join(map(str, part)) or "none" for part in (self._config.rules, self._config.stats))
@@ -471,7 +461,7 @@ class Gradients(Attachment):
 
     @property
     def sinks(self) -> Sequence[Sink]:
-        """What the records are given to; none on other ranks than the first."""
+        """The sinks that get the records; only the first rank has any."""
         return tuple(self._writer.sinks)
 
     @property
@@ -480,7 +470,7 @@ class Gradients(Attachment):
         return self._checks.engine.position == 0
 
     def report(self) -> GradientsReport:
-        """The engine found, and what a step costs."""
+        """The engine, and the cost of a step."""
         plan, engine = self._runner.plan, self._checks.engine
         always = [part.always for part in plan.rounds]
         logged = [*(part.logged for part in plan.rounds), plan.after]
@@ -489,7 +479,7 @@ class Gradients(Attachment):
             engine=engine.label,
             ranks=engine.ranks,
             parameters=len(plan.shards),
-            rounds=plan.measurements,
+            rounds=sum(bool(layout.uses) for layout in logged),
             collectives=(
                 has_others * sum(layout.collectives() for layout in always),
                 has_others * sum(layout.collectives() for layout in logged),
@@ -502,10 +492,10 @@ class Gradients(Attachment):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What adaptive rules have learned, averages of statistics, the number of steps; the same on every rank.
+        """The state of adaptive rules, the averages of statistics and the number of steps; the same on every rank.
 
         Returns:
-            A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's.
+            A dict of plain values and of tensors on the CPU, to be saved beside the optimizer's state.
         """
         if any(state for _, state in self._records.stats):
             self.flush()  # the step that was logged last belongs to the averages
@@ -516,7 +506,7 @@ class Gradients(Attachment):
         return {"steps": self.steps, **copied}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; call it on every rank, between the same two steps.
+        """Go on from a state of :meth:`state_dict`; call it on every rank, between the same two steps.
 
         The next step raises AttachError if the ranks count different numbers of steps.
 
@@ -526,6 +516,7 @@ class Gradients(Attachment):
         """
         mine = self.state_dict()
         for part in ("rules", "stats"):
+            # All is checked before anything changes.
             _check_states(part, mine[part], state.get(part, []))
         self._checks.counts.loaded()
         self.steps = int(state["steps"])
@@ -536,7 +527,7 @@ class Gradients(Attachment):
                     target[name].copy_(value)
 
     def _states(self) -> dict[str, list[tuple[str, State]]]:
-        """What rules and statistics keep from step to step, by kinds."""
+        """The states of rules and of statistics, each with the name of its kind."""
         kinds = [f"{_kind(bound.rule)}{bound.label}" for bound in self._runner.plan.rules]
         stats = [(type(stat).__name__, state) for stat, state in self._records.stats if state]
         return {"rules": list(zip(kinds, self._runner.states, strict=True)), "stats": stats}

@@ -167,20 +167,19 @@ def group_of(ranks: Sequence[int]) -> Any:
     """
     if len(ranks) == 1:
         return None
-    default, group = (ref() for ref in _groups.get(tuple(ranks), (_nothing, _nothing)))
-    if group is None or default is not dist.group.WORLD:
-        group = _made(list(ranks))
-        _groups[tuple(ranks)] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
-    return group
-
-
-def _made(ranks: list[int]) -> Any:
-    """Make a new group. See [Note: groups of our own]."""
+    key = tuple(ranks)
+    refs = _groups.get(key)
+    default, group = (refs[0](), refs[1]()) if refs else (None, None)
+    if group is not None and default is dist.group.WORLD:
+        return group
     if len(ranks) == dist.get_world_size():
-        return dist.new_group(timeout=_timeout())
-    _times_made[tuple(ranks)] = _times_made.get(tuple(ranks), 0) + 1  # the same on each of these ranks
-    with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_times_made[tuple(ranks)]}"):
-        return dist.new_group(ranks, timeout=_timeout(), use_local_synchronization=True)
+        group = dist.new_group(timeout=_timeout())
+    else:
+        _times_made[key] = _times_made.get(key, 0) + 1  # the same on each of these ranks
+        with name_of_next_group(f"disthooks {'_'.join(map(str, ranks))} {_times_made[key]}"):
+            group = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
+    _groups[key] = (weakref.ref(dist.group.WORLD), weakref.ref(group))
+    return group
 
 
 def _timeout() -> timedelta | None:
@@ -193,13 +192,10 @@ def _timeout() -> timedelta | None:
 
 def seconds_to_wait(group: Any) -> float:
     """How many seconds a collective of ``group`` waits for a rank; 0 for one rank alone."""
-    # 1800 seconds is torch's own default.
-    known = None if group is None else _timeout()
-    return 0.0 if group is None else 1800.0 if known is None else known.total_seconds()
-
-
-def _nothing() -> None:
-    """Stands for a weak reference whose object is gone."""
+    if group is None:
+        return 0.0
+    timeout = _timeout()
+    return 1800.0 if timeout is None else timeout.total_seconds()  # 1800 seconds is torch's own default
 
 
 def device_for(group: Any, device: torch.device) -> torch.device:

@@ -34,17 +34,17 @@ UNCAPTURED = (
     "let the optimizer step outside of the graph, and in a captured backward have nothing look at gradients before "
     "their reduction (rules at='local', statistics of ranks: NonFinite, NoiseScale); or remove() the hooks first"
 )
-_NOTHING_SEEN = LocalStats()
+_NO_STATS = LocalStats()
 
 
 class LocalNeeds(NamedTuple):
-    """What statistics and rules at "final" need to know of gradients before their reduction.
+    """The facts of gradients before their reduction that statistics and rules at "final" need.
 
     Attributes:
-        logged: what is needed in a step that is logged.
-        always: what is needed in every step.
+        logged: the facts that a step needs if it is logged.
+        always: the facts that every step needs.
         accumulated: the parameters whose gradients are added up in a step that is logged, as indices of the engine.
-        is_required: whether a statistic cannot do without: a gradient that no hook sees is then an error.
+        is_required: whether a statistic needs every gradient: then it is an error if no hook sees a gradient.
     """
 
     logged: frozenset[LocalFact]
@@ -54,7 +54,7 @@ class LocalNeeds(NamedTuple):
 
     @staticmethod
     def of(plan: StepPlan, stats: Iterable[Stat], indices: Sequence[int]) -> LocalNeeds:
-        """What ``stats`` and the rules of ``plan`` need, of the engine's parameters ``indices``."""
+        """The needs of ``stats`` and of the rules of ``plan``, for the engine's parameters ``indices``."""
         measures = [measure for stat in stats for measure in stat.measures()]
         logged = frozenset(fact for measure in measures for fact in measure.local_facts)
         return LocalNeeds(
@@ -79,20 +79,25 @@ class LocalRules:
         shards = [engine.shards[i] for i in indices]
         self.scopes = [frozenset(indices[i] for i in scope_of(rule, shards)) for rule in rules]
         self.step = 0
-        self._engine, self._rules, self._scaler = engine, rules, scaler
-        self._batches = Counter[int]()  # of each parameter, since the last step
+        # Found once, because a hook asks for the rules of its parameter in every backward.
+        self._rules_of: dict[int, list[Rule]] = {}
+        for rule, scope in zip(rules, self.scopes, strict=True):
+            for index in scope:
+                self._rules_of.setdefault(index, []).append(rule)
+        self._engine, self._scaler = engine, scaler
+        self._batches = Counter[int]()  # how many gradients of each parameter there were since the last step
 
-    def of(self, index: int) -> list[Rule]:
+    def of(self, index: int) -> Sequence[Rule]:
         """The rules for one parameter, in the order in which they are applied."""
-        return [rule for rule, indices in zip(self._rules, self.scopes, strict=True) if index in indices]
+        return self._rules_of.get(index, ())
 
     def forget_batches(self) -> None:
-        """A step was made: the next gradient is of its first micro-batch."""
+        """Count micro-batches from 0 again, because a step was made."""
         self._batches.clear()
 
     @torch.no_grad()
     def rewrite(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that takes its place; None if no rule applies to it."""
+        """The new gradient; None if no rule applies to this one."""
         rules, shard = self.of(index), self._engine.shards[index]
         if not rules:
             return None
@@ -101,24 +106,20 @@ class LocalRules:
                 f"create_graph=True: the rules at 'local' for {shard.name!r} would cut the graph of its gradient; use "
                 "on_gradient(at='local') with a function that autograd can follow"
             )
-        scale, result = self._loss_scale(grad), grad.detach()
-        if scale is not None:  # in float32 at the least: small numbers are why a loss of float16 is multiplied
+        # The factor by which the engine, or a `GradScaler`, has multiplied the loss.
+        own, scale = self._engine.gradient_scale(), None
+        if own is not None:
+            scale = torch.as_tensor(own, device=grad.device)
+        elif self._scaler is not None and self._scaler.is_enabled():
+            scale = onto(self._scaler._scale, grad.device)
+        result = grad.detach()
+        if scale is not None:  # in float32 or wider, because divided numbers may be too small for float16
             result = result.to(torch.promote_types(grad.dtype, torch.float32)) / scale
         batch = MicroBatch(self.step, self._batches[index], self._engine.position)
         self._batches[index] += 1
         for rule in rules:
             result = rule.rewrite_local(shard, result, batch)
         return result if scale is None else (result * scale).to(grad.dtype)
-
-    def _loss_scale(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """What the engine, or a ``GradScaler``, has multiplied the loss by."""
-        own = self._engine.gradient_scale()
-        if own is not None:
-            return torch.as_tensor(own, device=grad.device)
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        scale: torch.Tensor = self._scaler._scale
-        return onto(scale, grad.device)
 
 
 class LocalGradientHooks:
@@ -128,6 +129,8 @@ class LocalGradientHooks:
 
     Attributes:
         rules: the rules at "local".
+        has_rules: whether a rule changes gradients before their reduction.
+        is_used: whether a rule or a statistic needs gradients before their reduction.
     """
 
     def __init__(self, engine: Engine, indices: Sequence[int], needs: LocalNeeds, rules: LocalRules) -> None:
@@ -136,37 +139,29 @@ class LocalGradientHooks:
         self._is_logged, self._is_required = True, needs.is_required or bool(rules.scopes)
         self._stats: dict[int, LocalStats] = {}
         self._last_backward: dict[int, int] = {}
-        self._none_seen = [_NOTHING_SEEN] * len(indices)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether anything looks at gradients before their reduction."""
-        return self.has_rules or bool(self._needs.logged | self._needs.always)
-
-    @property
-    def has_rules(self) -> bool:
-        """Whether anything changes gradients before their reduction."""
-        return bool(self.rules.scopes)
+        self._no_stats = [_NO_STATS] * len(indices)
+        self._has_stats = bool(needs.logged | needs.always)
+        self.has_rules = bool(rules.scopes)
+        self.is_used = self.has_rules or self._has_stats
 
     def attach(self) -> list[Removable]:
-        """Put the hooks on, where anything needs them."""
-        looks_at_all = bool(self._needs.logged | self._needs.always)
-        indices = [i for i in self._indices if looks_at_all or self.rules.of(i)]
+        """Put the hooks on the parameters that a statistic or a rule needs."""
+        indices = [i for i in self._indices if self._has_stats or self.rules.of(i)]
         if not indices:
             return []
         return self._engine.on_local(indices, weak_method(self._hook), self._is_required)
 
     def begin(self, step: int, is_logged: bool) -> None:
-        """From now on gradients are those of ``step``; statistics look at those of a step that is logged."""
+        """Take the next gradients for those of ``step``, and measure all facts of them if it ``is_logged``."""
         self.rules.step, self._is_logged = step, is_logged
 
     def take(self) -> list[LocalStats]:
-        """What was seen of each parameter since the last time; the step's micro-batches end here."""
+        """The numbers that were kept of each parameter since the last call. Called once in each step."""
         self.rules.forget_batches()
         if not self._stats:
-            return self._none_seen
+            return self._no_stats
         stats, self._stats = self._stats, {}
-        return [stats.get(index, _NOTHING_SEEN) for index in self._indices]
+        return [stats.get(index, _NO_STATS) for index in self._indices]
 
     def _hook(self, index: int, grad: torch.Tensor) -> torch.Tensor | None:
         if grad.is_cuda:
@@ -188,15 +183,16 @@ class LocalGradientHooks:
     @torch.no_grad()
     def _look(self, index: int, grad: torch.Tensor, facts: frozenset[LocalFact]) -> None:
         if index in self._stats and self._engine.is_first_gradient(index):
-            # There is no gradient to add to, so what was seen before this backward belongs to a step that was never
-            # made: the loop set the gradients to None. Other parameters may have been seen in this backward already.
+            # There is no gradient to add to, so the numbers from before this backward belong to a step that was never
+            # made: the loop set the gradients to None. Other parameters may have numbers of this backward already.
             now = backward_id()
             self._stats = {i: stats for i, stats in self._stats.items() if self._last_backward[i] == now}
-        seen = self._stats.get(index, _NOTHING_SEEN)
+        stats = self._stats.get(index, _NO_STATS)
         if "norms" in facts:
-            seen = seen._replace(norms=(*seen.norms, *norms([grad], 2.0)))
+            stats = stats._replace(norms=(*stats.norms, *norms([grad], 2.0)))
         elif "finite" in facts:
-            seen = seen._replace(finite_probes=(*seen.finite_probes, finite_probe(grad)))
+            stats = stats._replace(finite_probes=(*stats.finite_probes, finite_probe(grad)))
         if self._is_logged and index in self._needs.accumulated:
-            seen = seen._replace(accumulated=grad.clone() if seen.accumulated is None else seen.accumulated + grad)
-        self._stats[index], self._last_backward[index] = seen, backward_id()
+            total = grad.clone() if stats.accumulated is None else stats.accumulated + grad
+            stats = stats._replace(accumulated=total)
+        self._stats[index], self._last_backward[index] = stats, backward_id()

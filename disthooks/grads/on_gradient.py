@@ -89,8 +89,13 @@ class OnGradient(Attachment):
             grad = shard.optimizer_gradient() if id(shard.parameter) in held else None
             if grad is not None:
                 result = self._call(shard, grad)
-                if result is not None and result is not grad:
-                    _write(shard.parameter, grad, result)
+                if result is None or result is grad:
+                    continue
+                if grad.layout is torch.strided and result.layout is torch.strided:
+                    # In place, because the gradient may be a view of DDP's bucket. A DTensor keeps its placements.
+                    grad.copy_(result)
+                else:
+                    shard.parameter.grad = result  # a sparse gradient cannot be written in place
 
     def _call(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         """Call the function with the gradient in the user's units, without the engine's loss scale.
@@ -100,12 +105,12 @@ class OnGradient(Attachment):
         scale = self._engine.gradient_scale()
         if scale is None:
             return self._apply(shard, grad)
-        seen = grad.to(torch.promote_types(grad.dtype, torch.float32)) / scale
-        version = seen._version
-        result = self._apply(shard, seen)
-        if result is None and seen._version == version:
+        unscaled = grad.to(torch.promote_types(grad.dtype, torch.float32)) / scale
+        version = unscaled._version
+        result = self._apply(shard, unscaled)
+        if result is None and unscaled._version == version:
             return None  # neither a result nor a change in place: the gradient keeps its bits
-        return ((seen if result is None else result) * scale).to(grad.dtype)
+        return ((unscaled if result is None else result) * scale).to(grad.dtype)
 
     def _apply(self, shard: Shard, grad: torch.Tensor) -> torch.Tensor | None:
         self._calls[shard.name] += 1
@@ -205,14 +210,3 @@ def _check_result(result: object, grad: torch.Tensor, where: str) -> None:
             f"the function for the gradient of {where} was given a {type(grad).__name__} and returned a "
             f"{type(result).__name__}; return one like it: torch's own functions do"
         )
-
-
-def _write(parameter: nn.Parameter, grad: torch.Tensor, result: torch.Tensor) -> None:
-    """Write ``result`` into the gradient in place, because the gradient may be a view of DDP's bucket.
-
-    A DTensor keeps its placements this way. A sparse gradient cannot be written in place, so it is replaced.
-    """
-    if grad.layout is torch.strided and result.layout is torch.strided:
-        grad.copy_(result)
-    else:
-        parameter.grad = result

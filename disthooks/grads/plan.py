@@ -55,12 +55,9 @@ class VectorLayout:
     shards: Sequence[Shard]
     scopes: Sequence[Sequence[int]] = ()
 
-    def sizes(self, measure: Measure) -> list[int]:
-        """How many numbers ``measure`` has for each of its scopes, and then for each of its parameters."""
-        return self._sizes[measure]
-
     @functools.cached_property
-    def _sizes(self) -> dict[Measure, list[int]]:
+    def sizes(self) -> dict[Measure, list[int]]:
+        """How many numbers each measure has for each of its scopes, and then for each of its parameters."""
         # Computed once: with thousands of parameters, asking each one in every step takes longer than measuring it.
         found = {}
         for measure, indices in self.uses.items():
@@ -90,7 +87,7 @@ class VectorLayout:
         """For each measure its numbers in the merged vectors: a view, of all its scopes and parameters in one row."""
         found, at = {}, {"sum": 0, "max": 0}
         for measure in self.uses:
-            start, length = at[measure.merge], sum(self.sizes(measure))
+            start, length = at[measure.merge], sum(self.sizes[measure])
             found[measure] = merged[measure.merge == "max"][start : start + length]
             at[measure.merge] = start + length
         return found
@@ -108,7 +105,7 @@ class VectorLayout:
         has = self.uses[measure]
         if has == tuple(wants):
             return values[measure]
-        parts = dict(zip(has, torch.split(values[measure], self.sizes(measure)), strict=True))
+        parts = dict(zip(has, torch.split(values[measure], self.sizes[measure]), strict=True))
         return torch.cat([parts[i] for i in wants]) if wants else values[measure][:0]
 
     def collectives(self) -> int:
@@ -117,7 +114,7 @@ class VectorLayout:
 
     def bytes(self) -> int:
         """How many bytes each rank gives to the all-reduces of the round: 8 for each number."""
-        return 8 * sum(sum(self.sizes(measure)) for measure in self.uses)
+        return 8 * sum(sum(self.sizes[measure]) for measure in self.uses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +173,8 @@ class StepPlan:
         scopes: the indices of all parameters, and then those of each group.
         rounds: the rounds before the update.
         after: the measures of a logged step after the update.
+        rules: all rules in the order in which they are applied.
+        rewritten: the parameters whose gradients a rule may change.
     """
 
     def __init__(
@@ -200,21 +199,8 @@ class StepPlan:
             rounds.append(Round(tuple(bound), self._layout(needed), self._layout(wanted)))
         self.rounds = tuple(rounds)
         self.after = self._layout([use for use in logged if use[0].after])
-
-    @property
-    def rules(self) -> list[BoundRule]:
-        """All rules in the order in which they are applied."""
-        return [bound for part in self.rounds for bound in part.rules]
-
-    @property
-    def rewritten(self) -> frozenset[int]:
-        """The parameters whose gradients a rule may change."""
-        return frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
-
-    @property
-    def measurements(self) -> int:
-        """How many measurements a logged step takes, including the one after the update."""
-        return sum(bool(part.logged.uses) for part in self.rounds) + bool(self.after.uses)
+        self.rules = [bound for part in rounds for bound in part.rules]
+        self.rewritten = frozenset(i for bound in self.rules if bound.rule.rewrites for i in bound.indices)
 
     def _layout(self, uses: Iterable[MeasureUse]) -> VectorLayout:
         """A layout that has each measure once, for all parameters for which any rule or statistic needs it."""
@@ -318,8 +304,8 @@ def optimized_shards(engine: Engine, parameters: Sequence[nn.Parameter]) -> list
     Raises:
         AttachError: when the optimizer holds a parameter that is not the model's, or none at all.
     """
-    known_ids, ids = {id(shard.parameter) for shard in engine.shards}, {id(parameter) for parameter in parameters}
-    strangers = [parameter for parameter in parameters if id(parameter) not in known_ids]
+    model_ids, ids = {id(shard.parameter) for shard in engine.shards}, {id(parameter) for parameter in parameters}
+    strangers = [parameter for parameter in parameters if id(parameter) not in model_ids]
     if strangers or not parameters:
         missed = [shard.name for shard in engine.shards if id(shard.parameter) not in ids]
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strangers[:3])

@@ -1,4 +1,4 @@
-"""From numbers on the device to a record: what a step measured, on its way to the host, one step late."""
+"""The records of steps: numbers are copied to the host without waiting, and read one step late."""
 
 # [Note: no host sync]
 # The host may be several steps ahead of the device, and a training loop that asks for a number makes it wait. So
@@ -92,8 +92,8 @@ class PendingRecord(NamedTuple):
     """The numbers of a logged step, on their way to the host.
 
     Attributes:
-        step: which step.
-        names: of the numbers that rules logged.
+        step: the number of the step.
+        names: the names of the numbers that rules logged.
         copy: the merged vectors of each round, then those measured after the update, then the rules' numbers in one.
     """
 
@@ -120,7 +120,7 @@ class PendingRecord(NamedTuple):
         rows: dict[Measure, torch.Tensor] = {}
         for layout, vector_pair in measured:
             values = layout.unpack(vector_pair)
-            rows |= {m: values[m].view(len(layout.sizes(m)), -1) for m in layout.uses if m in wanted}
+            rows |= {m: values[m].view(len(layout.sizes[m]), -1) for m in layout.uses if m in wanted}
         found = Found([shard.name for shard in plan.shards], plan.groups, rows, ranks)
         for stat, state in stats:
             record |= stat.record(found, state)
@@ -131,8 +131,8 @@ class NonFiniteStep(NamedTuple):
     """A step that is known to have had gradients that were not finite.
 
     Attributes:
-        step: which step.
-        fields: which of its gradients were not finite, for the log.
+        step: the number of the step.
+        fields: the names and values for the log that tell which of its gradients were not finite.
         is_first: whether it is the first of several in a row, so that it gets a record even if it is not logged.
     """
 
@@ -177,7 +177,7 @@ class NonFiniteSteps:
 
     @property
     def sees_every_step(self) -> bool:
-        """Whether every step is looked at; otherwise only a norm in the log can say that a step was not finite."""
+        """Whether each step tells if it was finite; if not, only a norm in the log can tell it."""
         return bool(self._indices)
 
     def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
@@ -244,7 +244,7 @@ class StepRecord(NamedTuple):
     """A record, ready for the sinks.
 
     Attributes:
-        fields: what is written.
+        fields: the names and values that are written.
         is_logged: whether its step was to be logged; otherwise it is recorded because it was not finite.
         is_first_nonfinite: whether its step is the first of several in a row that were not finite.
     """
@@ -255,11 +255,11 @@ class StepRecord(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What was read since the last time.
+    """The records that one reading gives.
 
     Attributes:
-        nonfinite_steps: how many steps turned out not to be finite.
-        records: in the order of steps; that of the logged step, if there is one, is the last.
+        nonfinite_steps: how many of the steps that were read had gradients that were not finite.
+        records: in the order of steps. If there is a record of the logged step, it is the last.
     """
 
     nonfinite_steps: int
@@ -314,7 +314,7 @@ class StepRecords:
     def judge_norm(self, fields: Mapping[str, Any]) -> tuple[bool, bool]:
         """Whether the norm in a logged record is not finite, and whether it is the first of several in a row.
 
-        Both are False where every step is looked at, which knows more.
+        Both are False if each step tells whether it was finite: :meth:`read` counts such steps then.
         """
         if self._nonfinite.sees_every_step:
             return False, False
@@ -324,12 +324,12 @@ class StepRecords:
 
 @dataclass(frozen=True)
 class UnwrittenRecords:
-    """What an attachment had not written yet when it was collected.
+    """The records that an attachment had not written yet when it was collected.
 
     Attributes:
         steps: how many steps there had been.
         nonfinite_steps: how many of them are known to have had gradients that were not finite.
-        records: what is to be written; the last one gets what ``also`` says.
+        records: the records; the last one gets the values of ``also``.
         writer: the open sinks.
     """
 

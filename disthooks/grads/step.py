@@ -1,18 +1,18 @@
 """A step: check that gradients are final, then measure over all ranks and rewrite, round after round."""
 
 # [Note: one decision]
-# What depends on a value is decided alike by all ranks, and as one rank that had all elements would decide it: to skip
-# a step, to clip, to adapt a threshold. A rule sees merged numbers alone, which are the same bits on every rank, and
-# its state is made of them; so replicas of a parameter stay equal, and no rank steps alone. A rank that raised alone
-# would leave the others waiting in the next collective. So a check here depends on what the program did, and not on the
+# All ranks decide alike whether to skip a step, to clip, or to adapt a threshold, and they decide as one rank would
+# that had all elements. A rule sees only merged numbers, which are the same bits on every rank, and its state is made
+# of them; so replicas of a parameter stay equal, and no rank steps alone. A rank that raised alone would leave the
+# others waiting in the next collective. So a check here depends only on the calls that the program made, not on the
 # elements that a rank has, and an error that depends on a number is deferred until all ranks can read it.
 
 # [Note: whose units]
-# Where the loss was multiplied by a scale, a rule works in the user's units: `ClipNorm(1.0)` means a norm of 1.0 of the
-# user's loss. DeepSpeed's fp16 leaves the scale in the gradients until its optimizer takes it out, so rules get copies
-# of these gradients, in float32 at the least and divided by the scale, and what a rule may have rewritten is written
-# back multiplied again. The others are not written, so they keep their bits. A `GradScaler` takes the scale out before
-# the step; what hooks saw in backward still has it, and measures divide by it.
+# If the loss was multiplied by a scale, a rule still works in the user's units: `ClipNorm(1.0)` means a norm of 1.0 of
+# the user's loss. DeepSpeed's fp16 leaves the scale in the gradients until its optimizer takes it out. So rules get
+# copies of these gradients, in float32 or wider and divided by the scale. Gradients that a rule may have rewritten are
+# multiplied again and written back. The others are not written, so they keep their bits. A `GradScaler` takes the scale
+# out before the step. The numbers that hooks kept in backward still have it, so measures divide by it.
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_scaled(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StepChecks:
-    """What must hold before a step is measured. See [Note: one decision].
+    """The checks before a step is measured. See [Note: one decision].
 
     Attributes:
         engine: the engine of the model.
@@ -127,13 +127,13 @@ class StepChecks:
 
 @dataclass
 class StepResult:
-    """What came of a step's rounds.
+    """The result of the rounds of a step.
 
     Attributes:
         merged: the vectors of each round, merged over the ranks; then those measured after the update.
         log: the numbers that rules logged, by name.
         skips: decisions to leave the step out.
-        excluded: parameters that the optimizer is not to move.
+        excluded: parameters that the optimizer must not move.
         deferred_errors: numbers that may make the next step raise.
     """
 
@@ -149,14 +149,14 @@ class StepResult:
 
 
 class StepRunner:
-    """Does what a :class:`~disthooks.grads.plan.StepPlan` says.
+    """Measures and rewrites the gradients of each step by a :class:`~disthooks.grads.plan.StepPlan`.
 
     Attributes:
         plan: the plan.
         local_hooks: the hooks on this rank's own gradients, whose numbers are merged in the first round.
         group: the process group of the collectives; None for one rank alone.
         device: where numbers are merged.
-        states: what each rule keeps from step to step, in the order of the rules.
+        states: the state of each rule, in the order of the rules.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class StepRunner:
         return result
 
     def after_update(self) -> StepResult | None:
-        """Measure how the update moved the parameters; None where this step does not ask for it."""
+        """Measure how the update moved the parameters; None if no statistic of this step asks for it."""
         if self._before_update is None:
             return None
         (result, before), self._before_update = self._before_update, None
@@ -242,7 +242,7 @@ class StepRunner:
         return result
 
     def _inputs(self, grads: Grads) -> Local:
-        """What measures may look at on this rank: elements that it owns, so that each is counted on one rank alone."""
+        """The values that measures may read here: elements that this rank owns, so each element counts on one rank."""
         shards = self.plan.shards
         return Local(
             shards=shards,
@@ -252,7 +252,7 @@ class StepRunner:
             position=self._engine.position,
             world=len(self._engine.ranks),
             device=self.device,
-            # Nobody reduces these gradients, so a NaN in one of them is on this rank alone.
+            # No engine reduces these gradients, so a NaN in one of them is on this rank alone.
             unreduced=[
                 grad if shard.sharding == "unreduced" and not shard.is_owner else None
                 for grad, shard in zip(grads, shards, strict=True)
@@ -262,7 +262,7 @@ class StepRunner:
     def _copy_parameters(self, reuse: bool) -> Grads:
         """The parameters as they are now, where this rank owns them.
 
-        With ``reuse`` the memory stays for the next time: to get it anew takes longer than to fill it.
+        With ``reuse`` the memory stays for the next logged step: to allocate it takes longer than to fill it.
         """
         values = [shard.values().detach() if shard.is_owner else None for shard in self.plan.shards]
         copies = self._copies
@@ -275,7 +275,7 @@ class StepRunner:
         return copies
 
     def _local_scale(self) -> torch.Tensor | None:
-        """What gradients were multiplied by when hooks saw them. See [Note: whose units]."""
+        """The factor of the gradients that hooks saw in backward; None for 1. See [Note: whose units]."""
         found = self._engine.gradient_scale()
         scaler = self._scaler or (scaler_under_way() if self.local_hooks.is_used else None)
         if found is None and scaler is not None and scaler.is_enabled():

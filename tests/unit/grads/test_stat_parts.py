@@ -48,7 +48,7 @@ def _found(measures: list[Measure], ranks: list[list[torch.Tensor | None]], scop
         for place, grads in enumerate(ranks)
     ]
     merged = torch.stack([p[0] for p in parts]).sum(0), torch.stack([p[1] for p in parts]).amax(0)
-    rows = {m: row.view(len(layout.sizes(m)), -1) for m, row in layout.unpack(merged).items()}
+    rows = {m: row.view(len(layout.sizes[m]), -1) for m, row in layout.unpack(merged).items()}
     return Found([str(i) for i in everything], {}, rows, list(range(len(ranks))))
 
 
