@@ -233,10 +233,11 @@ def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
     if found:
         line(f"not finite in {len(found)} of {run['steps']} logged steps:")
     for each in found[:_MOST]:
-        ranks = [place.get("rank") for place in each["at"]]
-        # Without a rank the gradient became infinite or NaN in the reduction.
-        on = ["no rank before the reduction" if rank is None else f"rank {rank}" for rank in ranks]
-        named = [f"{place.get('param')} on {who}" for place, who in zip(each["at"], on, strict=True)]
+        named = []
+        for place in each["at"]:
+            rank = place.get("rank")  # None if the reduction made the gradient infinite or NaN
+            where = "no rank before the reduction" if rank is None else f"rank {rank}"
+            named.append(f"{place.get('param')} on {where}")
         rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
         line(f"  step {each['step']}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}")
     if len(found) > _MOST:

@@ -1,14 +1,13 @@
-"""What the integrations share: importing a framework, attaching a configuration, files beside a checkpoint."""
+"""Functions of all integrations: they import a framework, attach a configuration, and load files of a checkpoint."""
 
 # [Note: state beside a framework's checkpoint]
-# What rules and statistics have learned is written into the folder of a framework's checkpoint, as a file of its own:
-# `disthooks.pt`. Accelerate refuses to load a checkpoint with another number of registered objects, so that
-# `register_for_checkpointing` would tie checkpoints to disthooks: one made with it could not be loaded without it, and
-# the reverse (docs/decisions.md, 67). A checkpoint without the file gives a warning, and rules begin anew.
+# The state of rules and statistics is written into the folder of a framework's checkpoint, as a file of its own:
+# `disthooks.pt`. Accelerate's `register_for_checkpointing` is not used, because accelerate refuses to load a checkpoint
+# with another number of registered objects: a checkpoint that was made with disthooks could not be loaded without it,
+# and the reverse (docs/decisions.md, 67). A checkpoint without the file gives a warning, and rules begin anew.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import pathlib
@@ -31,9 +30,9 @@ def framework(module: str, wanted_by: str, install: str) -> Any:
     """Import a module of a framework.
 
     Args:
-        module: of the framework.
-        wanted_by: the name of the file that needs it, ``__name__`` there.
-        install: what ``pip install`` takes.
+        module: the name of the module.
+        wanted_by: ``__name__`` of the file that needs it.
+        install: the arguments of ``pip install`` that install the framework.
 
     Raises:
         ImportError: when the framework is not installed; the message says what installs it.
@@ -52,21 +51,20 @@ def framework(module: str, wanted_by: str, install: str) -> Any:
 def attach_found(config: Any, model: nn.Module, optimizer: Any, sinks: Iterable[Any] = ()) -> Prepared:
     """Attach ``config``, or the configuration that is found; an error on one rank is raised on every rank."""
     check_not_alone()
-    return attach(functools.partial(_plan_of, config, model), model, optimizer, sinks)
 
+    def plan() -> Plan:  # `attach` calls it, and gathers the errors of all ranks
+        return config if isinstance(config, Plan) else read_plan(locate_config(config, engine_config(model)))
 
-def _plan_of(config: Any, model: nn.Module) -> Plan:
-    """The plan that ``config`` is, or that is found for a model which an engine has taken."""
-    return config if isinstance(config, Plan) else read_plan(locate_config(config, engine_config(model)))
+    return attach(plan, model, optimizer, sinks)
 
 
 def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
-    """Load the state that a checkpoint has; a warning, and False, if it has none.
+    """Load the state of ``gradients`` from ``file``. If there is no such file, warn and return False.
 
     See [Note: state beside a framework's checkpoint].
 
     Raises:
-        UsageError: if the state is of other rules or statistics; the message names the file.
+        UsageError: if the state belongs to other rules or statistics; the message names the file.
     """
     if not file.exists():
         warnings.warn(
@@ -83,5 +81,5 @@ def load_into(gradients: Gradients, file: pathlib.Path) -> bool:
 
 
 def file_in(folder: str | os.PathLike[str], i: int) -> pathlib.Path:
-    """The file in a checkpoint's folder that has the state of the ``i``-th attachment."""
+    """The file in a checkpoint's folder that holds the state of the ``i``-th attachment."""
     return pathlib.Path(folder, f"disthooks_{i}.pt" if i else "disthooks.pt")

@@ -1,15 +1,15 @@
 """Accelerate: statistics before ``clip_grad_norm_`` clips, state in ``save_state``, numbers in the trackers.
 
-Hooks attach without this file too, before or after ``accelerator.prepare``; :func:`prepare` and :func:`connect` add
-what only the accelerator knows.
+Hooks can be attached without this file too, before or after ``accelerator.prepare``. :func:`prepare` and
+:func:`connect` add what needs the accelerator: its clipping, its checkpoints and its trackers.
 """
 
 # [Note: the accelerator clips before the step]
-# A script clips with `accelerator.clip_grad_norm_` before `optimizer.step()`, where the hooks of the step come too late
-# to see gradients as backward left them. Each way of clipping calls `unscale_gradients` first. So that method is
-# replaced on the object: behind it gradients are unscaled once, nobody has clipped them, and the step's rules and
-# statistics are applied there. Of several models only the one that is being clipped has its gradients ready, which is
-# why the clipping methods are replaced too: they tell which parameters they were given.
+# A script clips with `accelerator.clip_grad_norm_` before `optimizer.step()`, so the hooks of the step are called too
+# late to see gradients as backward left them. Each way of clipping calls `unscale_gradients` first. So that method is
+# replaced on the accelerator: when it returns, gradients are unscaled and not clipped yet, and the step's rules and
+# statistics are applied. Of several models only the one that is being clipped has its gradients ready. So the clipping
+# methods are replaced too, and say which parameters they were given.
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def prepare(
 
     Args:
         accelerator: the ``Accelerator``.
-        model: what its ``prepare`` returned for the model.
-        optimizer: what it returned for the optimizer; none is needed under DeepSpeed.
-        config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
-            DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
+        model: the model that ``accelerator.prepare`` returned.
+        optimizer: the optimizer that it returned; none is needed under DeepSpeed.
+        config: a file, a dict or a plan; by default the file that ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the
+            JSON of DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
 
     Returns:
         A handle with ``saving``, ``gradients`` and ``remove()``; also a context manager.
 
     Raises:
-        ConfigError: when there is no configuration, or it says something unknown.
+        ConfigError: when there is no configuration, or it has an unknown key or kind.
         MatchError, AttachError: see :func:`disthooks.save_activations` and :func:`disthooks.gradients`.
         UsageError: when ``accelerator`` is no ``Accelerator``.
 
@@ -82,16 +82,16 @@ def prepare(
 def connect(accelerator: Any, gradients: Gradients) -> Attachment:
     """Connect an ``Accelerator`` with what :func:`disthooks.gradients` attached, until the handle is removed.
 
-    - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` measure and apply the rules first,
+    - ``accelerator.clip_grad_norm_``, ``clip_grad_value_`` and ``unscale_gradients`` first measure and apply the rules,
       once a step, so that statistics are of gradients before your own clipping. (DeepSpeed clips after disthooks.)
-    - ``accelerator.save_state`` writes what rules and statistics have learned, and the number of steps, to a file of
-      its own; ``load_state`` reads it. The other files are as they would be without disthooks, and checkpoints can be
-      loaded with and without it.
+    - ``accelerator.save_state`` writes the state of rules and statistics, and the number of steps, to its own file;
+      ``load_state`` reads it. The other files are as they would be without disthooks, and a checkpoint can be loaded
+      with and without it.
     - ``accelerator.end_training`` waits for the last record.
 
     Args:
         accelerator: the ``Accelerator``.
-        gradients: what was attached to the model and the optimizer that it prepared.
+        gradients: the attachment to the model and the optimizer that the accelerator prepared.
 
     Returns:
         A handle whose ``remove()`` leaves ``gradients`` attached.
@@ -108,10 +108,10 @@ def connect(accelerator: Any, gradients: Gradients) -> Attachment:
 
 
 def load_from(accelerator: Any, gradients: Gradients, folder: str) -> bool:
-    """Load the state that a checkpoint has for ``gradients``, which is connected; a warning, and False, without one.
+    """Load the state of ``gradients``, which must be connected, from a checkpoint; warn and return False without one.
 
     Raises:
-        UsageError: if the checkpoint is of other rules or statistics.
+        UsageError: if the state belongs to other rules or statistics.
     """
     return load_into(gradients, file_in(folder, _Around.of(accelerator).attached.index(gradients)))
 
@@ -123,15 +123,15 @@ def log_to_trackers(accelerator: Any, gradients: Gradients) -> None:
 
 
 class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accelerate ships no types
-    """A tracker that writes what ``accelerator.log`` is given as lines of JSON, and needs nothing installed.
+    """A tracker that writes the values given to ``accelerator.log`` as lines of JSON. It needs no other package.
 
     ``Accelerator(log_with="disthooks", project_dir=...)`` after importing this file, then ``init_trackers(name)``: the
     lines are in ``name/log.jsonl`` under the logging directory, the configuration in ``name/config.json``. Numbers of
     disthooks come with yours after :func:`prepare`, or with ``sinks=[sinks.AccelerateTracker(accelerator)]``.
 
     Args:
-        run_name: what ``init_trackers`` was given.
-        logging_dir: the accelerator's.
+        run_name: the name that ``init_trackers`` was given.
+        logging_dir: the logging directory of the accelerator.
     """
 
     name = "disthooks"
@@ -163,14 +163,15 @@ class DisthooksTracker(_tracking.GeneralTracker):  # type: ignore[misc]  # accel
         self.tracker({"step": step, **plain})
 
 
-if hasattr(_tracking, "register_tracker_class"):  # before, log_with takes an instance: DisthooksTracker(name, folder)
+# An older accelerate has no such function; there ``log_with`` takes an instance: ``DisthooksTracker(name, folder)``.
+if hasattr(_tracking, "register_tracker_class"):
     _tracking.register_tracker_class(DisthooksTracker)
 
 
 class _ToTrackers:
-    """A sink that waits for the accelerator to have trackers: they may be made after hooks are attached."""
+    """A sink that logs to the trackers of an accelerator, once it has some: scripts may make them after attaching."""
 
-    may_wait = True  # it may never log: there may be no trackers, and the user has not asked for this sink
+    may_wait = True  # it may never log, because the user did not ask for this sink, and there may be no trackers
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -184,7 +185,7 @@ class _ToTrackers:
 
 
 class _Around:
-    """The replaced methods of one accelerator, for all that is connected to it.
+    """The replaced methods of one accelerator, which serve every attachment that is connected to it.
 
     See [Note: the accelerator clips before the step].
     """
@@ -210,7 +211,7 @@ class _Around:
 
     @property
     def attached(self) -> list[Gradients]:
-        """The attachments that are connected, in the order in which they were."""
+        """The attachments that are connected, in the order in which they were connected."""
         return [one for each in self._attached if (one := each()) is not None]
 
     def join(self, gradients: Gradients) -> None:
@@ -218,14 +219,15 @@ class _Around:
         self._attached = [weakref.ref(one) for one in dict.fromkeys((*self.attached, gradients))]
 
     def leave(self, gradients: Gradients) -> None:
-        """Disconnect an attachment; after the last one the accelerator is as it was."""
+        """Disconnect an attachment; after the last one the accelerator has its own methods again."""
         self._attached = [weakref.ref(one) for one in self.attached if one is not gradients]
         if self._attached:
             return
         for handle in self.handles:
             handle.remove()
         for name, true in self.true.items():
-            if getattr(vars(self.accelerator).get(name), "__self__", None) is self:  # unless somebody has replaced ours
+            # Another library may have replaced the method after disthooks: then it stays.
+            if getattr(vars(self.accelerator).get(name), "__self__", None) is self:
                 vars(self.accelerator).pop(name)
                 if getattr(self.accelerator, name) != true:
                     setattr(self.accelerator, name, true)
@@ -261,11 +263,18 @@ class _Around:
         """Whether the gradients of this attachment are about to be clipped."""
         if self.clipping is not None:
             return any(id(p) in self.clipping for group in gradients.optimizer.param_groups for p in group["params"])
-        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        return optimizer is None or any(gradients.optimizer is one for each in given for one in _unwrapped(each))
+        if optimizer is None:  # all optimizers
+            return True
+        for wrapper in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            inner = wrapper
+            while inner is not None and inner is not gradients.optimizer:
+                inner = getattr(inner, "optimizer", None)
+            if inner is not None:
+                return True
+        return False
 
     def end_training(self) -> None:
-        """Write the last record first: it would be read when the next step begins, and there is none."""
+        """Log the last record first: a record is read when the next step begins, and after the last step none does."""
         for gradients in self.attached:
             gradients.flush()
         self.true["end_training"]()
@@ -282,12 +291,6 @@ class _Around:
     def load(self, models: Any, folder: str) -> None:
         for i, gradients in enumerate(self.attached):
             load_into(gradients, file_in(folder, i))
-
-
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def _check(accelerator: Any) -> None:

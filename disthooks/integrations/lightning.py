@@ -4,9 +4,9 @@ It works with ``lightning.pytorch`` and with ``pytorch_lightning``: import the o
 """
 
 # [Note: the callback attaches in on_fit_start]
-# In `setup` a LightningModule with `configure_model` has no modules yet, and activation checkpointing is not put on. In
-# `on_fit_start` the strategy has taken the model and made the optimizers, and no batch has run (docs/decisions.md, 68).
-# Lightning clips in its closure, after `on_before_optimizer_step`: rules and statistics begin the step there, and see
+# In `setup` a LightningModule with `configure_model` has no modules yet, and there is no activation checkpointing yet.
+# In `on_fit_start` the strategy has taken the model and made the optimizers, and no batch has run (docs/decisions.md,
+# 68). Lightning calls `on_before_optimizer_step` before it clips, so rules and statistics begin the step there and see
 # gradients as backward left them.
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
     """Attach a configuration to what ``Trainer.fit`` trains, under any of Lightning's strategies.
 
     Modules and gradients are attached in ``on_fit_start``, when the strategy has taken the model, and detached when
-    training ends, also by an exception. Rules and statistics see gradients before Lightning clips them. What
-    adaptive rules have learned goes with Lightning's checkpoints.
+    training ends, also by an exception. Rules and statistics see gradients before Lightning clips them. The state of
+    adaptive rules is in Lightning's checkpoints.
 
     Args:
-        config: the file, or a dict of the same; by default what ``DISTHOOKS_CONFIG`` names, else the ``disthooks``
-            of the DeepSpeed strategy's configuration, else ``disthooks.yaml`` or ``hooks.yaml`` in the working
-            directory.
-        optimizer: the number of the optimizer to watch, where ``configure_optimizers`` gives several. To watch each,
-            give one callback for each, and ``save`` to one of them.
-        prefix: put in front of every name in Lightning's loggers and in ``trainer.callback_metrics``.
-        monitor: names of numbers that are in ``trainer.callback_metrics`` too, for a ``ModelCheckpoint``, beside the
+        config: a file, or a dict with its content; by default the file that ``DISTHOOKS_CONFIG`` names, else
+            ``disthooks`` in the configuration of the DeepSpeed strategy, else ``disthooks.yaml`` or ``hooks.yaml`` in
+            the working directory.
+        optimizer: the number of the optimizer to watch, if ``configure_optimizers`` gives several. To watch several of
+            them, give one callback for each, and ``save`` in one of them only.
+        prefix: the text in front of every name in Lightning's loggers and in ``trainer.callback_metrics``.
+        monitor: names of numbers that go to ``trainer.callback_metrics`` too, for a ``ModelCheckpoint``, besides the
             three foremost of each record (``grad_norm``, ``clip_ratio``, what was moved in a step). Loggers get all.
 
     Attributes:
-        prepared: what is attached, while it is: ``.saving`` and ``.gradients``.
-        latest: what was logged last, on every rank; one step late while training.
+        prepared: the handle of what is attached, with ``.saving`` and ``.gradients``; None while nothing is.
+        latest: the last record that was logged, on every rank; one step late while training.
         saved: the report of saved tensors of the last ``fit``, on this rank.
 
     Raises:
-        ConfigError: from ``fit``, before it trains, if there is no configuration, or it says something unknown.
+        ConfigError: from ``fit``, before it trains, if there is no configuration, or it has an unknown key or kind.
         MatchError, AttachError: from ``fit``, see :func:`disthooks.save_activations` and
             :func:`disthooks.gradients`; also if it is not clear which of several optimizers to watch.
 
@@ -114,29 +114,29 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
             self._log(trainer, watch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log what the step has made known of the one before, if the engine's own step did it."""
+        """Log the record of the step before, if it became known in the engine's own step."""
         if (watch := self._watch()) is not None:
             self._log(trainer, watch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach; what is still to be logged reaches the loggers."""
+        """Detach, and log the last record."""
         self._detach(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach, whatever went wrong."""
+        """Detach after an exception."""
         self._detach(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Detach, where no training took place."""
+        """Detach if no training took place."""
         self._detach(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What adaptive rules have learned and the number of steps; the same on every rank."""
+        """The state of adaptive rules and the number of steps; the same on every rank."""
         watch = self._watch()
         return dict(self._state) if watch is None else watch.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; Lightning calls it before it attaches, or after, as the strategy has it."""
+        """Continue from a checkpoint. Lightning calls this before or after attaching, depending on the strategy."""
         self._loaded = state_dict
         if self._watch() is not None:
             self._go_on(state_dict)
@@ -145,14 +145,21 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
         return self.prepared.gradients if self.prepared else None
 
     def _read(self, trainer: Any) -> Plan:
+        """Read the plan, and refuse what would have no effect under this trainer."""
         plan = read_plan(locate_config(self._config, engine_config(trainer.model)))
-        _check_called(trainer, plan)
-        if plan.watches:
-            self._check_number(len(trainer.optimizers))
-            _check_unscaled(trainer, trainer.optimizers[self._number or 0])
-        return plan
-
-    def _check_number(self, count: int) -> None:
+        named = f"Lightning's {type(trainer.strategy).__name__}"
+        # Lightning calls `training_step` of the LightningModule, so hooks on that module would never be called. A
+        # strategy such as DDP wraps it in a module that is called.
+        module = trainer.lightning_module
+        patterns = [pattern for patterns, _ in plan.saves for pattern in patterns]
+        if trainer.model is module and any(is_match(pattern, "", module) for pattern in patterns):
+            raise AttachError(
+                f"a pattern of 'save' matches the {type(module).__name__} itself, which {named} never calls as a "
+                "module: name the modules inside it, as 'net' or 'net.*'"
+            )
+        if not plan.watches:
+            return plan
+        count = len(trainer.optimizers)
         if count > 1 and self._number is None:
             raise AttachError(
                 f"configure_optimizers() gave {count} optimizers: which one's gradients? Give "
@@ -163,6 +170,14 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
                 f"DisthooksCallback(optimizer={self._number}): configure_optimizers() gave {count}; give the place of "
                 "one of them, or leave 'watch' out of the configuration"
             )
+        optimizer = trainer.optimizers[self._number or 0]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise AttachError(
+                f"{type(optimizer).__name__}(fused=True) takes the scale of the GradScaler out inside its kernel, "
+                f"where no hook sees the gradients: make it with fused=False, or train in bfloat16 ({named})"
+            )
+        return plan
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         watch, self._loaded = self._watch(), {}
@@ -192,14 +207,15 @@ class DisthooksCallback(*_callback_classes()):  # type: ignore[misc]
 
 
 class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
-    """The callback that :mod:`disthooks.run` gives to the Trainer of a script which has none of ours.
+    """The callback that :mod:`disthooks.run` adds to a Trainer whose script has no :class:`DisthooksCallback`.
 
-    The session attaches, when the model is first called, and :meth:`join` tells this callback. From then on the
-    Trainer's loggers, ``callback_metrics`` and checkpoints have what they have with :class:`DisthooksCallback`. Of
-    several optimizers each has its own numbers, under ``gradients/0/``, ``gradients/1/``.
+    The session of :mod:`disthooks.run` attaches when the model is first called, and then calls :meth:`join`. From then
+    on the Trainer's loggers, ``callback_metrics`` and checkpoints have the same content as with
+    :class:`DisthooksCallback`. If there are several optimizers, each has its own numbers, under ``gradients/0/``,
+    ``gradients/1/``.
 
     Args:
-        attached: gives what is attached to an optimizer already, or None.
+        attached: a function that returns the attachment to an optimizer, or None if it has none.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
@@ -214,10 +230,10 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         return WaitingCallback, (_no_session,)  # processes that Lightning spawns have no session
 
     def join(self, model: Any, gradients: Gradients) -> bool:
-        """Take on what was attached, if it belongs to the Trainer that fits now.
+        """Serve an attachment from now on, if it belongs to the Trainer that fits now.
 
         Returns:
-            Whether there was a state for it, which it was given.
+            Whether a checkpoint or an earlier fit had a state for it, which was loaded into it.
         """
         number = None if self._trainer is None else self._number(model, gradients)
         if number is None:
@@ -229,43 +245,43 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
         return bool(state)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first call of the model; a later fit of the same trainer goes on."""
+        """Wait for the first call of the model."""
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on with optimizers that an earlier fit had."""
+        """Join the attachments of optimizers that an earlier fit had."""
         for optimizer in trainer.optimizers:
             gradients = self._attached(optimizer)
             if gradients is not None and gradients not in self._joined.values():
                 self.join(None, gradients)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Log the step before; what is attached measures by itself, before Lightning clips."""
+        """Log the record of the step before. The attachment measures by itself, before Lightning clips."""
         self._log(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log what the step has made known of the one before."""
+        """Log the record of the step before."""
         self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the last record; checkpoints that are made after the fit have the state, too."""
+        """Log the last record, and keep the state for checkpoints that are made after the fit."""
         self._leave(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go; the session detaches."""
+        """Leave the attachments; the session takes them off."""
         self._leave(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let go, where no training took place."""
+        """Leave the attachments if no training took place."""
         self._leave(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What rules and statistics have learned and the numbers of steps; the same on every rank."""
+        """The state of rules and statistics and the numbers of steps; the same on every rank."""
         self._states |= {number: gradients.state_dict() for number, gradients in self._joined.items()}
         return {"optimizers": dict(self._states)} if self._states else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Keep the state until the session attaches, or give it to what is attached."""
+        """Load the state into the attachments, and keep it for those that the session makes later."""
         self._states = dict(state_dict["optimizers"])
         for number, gradients in self._joined.items():
             if number in self._states:
@@ -301,43 +317,20 @@ class WaitingCallback(*_callback_classes()):  # type: ignore[misc]
 
 
 def _no_session(optimizer: Any) -> Gradients | None:
-    """Say that nothing is attached, in a process that has no session."""
+    """Return None, because nothing is attached in a process without a session."""
     return None
 
 
 def _publish(trainer: Any, record: Mapping[str, Any], prefix: str, monitor: Iterable[str] = ()) -> None:
-    """Log a record; progress bars and monitors get its three foremost numbers, and those in ``monitor``."""
+    """Log a record. Progress bars and monitors get its three foremost numbers, and those in ``monitor``."""
     found = scalars(record)
     shown = foremost(record) | {name: found[name] for name in monitor if name in found}
     metrics = {portable(prefix + name): torch.tensor(float(value)) for name, value in shown.items()}
     trainer.callback_metrics.update(metrics)
     for name in found.keys() - shown.keys():
-        if meaning(name) == "total":  # the first record has a total in the place of the number of a step
+        if meaning(name) == "total":  # the first record showed this total, because it had no number of a single step
             trainer.callback_metrics.pop(portable(prefix + name), None)
     numbers = {portable(prefix + name): value for name, value in found.items()}
-    for logger in trainer.loggers:  # they log on the first rank; log_dict() would drop records between its own steps
+    # Not log_dict(): it would drop the records between the steps that it logs. Loggers log on the first rank only.
+    for logger in trainer.loggers:
         logger.log_metrics(numbers, step=record["step"])
-
-
-def _check_called(trainer: Any, plan: Plan) -> None:
-    """Refuse hooks on the LightningModule itself: Lightning calls its ``training_step``, and they would never open."""
-    module = trainer.lightning_module
-    patterns = [pattern for patterns, _ in plan.saves for pattern in patterns]
-    if trainer.model is module and any(is_match(pattern, "", module) for pattern in patterns):
-        raise AttachError(
-            f"a pattern of 'save' matches the {type(module).__name__} itself, which {_named(trainer)} never calls as a "
-            "module: name the modules inside it, as 'net' or 'net.*'"
-        )
-
-
-def _check_unscaled(trainer: Any, optimizer: Any) -> None:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
-        raise AttachError(
-            f"{type(optimizer).__name__}(fused=True) takes the scale of the GradScaler out inside its kernel, where no "
-            f"hook sees the gradients: make it with fused=False, or train in bfloat16 ({_named(trainer)})"
-        )
-
-
-def _named(trainer: Any) -> str:
-    return f"Lightning's {type(trainer.strategy).__name__}"

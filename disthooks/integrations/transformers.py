@@ -1,9 +1,9 @@
-"""Transformers' ``Trainer`` and those derived from it (TRL's ``SFTTrainer``): one callback, nothing else to change."""
+"""Transformers' ``Trainer`` and those derived from it (TRL's ``SFTTrainer``) need one callback and no other change."""
 
 # [Note: the Trainer's own frame]
-# A Trainer gives its callbacks neither itself nor the model as the engine has it, only the model that it was made with:
-# hooks on that one would miss what DDP, FSDP or DeepSpeed do. So the callback looks up the stack for the frame of the
-# Trainer that is calling it, which also has the checkpoint that it resumes from (docs/decisions.md, 68).
+# A Trainer gives its callbacks the model that it was made with, and neither itself nor the model that the engine wraps.
+# Hooks on the former would miss what DDP, FSDP or DeepSpeed do. So the callback searches the stack for the frame of the
+# Trainer that is calling it. The frame also has the checkpoint that the Trainer resumes from (docs/decisions.md, 68).
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ _SAVED = ("saved/moved", "saved/pack_seconds", "saved/unpack_seconds")
 
 
 class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
-    """Attach what a configuration says while a ``Trainer`` trains.
+    """Attach a configuration while a ``Trainer`` trains.
 
-    ``Trainer(..., callbacks=[DisthooksCallback("hooks.yaml")])``. It attaches when training begins, to the model as the
-    engine has it, and detaches when it ends. Rules and statistics come before the Trainer's own clipping: without
-    rules, ``gradients/grad_norm`` is the Trainer's ``grad_norm``. With rules, the Trainer's is what they left.
+    ``Trainer(..., callbacks=[DisthooksCallback("hooks.yaml")])``. It attaches when training begins, to the model that
+    the engine wraps, and detaches when training ends. Rules and statistics come before the Trainer's own clipping:
+    without rules, ``gradients/grad_norm`` is the Trainer's ``grad_norm``. With rules, the Trainer's ``grad_norm`` is
+    that of the gradients which the rules left.
 
     The console shows three of the numbers beside the loss. All numbers of each step that the Trainer logs are in its
-    log: ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and whatever else it reports to; of
-    saved tensors it has the bytes moved and the seconds waited. Sinks of the configuration get all numbers of those
-    steps, and of each ``every``-th. What rules and statistics have learned is in each checkpoint, as ``disthooks.pt``.
+    log: in ``trainer.state.log_history``, TensorBoard (``train/gradients/grad_norm``) and every other tracker; of saved
+    tensors the log has the bytes moved and the seconds waited. Sinks of the configuration get all numbers of those
+    steps, and of each ``every``-th. The state of rules and statistics is in each checkpoint, as ``disthooks.pt``.
 
     Args:
-        config: a file, a dict or a plan; by default what ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the JSON of
-            DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
-        prefix: put in front of every name in the Trainer's log.
+        config: a file, a dict or a plan; by default the file that ``DISTHOOKS_CONFIG`` names, else ``disthooks`` in the
+            JSON of DeepSpeed, else ``disthooks.yaml`` or ``hooks.yaml`` in the working directory.
+        prefix: the text in front of every name in the Trainer's log.
 
     Attributes:
-        prepared: what is attached: ``saving``, ``gradients``; None while the Trainer does not train.
+        prepared: the handle of what is attached, with ``saving`` and ``gradients``; None while the Trainer does not
+            train.
         saved: the report on saved tensors of the last training, on this rank; None without ``save``.
 
     Raises:
@@ -70,7 +72,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self.prepared: Prepared | None = None
         self.saved: SavedReport | None = None
         self._logged = -1
-        self._shown: set[str] = set()  # names of ours that the console shows
+        self._shown: set[str] = set()  # the names of disthooks' numbers that the console shows
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go before the callbacks that report what is logged."""
@@ -93,24 +95,27 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
                 raise
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Put the numbers of the step that is logged into the log; the Trainer has waited for its loss by now."""
+        """Put the numbers of the step into the log. The Trainer has read its loss, so this waits for nothing more."""
         gradients = self.prepared and self.prepared.gradients
-        if not gradients or not logs or "loss" not in logs:  # the log of an evaluation, or of the whole training
+        if not gradients or not logs or "loss" not in logs:  # it logs an evaluation, or the whole training
             return
         gradients.flush(loss=float(logs["loss"]))
         step = gradients.latest.get("step", -1)
         if step <= self._logged:
             return
         self._logged = step
-        told = {name: value for name, value in scalars(gradients.latest).items() if _is_short(name) and name != "loss"}
-        more = {portable(self.prefix + name): value for name, value in told.items()}
+        more = {}
+        for name, value in scalars(gradients.latest).items():
+            # All numbers of gradients. Of saved tensors, the bytes moved and the seconds waited are enough for a log.
+            if name != "loss" and (not name.startswith("saved/") or name.removesuffix("_per_step") in _SAVED):
+                more[portable(self.prefix + name)] = value
         logs.update(more)
         self._shown = {portable(self.prefix + name) for name in foremost(gradients.latest)}
         if state.log_history:
             state.log_history[-1].update(more)
 
     def shows(self, name: str) -> bool:
-        """Whether the console shows a name of the Trainer's log: three numbers of ours, and all that are not."""
+        """Whether the console shows a name of the Trainer's log: three of disthooks' numbers, and all others."""
         return not name.startswith(self.prefix) or name in self._shown
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,7 +130,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             torch.save(kept, self._file(trainer, folder))
         elif args.should_save:
             warnings.warn(
-                f"{type(trainer).__name__} has made no {folder}: what rules and statistics have learned is not saved; "
+                f"{type(trainer).__name__} has made no {folder}: the state of rules and statistics is not saved; "
                 "put callback.prepared.gradients.state_dict() into the checkpoint where it makes its own",
                 RuntimeWarning,
                 stacklevel=2,
@@ -136,7 +141,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         self.remove()
 
     def remove(self) -> None:
-        """Detach now; for a training that raised, whose end no callback sees."""
+        """Detach now. Call it after a training that raised, because no callback is called then."""
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
@@ -145,7 +150,7 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
         prepared.remove()
 
     def _go_on(self, trainer: Any, gradients: Gradients, resumed: str | None) -> None:
-        """Take the state of the checkpoint that the Trainer goes on from, and its numbers of steps."""
+        """Load the state from the checkpoint that the Trainer resumes from, and log the steps that the Trainer logs."""
         if not resumed or not load_into(gradients, self._file(trainer, resumed)):
             gradients.load_state_dict({**gradients.state_dict(), "steps": trainer.state.global_step})
         if trainer.args.logging_strategy == "steps":
@@ -153,32 +158,35 @@ class DisthooksCallback(_transformers.TrainerCallback):  # type: ignore[misc]
             gradients.log_also(lambda step: (step + 1) % every == 0 or (first and step == 0))
 
     def to_the_front(self, trainer: Any) -> None:
-        """Go before the callbacks that report the log: they are called in order, and shall have our numbers too."""
-        callbacks = trainer.callback_handler.callbacks  # it may be iterating
+        """Move this callback before those that report the log, so that they find disthooks' numbers in it.
+
+        The console's callbacks get an ``on_log`` that shows three of these numbers only.
+        """
+        callbacks = trainer.callback_handler.callbacks  # the handler may be iterating over this list
         others = [i for i, each in enumerate(callbacks) if not isinstance(each, DisthooksCallback)]
         if others and others[0] < callbacks.index(self):
             callbacks.remove(self)
-            callbacks.insert(others[0], self)  # several of ours keep their order
+            callbacks.insert(others[0], self)  # several DisthooksCallbacks keep their order
         for each in callbacks:
             if isinstance(each, _CONSOLES) and "on_log" not in vars(each):
                 each.on_log = _Brief(each, trainer)
 
     def _file(self, trainer: Any, folder: str | os.PathLike[str]) -> pathlib.Path:
-        """The file that has the state of this callback: each of several callbacks has one."""
-        waiting = isinstance(self, WaitingCallback)  # the session's own is not counted among the script's
+        """The file with the state of this callback. If there are several callbacks, each has its own file."""
+        waiting = isinstance(self, WaitingCallback)  # the session's callback is not counted among those of the script
         ours = [each for each in trainer.callback_handler.callbacks if isinstance(each, DisthooksCallback)]
         ours = [each for each in ours if isinstance(each, WaitingCallback) == waiting]
         return file_in(folder, ours.index(self))
 
 
 class WaitingCallback(DisthooksCallback):
-    """The callback that :mod:`disthooks.run` gives to the Trainer of a script which has none of ours.
+    """The callback that :mod:`disthooks.run` adds to a Trainer whose script has no :class:`DisthooksCallback`.
 
-    The session attaches, when the model is first called, and :meth:`join` tells this callback. From then on the
-    Trainer's log and its checkpoints have what they have with :class:`DisthooksCallback`.
+    The session of :mod:`disthooks.run` attaches when the model is first called, and then calls :meth:`join`. From then
+    on the Trainer's log and its checkpoints have the same content as with :class:`DisthooksCallback`.
 
     Args:
-        attached: gives what is attached to an optimizer already, or None.
+        attached: a function that returns the attachment to an optimizer, or None if it has none.
     """
 
     def __init__(self, attached: Callable[[Any], Gradients | None]) -> None:
@@ -187,7 +195,7 @@ class WaitingCallback(DisthooksCallback):
         self._training: tuple[Any, str | None] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the first call of the model, unless an earlier training had it."""
+        """Wait for the first call of the model, or join what an earlier training attached."""
         trainer, variables = _calling(self)
         self.to_the_front(trainer)
         self._training = trainer, variables.get("resume_from_checkpoint")
@@ -197,10 +205,10 @@ class WaitingCallback(DisthooksCallback):
             self.join(trainer.model_wrapped, gradients)
 
     def join(self, model: Any, gradients: Gradients) -> bool:
-        """Take on what was attached, if it belongs to the Trainer that trains now.
+        """Serve an attachment from now on, if it belongs to the Trainer that trains now.
 
         Returns:
-            Whether the Trainer goes on from a checkpoint, and the state in it was taken.
+            Whether the Trainer resumes from a checkpoint; then the state in it was loaded.
         """
         if self._training is None:
             return False
@@ -213,12 +221,12 @@ class WaitingCallback(DisthooksCallback):
         return resumed is not None
 
     def remove(self) -> None:
-        """Let go; the session detaches."""
+        """Leave the attachment; the session takes it off."""
         self.prepared = self._training = None
 
 
 class _Brief:
-    """``on_log`` of a callback that prints: it shows three numbers of each of ours, so that the loss stays visible."""
+    """``on_log`` of a callback that prints: it shows three of disthooks' numbers, so that the loss stays visible."""
 
     def __init__(self, callback: Any, trainer: Any) -> None:
         self._true = callback.on_log
@@ -229,11 +237,6 @@ class _Brief:
             if isinstance(each, DisthooksCallback) and logs:
                 logs = {name: value for name, value in logs.items() if each.shows(name)}
         return self._true(args, state, control, logs=logs, **kwargs)
-
-
-def _is_short(name: str) -> bool:
-    """Whether the Trainer's log gets a number: all of gradients; of saved tensors bytes moved and seconds waited."""
-    return not name.startswith("saved/") or name.removesuffix("_per_step") in _SAVED
 
 
 def _calling(callback: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -248,6 +251,6 @@ def _calling(callback: Any) -> tuple[Any, Mapping[str, Any]]:
             return found, frame.f_locals
         frame = frame.f_back
     raise UsageError(
-        "DisthooksCallback is called by transformers' Trainer and those derived from it, and none is calling: in a "
-        "loop of your own use disthooks.prepare(model, optimizer), with Accelerate that of its integration"
+        "DisthooksCallback must be called by transformers' Trainer, or one derived from it, and none is calling: in a "
+        "loop of your own use disthooks.prepare(model, optimizer), with Accelerate the prepare() of its integration"
     )
