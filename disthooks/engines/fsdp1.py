@@ -42,7 +42,7 @@ from disthooks._handles import weak_method
 from disthooks._match import canonical_name, is_of_class
 from disthooks._registry import register
 from disthooks._torch import backward_id
-from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard, Sharding
+from disthooks.engines.base import Engine, HandleGroup, LocalHook, Part, Removable, Shard
 from disthooks.engines.optimizer_step import BeforeStep, OnRepeat
 from disthooks.errors import AttachError, UsageError
 
@@ -124,14 +124,6 @@ class FlatUnit:
                 "before FSDP1 takes it, or use use_orig_params=False, another strategy or DDP"
             )
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The flat parameter and those in it, tied ones too."""
-        return [self.flat, *(self.flat._params or ()), *(self.flat._shared_params or ())]
-
-    def values(self) -> torch.Tensor:
-        """This rank's shard. While the module runs, the flat parameter itself is whole, and this is another tensor."""
-        return cast(torch.Tensor, getattr(self.flat, "_local_shard", self.flat)).detach()
-
     def is_reduced(self) -> bool:
         """Whether FSDP has reduced the gradient; see [Note: gradients of FSDP1]."""
         if not self._is_reduced:  # the hook of watch_reduction has seen it
@@ -151,20 +143,19 @@ class FlatUnit:
 
         return self.flat.register_hook(see)
 
-    def is_first_gradient(self) -> bool:
-        """Whether there is no gradient yet: no whole one of ``no_sync()``, and no reduced one that FSDP put aside."""
-        return self.flat.grad is None and getattr(self.flat, "_saved_grad_shard", None) is None
-
-    def is_replaced(self, number: int) -> bool:
-        """Whether a view, or the flat parameter, was replaced since this unit was made.
+    def find_replaced(self) -> FlatParamView | None:
+        """The first parameter that was replaced since this unit was made, alone or with the flat one, or None.
 
         See [Note: parameters that FSDP1 exchanges].
         """
         if self._module.__dict__["_handle"] is not self._handle or self._handle.flat_param is not self.flat:
-            return True
-        view = self.views[number]
-        now = view.module._parameters.get(view.key) if self.has_original else None
-        return isinstance(now, nn.Parameter) and now is not self.optimizer_parameters[number]
+            return self.views[0]
+        if self.has_original:
+            for view, parameter in zip(self.views, self.optimizer_parameters, strict=True):
+                now = view.module._parameters.get(view.key)
+                if isinstance(now, nn.Parameter) and now is not parameter:
+                    return view
+        return None
 
     def _find_views(self) -> Iterator[FlatParamView]:
         flat = self.flat
@@ -245,7 +236,9 @@ class FlatShard(Shard):
         return grad if self.unit.has_original else self._of(grad)
 
     def values(self) -> torch.Tensor:
-        return self._of(self.unit.values())
+        # While the module runs, the flat parameter itself is whole, and this rank's shard is another tensor.
+        flat = self.unit.flat
+        return self._of(getattr(flat, "_local_shard", flat).detach())
 
     def optimizer_gradient(self) -> torch.Tensor | None:
         return self.gradient()  # FSDP1 has no tensor that stands for the whole gradient
@@ -299,16 +292,20 @@ class Fsdp1(Engine):
 
     def is_first_gradient(self, index: int) -> bool:
         shard = self.shards[index]
-        return shard.unit.is_first_gradient() if isinstance(shard, FlatShard) else super().is_first_gradient(index)
+        if not isinstance(shard, FlatShard):
+            return super().is_first_gradient(index)
+        # An earlier gradient is whole and in `.grad` after no_sync(), or FSDP reduced it and put it aside.
+        flat = shard.unit.flat
+        return flat.grad is None and getattr(flat, "_saved_grad_shard", None) is None
 
     def check(self) -> None:
         for unit in self._units:
-            for i, view in enumerate(unit.views):
-                if unit.is_replaced(i):
-                    raise AttachError(
-                        f"{view.name!r} is no longer the parameter that was attached to (FSDP1): something replaced "
-                        "it; attach after that, and make the optimizer after it too"
-                    )
+            replaced = unit.find_replaced()
+            if replaced is not None:
+                raise AttachError(
+                    f"{replaced.name!r} is no longer the parameter that was attached to (FSDP1): something replaced "
+                    "it; attach after that, and make the optimizer after it too"
+                )
         super().check()
 
     def before_step(self, optimizer: Any, run: BeforeStep, on_repeat: OnRepeat = "refuse") -> Removable:
@@ -344,20 +341,23 @@ class Fsdp1(Engine):
         for unit in self._units:
             for view, parameter in zip(unit.views, unit.optimizer_parameters, strict=True):
                 owner = unit.replica_ranks[len(found) % len(unit.replica_ranks)]
-                sharding: Sharding = "sharded" if unit.is_sharded else "replica"
                 found.append(
                     FlatShard(
                         view.name,
                         parameter,
                         is_owner=owner == self.ranks[self.position],
-                        sharding=sharding,
+                        sharding="sharded" if unit.is_sharded else "replica",
                         part=view.part(unit.is_sharded),
                         replica_ranks=unit.replica_ranks,
                         unit=unit,
                         view=view,
                     )
                 )
-        flat = {id(parameter) for unit in self._units for parameter in unit.parameters()}
+        flat = {
+            id(parameter)
+            for unit in self._units
+            for parameter in (unit.flat, *(unit.flat._params or ()), *(unit.flat._shared_params or ()))
+        }
         # Between forward and backward some strategies leave views, which are no Parameters, in the modules.
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
         self._plain_parameters = {id(parameter) for _, parameter in named}

@@ -246,6 +246,7 @@ class Fsdp2(Engine):
             covered |= {i for _, _, i in registered}
             local.handles.append(unit.register_forward_pre_hook(functools.partial(local.look, registered)))
         for i in covered if must_fire else ():
+            # FSDP calls this hook when it has reduced the gradient.
             shard = self.shards[i]
             missed = functools.partial(local.check_fired, i, shard.name)
             with needing_gradients(shard.parameter) as able:
