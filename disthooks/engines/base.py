@@ -413,12 +413,12 @@ class Engine:
 
     def _find_parameters(self) -> list[tuple[dict[str, Any], str, nn.Parameter, str]]:
         """For each stable parameter: the dict that has it, its key there, the parameter and its name."""
-        found = []
+        parameters = []
         for path, module in self.model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and self.is_stable(parameter):
-                    found.append((module._parameters, key, parameter, canonical_name(f"{path}.{key}".lstrip("."))))
-        return found
+                    parameters.append((module._parameters, key, parameter, canonical_name(f"{path}.{key}".lstrip("."))))
+        return parameters
 
     def _find_modules(self) -> list[tuple[dict[str, Any], str, nn.Module]]:
         pairs = [(m._modules, key, part) for m in self.model.modules() for key, part in m._modules.items()]

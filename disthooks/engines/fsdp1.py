@@ -337,11 +337,11 @@ class Fsdp1(Engine):
         return [*handles, *super().on_local(others, hook, must_fire)]
 
     def _shards(self) -> list[Shard]:
-        found: list[Shard] = []
+        shards: list[Shard] = []
         for unit in self._units:
             for view, parameter in zip(unit.views, unit.optimizer_parameters, strict=True):
-                owner = unit.replica_ranks[len(found) % len(unit.replica_ranks)]
-                found.append(
+                owner = unit.replica_ranks[len(shards) % len(unit.replica_ranks)]
+                shards.append(
                     FlatShard(
                         view.name,
                         parameter,
@@ -361,7 +361,7 @@ class Fsdp1(Engine):
         # Between forward and backward some strategies leave views, which are no Parameters, in the modules.
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
         self._plain_parameters = {id(parameter) for _, parameter in named}
-        return [*found, *(self.shard(len(found) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
+        return [*shards, *(self.shard(len(shards) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
 
     def _refresh(self) -> None:
         super()._refresh()

@@ -69,20 +69,20 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
         AttachError: when no parameter is a DTensor, or the meshes have no mesh in common.
     """
     named = [(name, p.device_mesh) for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
-    found: dict[tuple[int, ...], str] = {}
+    first_on: dict[tuple[int, ...], str] = {}  # for each set of ranks, the name of the first parameter on it
     for name, mesh in named:
-        found.setdefault(_ranks(mesh), name)
-    if len(found) == 1:  # it may be one dimension of a larger mesh, whose other ranks train something else
-        return next(iter(found))
-    found = {}
+        first_on.setdefault(_ranks(mesh), name)
+    if len(first_on) == 1:  # it may be one dimension of a larger mesh, whose other ranks train something else
+        return next(iter(first_on))
+    first_on = {}  # from here on, the ranks of the root meshes
     for name, mesh in named:
-        found.setdefault(_ranks(_root(mesh)), name)
-    if not found:
+        first_on.setdefault(_ranks(_root(mesh)), name)
+    if not first_on:
         raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
-    most = max(found, key=len)
-    strange = {ranks: name for ranks, name in found.items() if not set(ranks) <= set(most)}
+    most = max(first_on, key=len)
+    strange = {ranks: name for ranks, name in first_on.items() if not set(ranks) <= set(most)}
     if strange:
-        shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in found.items())
+        shown = "; ".join(f"{name!r} on ranks {list(ranks)}" for ranks, name in first_on.items())
         raise AttachError(
             f"parameters live on different sets of ranks ({shown}), so disthooks cannot tell how many ranks have each "
             "element; put them all on one device mesh, or on parts of one (mesh['dp'], mesh['tp'])"
@@ -115,8 +115,8 @@ def groups_of(module: nn.Module) -> list[Any]:
     if ask is None:
         return []
     state: Any = ask()
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12 there is one
-    return [group for group in found if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12 there is one
+    return [group for group in groups if group is not None]
 
 
 def _ranks(mesh: Any) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def _replica_ranks(
 ) -> tuple[int, ...]:
     """All ranks that have the elements that ``rank`` has; see [Note: replicas of a DTensor]."""
     coordinates = (mesh.mesh == rank).nonzero()[0].tolist()
-    index = tuple(slice(None) if same else i for i, same in zip(coordinates, replicated, strict=True))
+    index = tuple(slice(None) if whole else i for i, whole in zip(coordinates, replicated, strict=True))
     alike = {int(r) for r in torch.as_tensor(mesh.mesh[index]).flatten().tolist()}
     if _ranks(mesh) == tuple(ranks):
         return tuple(sorted(alike))
@@ -152,18 +152,18 @@ def _replica_ranks(
             f"sliced from ({tuple(grid.shape)}), so disthooks cannot tell how many ranks have each element; slice the "
             "mesh by the names of its dimensions"
         )
-    found: set[int] = set()
+    same: set[int] = set()
     for r in alike:
         index = tuple(in_root[r][dim] if dim in spanned else slice(None) for dim in range(grid.ndim))
-        found |= {int(other) for other in torch.as_tensor(grid[index]).flatten().tolist()}
-    if len(ranks) % grid.numel() or not found <= set(ranks):
+        same |= {int(other) for other in torch.as_tensor(grid[index]).flatten().tolist()}
+    if len(ranks) % grid.numel() or not same <= set(ranks):
         raise AttachError(f"{name!r} lies on ranks {sorted(grid.flatten().tolist())}, the model on {list(ranks)}")
     if grid.numel() < len(ranks):
         raise AttachError(
             f"{name!r} lies on a mesh of its own, of ranks {sorted(grid.flatten().tolist())}, and other parameters on "
             f"ranks {list(ranks)}: slice both meshes from one (mesh['dp']), so that disthooks can find the replicas"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(same))
 
 
 @register("engine")

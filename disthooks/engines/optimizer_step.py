@@ -378,8 +378,8 @@ class _StepPatch:
     def of(cls, kind: type[Any]) -> _StepPatch:
         """The patch of a class, or of the class whose step it inherits."""
         inner = Inner(step_wrapper(kind))
-        found = getattr(inner.function, "patch", None)
-        return found if isinstance(found, cls) else cls(inner)
+        patch = getattr(inner.function, "patch", None)
+        return patch if isinstance(patch, cls) else cls(inner)
 
     def leave(self, hooks: StepHooks) -> None:
         """Forget ``hooks``. The last one puts back torch's function, unless somebody has replaced it since."""
@@ -440,9 +440,10 @@ def wrap_closure(inside: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[
 
     The result is None if the step has no closure.
     """
-    found = [i for i, each in enumerate(args) if i and callable(each)]  # the first one is the optimizer
-    if found:
-        return (*args[: found[0]], functools.partial(inside, args[found[0]]), *args[found[0] + 1 :]), kwargs
+    # The first argument is the optimizer.
+    at = next((i for i, each in enumerate(args) if i and callable(each)), None)
+    if at is not None:
+        return (*args[:at], functools.partial(inside, args[at]), *args[at + 1 :]), kwargs
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": functools.partial(inside, kwargs["closure"])}
     return None

@@ -107,7 +107,7 @@ def remove_excluded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def end_step(optimizer: Any, restore: bool = True) -> None:
-    """Undo what was changed in ``optimizer`` for one step.
+    """Undo the changes that were made to ``optimizer`` for one step.
 
     Args:
         optimizer: the optimizer that stepped.
