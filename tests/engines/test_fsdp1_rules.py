@@ -399,7 +399,7 @@ def test_what_cannot_be_right_says_so(ranks: Ranks) -> None:
         "channels last without shards": "'0.weight' lies in another order than its indices",
         "replicas that are never averaged": "never averages gradients over the replicas [0, 1]",
         "other ranks": "the same process_group or device_mesh",
-        "inside DDP": "is FSDP1's and the model is DDP's",
+        "inside DDP": "FSDP1 has 'the model' and the engine of the model is DDP",
         "beside FSDP2": "'embed.weight' is a DTensor beside FSDP1",
         "after forward": "attach before the forward pass",
         "a module replaced": "is no longer in the model",
