@@ -1,10 +1,10 @@
 """The rank of this process, the number of ranks, whether a process trains alone, and texts that ranks can compare."""
 
-# [Note: who says which rank this is]
+# [Note: the sources of the rank]
 # Once torch.distributed is initialised, its default process group knows the rank and the number of ranks. Before that,
-# only the environment tells, and each launcher has names of its own: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE,
-# Slurm SLURM_PROCID and SLURM_LOCALID, Open MPI OMPI_COMM_WORLD_RANK. The two may disagree: a launcher may
-# have started several processes that never joined a group, and then each of them trains a model of its own.
+# only the environment has them, and each launcher has its own variables: torchrun sets RANK, LOCAL_RANK and WORLD_SIZE,
+# Slurm SLURM_PROCID and SLURM_LOCALID, Open MPI OMPI_COMM_WORLD_RANK. The group and the environment may disagree: a
+# launcher may have started several processes that never joined a group, and then each of them trains its own model.
 # `global_rank`, `world_size` and `world_ranks` ask the process group alone, for code that is about to communicate.
 # `launched_rank` falls back on the environment, for code that writes to a log before there is a group.
 # `launched_world_size` asks the environment alone: `trains_alone` compares the two.
@@ -71,7 +71,7 @@ def has_several_ranks() -> bool:
 
 
 def launched_rank() -> int:
-    """This process's rank in its process group, or else in the variable RANK; see [Note: who says which rank this is].
+    """This process's rank in its process group, or else in the variable RANK; see [Note: the sources of the rank].
 
     >>> launched_rank()
     0

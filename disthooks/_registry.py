@@ -18,9 +18,9 @@ and its place in the JSON schema, it is ``disthooks.<Name>`` (a statistic ``dist
 #
 # [Note: kinds that a file can name]
 #
-# An object can be written to a file only if the process that reads the file finds its kind. That is so for the kinds of
-# this library and of installed packages. A kind that a script has registered is unknown to every other process, so an
-# object of it is written by module and class, or not at all.
+# An object can be written to a file only if the process that reads the file finds its kind. It finds the kinds
+# of this library and of installed packages. A kind that a script has registered is unknown to every other process, so
+# an object of it is written by module and class, or not at all.
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ All other files use public torch. The comments about torch hold for 2.9 to 2.13,
 # torch's function, not by its name, which a user's function may have too. Its local variables are read, never written.
 #
 # [Note: torch's own counts]
-# disthooks must know whether anybody else uses the memory of a tensor. Python's references cannot tell: a saved tensor
-# is held by C++, and a Python weak reference may still find a storage that is being destroyed. So the counts of torch
-# are asked. `holders` is the number of tensors over a storage, `StorageRef` a weak reference that torch counts, and
-# `fresh_count` tells a tensor that only the operator knows from one that a user's code holds.
+# disthooks must know whether other code uses the memory of a tensor. Python's references do not show it: C++ holds a
+# saved tensor, and a Python weak reference may still find a storage that is being destroyed. So disthooks asks torch's
+# counts. `holders` is the number of tensors over a storage, and `StorageRef` is a weak reference that torch counts.
+# `fresh_count` distinguishes a tensor that only the operator knows from a tensor that a user's code holds.
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def step_wrapper(kind: type[torch.optim.Optimizer]) -> Any:
     """The wrapper that torch puts around the ``step`` of a class of optimizers. The wrapper calls the step's hooks.
 
     A class has no wrapper until one of its objects has called ``Optimizer.__init__``. If it has none, this function
-    adds one in the way of torch: without a wrapper no hook on the optimizer would ever be called.
+    adds the wrapper that torch would add: without it no hook on the optimizer would ever be called.
     """
     found: Any = kind.step
     while found is not None:

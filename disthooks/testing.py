@@ -259,7 +259,7 @@ class StoreTests:
     @pytest.mark.parametrize(("name", "tensor"), TENSORS, ids=[name for name, _ in TENSORS])
     def test_law_1_what_comes_back(self, store: Store, name: str, tensor: torch.Tensor) -> None:
         """``get`` returns the shape, dtype, device and bits of the tensor that was put, each time it is called."""
-        own = store.own(tensor)  # disthooks puts only tensors whose memory nobody else has
+        own = store.own(tensor)  # disthooks puts only tensors whose memory no other tensor uses
         ticket = store.put(own)
         first = store.get(ticket)
         assert same_bits(first, tensor)

@@ -72,11 +72,18 @@ class Compact(Codec):
         """The tensor, bit for bit."""
         if spec is None:
             return tensors[0]
-        there = _unpacked(tensors[0], spec.numel())
+        packed, count, run = tensors[0], spec.numel(), tensors[0].numel()
+        if blocks.unpacks(packed, count):
+            there = blocks.unpack(packed, count).view(torch.bool)
+        else:  # the reverse of `_packed`: bit k of byte i is the element k run + i
+            units = torch.empty(8 * run, dtype=torch.uint8, device=packed.device)
+            for k in range(8):
+                torch.bitwise_and(packed >> k, 1, out=units[k * run : (k + 1) * run])
+            there = units[:count].view(torch.bool)
         if len(tensors) == 1:
             return there.view(spec)
         values = tensors[1].view(_BITS[tensors[1].element_size()])
-        elements = torch.zeros(spec.numel(), dtype=values.dtype, device=values.device)
+        elements = torch.zeros(count, dtype=values.dtype, device=values.device)
         return elements.masked_scatter_(there, values).view(tensors[1].dtype).view(spec)
 
 
@@ -94,13 +101,3 @@ def _packed(bools: torch.Tensor) -> torch.Tensor:
         part = units[k * run : (k + 1) * run]  # the last runs may be short, or empty
         packed[: part.numel()].add_(part, alpha=1 << k)
     return packed
-
-
-def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
-    run = packed.numel()
-    if blocks.unpacks(packed, count):
-        return blocks.unpack(packed, count).view(torch.bool)
-    units = torch.empty(8 * run, dtype=torch.uint8, device=packed.device)
-    for k in range(8):
-        torch.bitwise_and(packed >> k, 1, out=units[k * run : (k + 1) * run])
-    return units[:count].view(torch.bool)

@@ -51,7 +51,7 @@ class Origin(NamedTuple):
     Attributes:
         context: of the forward in which the tensor was packed.
         edge: the output of the node that made the tensor; None after the program was planned.
-        layout: how the tensor lies in its storage.
+        layout: the layout of the tensor in its storage.
         planned: the program, if it was planned when the tensor was packed.
     """
 

@@ -147,7 +147,7 @@ class Program:
                     if arg is not None and last_use[arg] == number:
                         values.pop(arg, None)
             result: torch.Tensor = values.pop(len(self.steps) - 1)
-            # If the result is over memory of its own and lies there as the original did, no copy is needed.
+            # No copy is needed if the result has memory of its own and the layout of the original.
             storage = result.untyped_storage()
             if storage._cdata not in foreign and Layout.of(result) == layout and storage.nbytes() == result.nbytes:
                 return result
@@ -156,8 +156,8 @@ class Program:
             if result.is_cpu and any(
                 n != 1 and a != b for n, a, b in zip(layout.size, result.stride(), layout.stride, strict=True)
             ):
-                # The steps gave other strides than forward's operators did, so a step behind another one may have run
-                # another kernel than in forward. Inputs have the strides that they had in forward.
+                # The steps gave other strides than forward's operators did. So a step that takes another step's result
+                # may have run another kernel than in forward. Inputs have the strides that they had in forward.
                 for step in self.steps:
                     if step.name not in _ANYWHERE and any(arg is not None and arg >= 0 for arg in step.args):
                         raise ValueError(f"{self.name} gave strides {result.stride()}")
