@@ -133,7 +133,7 @@ class Builder:
         Raises:
             ConfigError: when the kind or an argument is unknown, or a value has the wrong type.
         """
-        # pydantic is needed by those who read a file, so it is imported here and not with the package.
+        # Only reading a file needs pydantic, so it is imported here and not with the package.
         from disthooks.config.schema import WrongArgumentError, check_arguments
 
         kind = self._kind(entry, noun, path)

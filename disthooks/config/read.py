@@ -164,8 +164,10 @@ def _meant(path: Path, value: Any, noun: str) -> str:
             return f"; did you mean {f'[{meant}]' if listed else meant}?"
     elif noun_of(value):  # the configuration is a dict of the script, with an object such as OnCpu() in it
         return "; objects make a plan without a file: disthooks.Plan(saves=[(patterns, pipeline(...))])"
-    told = isinstance(value, (Mapping, list)) or len(kind_names(noun)) == 1
-    return "" if told else f"; there are {', '.join(kind_names(noun))}"
+    # The message says already that an entry is needed; the names help if the value is no entry and there are several.
+    if isinstance(value, (Mapping, list)) or len(kind_names(noun)) == 1:
+        return ""
+    return f"; there are {', '.join(kind_names(noun))}"
 
 
 def _entry_of(value: Any, noun: str) -> str | None:

@@ -227,39 +227,32 @@ def tell(ranks: Sequence[Rank], signals: Sequence[int] = ()) -> str:
         return "\ndisthooks: the launcher failed, and no worker had begun; what it says is above\n"
     last = max(one.values["attempt"] for one in ranks)
     now = [one for one in ranks if one.values["attempt"] == last]
-    lines = ["", *(_ended_by_signals(now, signals) or _failure(now))]
+    failed = first_failure(now)
+    if failed is not None and failed.values.get("kind") == "interrupted":
+        signals = signals or [signal.SIGINT]  # the launcher got it from the terminal, and not from this process
+    if signals and (failed is None or failed.is_victim or failed.is_killed):  # no rank had failed by itself
+        names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
+        lines = ["", f"disthooks: {names} ended the job", *(f"  {_name(one)}: {_short(one)}" for one in now)]
+    elif failed is not None:
+        lines = ["", f"disthooks: {_name(failed)}: the first error:", *_in_full(failed)]
+        lines += [f"  {_name(one)}: {_short(one)}" for one in now if one is not failed]
+    else:
+        lines = ["", "disthooks: the launcher failed, and no rank says of an error"]
+        if all(one.values.get("kind") == "finished" for one in now):  # docs/upstream.md has this fault of torch
+            lines += [
+                "  every rank's script was done: a process died while Python closed. "
+                "Under gloo, exit code -6 (SIGABRT) means",
+                "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
+            ]
     for attempt in range(last):
         rank = first_failure([one for one in ranks if one.values["attempt"] == attempt])
         if rank is not None:
-            lines.append(f"  attempt {attempt}, before a restart: {_name(rank)}: {_in_one_line(rank)}")
+            has_raised = rank.has_ended and rank.values["kind"] != "exit"
+            text = (
+                f"{rank.values['exception']}: {rank.values['message']}".splitlines()[0] if has_raised else _short(rank)
+            )
+            lines.append(f"  attempt {attempt}, before a restart: {_name(rank)}: {text}")
     return "\n".join(lines) + "\n"
-
-
-def _ended_by_signals(ranks: Sequence[Rank], signals: Sequence[int]) -> list[str]:
-    """A line for each rank if signals ended the job; no line if none did, or if a rank had failed by itself."""
-    rank = first_failure(ranks)
-    if rank is not None and rank.values.get("kind") == "interrupted":
-        signals = signals or [signal.SIGINT]  # the launcher got it from the terminal, and not from this process
-    if not signals or (rank is not None and not rank.is_victim and not rank.is_killed):
-        return []
-    names = ", ".join(dict.fromkeys(signal.Signals(number).name for number in signals))
-    return [f"disthooks: {names} ended the job", *(f"  {_name(one)}: {_short(one)}" for one in ranks)]
-
-
-def _failure(ranks: Sequence[Rank]) -> list[str]:
-    """The first error in full, and one line for each other rank."""
-    failed = first_failure(ranks)
-    if failed is not None:
-        others = [f"  {_name(one)}: {_short(one)}" for one in ranks if one is not failed]
-        return [f"disthooks: {_name(failed)}: the first error:", *_in_full(failed), *others]
-    lines = ["disthooks: the launcher failed, and no rank says of an error"]
-    if all(one.values.get("kind") == "finished" for one in ranks):  # docs/upstream.md has this fault of torch
-        lines += [
-            "  every rank's script was done: a process died while Python closed. Under gloo, exit code -6 (SIGABRT) "
-            "means",
-            "  a collective that nobody waited for: end the script with torch.distributed.destroy_process_group()",
-        ]
-    return lines
 
 
 def first_failure(ranks: Sequence[Rank]) -> Rank | None:
@@ -267,9 +260,8 @@ def first_failure(ranks: Sequence[Rank]) -> Rank | None:
 
     def order(rank: Rank) -> tuple[int, float]:
         has_own_error = rank.has_crashed or (rank.has_failed and not rank.is_victim)
-        return 0 if has_own_error else 1 if rank.is_killed else 3 if rank.is_stopped else 2, rank.values.get(
-            "ended", 0.0
-        )
+        kind = 1 if has_own_error else 2 if rank.is_killed else 4 if rank.is_stopped else 3
+        return kind, rank.values.get("ended", 0.0)
 
     failed = [rank for rank in ranks if rank.has_failed or not rank.has_ended]
     return min(failed, key=order) if failed else None
@@ -318,12 +310,6 @@ def _script_line(stack: str) -> str:
         return ""
     path, number, function = own[-1] if "Traceback" in stack else own[0]  # faulthandler lists the innermost first
     return f", at {path}:{number} in {function}"
-
-
-def _in_one_line(rank: Rank) -> str:
-    if not rank.has_ended or rank.values["kind"] == "exit":
-        return _short(rank)
-    return f"{rank.values['exception']}: {rank.values['message']}".splitlines()[0]
 
 
 def _name(rank: Rank) -> str:

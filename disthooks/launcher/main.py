@@ -78,22 +78,17 @@ def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[co
             options = (*launch.options, "--config_file", rest)  # of two --config_file the last one counts
             launch = dataclasses.replace(launch, options=options)
             if launch.hooks is None:
-                _check_section(section, str(path))
+                try:
+                    from_config(section)
+                except ConfigError as error:  # it shall name the user's file, and not the copy
+                    raise ConfigError(str(error).replace(section, str(path))) from None
+                if os.environ.get(VARIABLE):
+                    _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
                 return launch, section
             _warn(f"--hooks is given: the disthooks section of {path} is not read")
     source: Any = configuration(Command(launch.script, launch.module, launch.args, launch.hooks)).source
     from_config(source)
     return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
-
-
-def _check_section(section: str, path: str) -> None:
-    """Check the section. An error names the user's file, and not the copy."""
-    try:
-        from_config(section)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(section, path)) from None
-    if os.environ.get(VARIABLE):
-        _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
 
 
 def _warn(text: str) -> None:

@@ -269,22 +269,21 @@ class FrameworkPatches:
         has_state = False
         for accelerator in self._accelerators:
             is_prepared = any(_inner(one) is gradients.optimizer for one in accelerator._optimizers)
-            if is_prepared or any(unwrap_compiled(one) is model for one in accelerator._models):
-                has_state |= self._join_accelerator(accelerator, gradients)
+            if not is_prepared and all(unwrap_compiled(one) is not model for one in accelerator._models):
+                continue
+            from disthooks.integrations.accelerate import connect, load_from, log_to_trackers
+
+            connect(accelerator, gradients)
+            log_to_trackers(accelerator, gradients)
+            # The checkpoint that was loaded last counts.
+            for owner, folder, optimizers in reversed(self._loads):
+                if owner() is accelerator and any(one() is gradients.optimizer for one in optimizers):
+                    load_from(accelerator, gradients, folder)
+                    has_state = True
+                    break
         for callback in list(self._callbacks):
             has_state |= callback.join(model, gradients)
         return has_state or gradients.optimizer not in self._loaded
-
-    def _join_accelerator(self, accelerator: Any, gradients: Gradients) -> bool:
-        from disthooks.integrations.accelerate import connect, load_from, log_to_trackers
-
-        connect(accelerator, gradients)
-        log_to_trackers(accelerator, gradients)
-        for owner, folder, optimizers in reversed(self._loads):
-            if owner() is accelerator and any(one() is gradients.optimizer for one in optimizers):
-                load_from(accelerator, gradients, folder)
-                return True
-        return False
 
     def _patch_accelerate(self, module: types.ModuleType) -> Undo:
         def init(accelerator: Any) -> None:

@@ -62,7 +62,9 @@ def run(launcher: str, arguments: Sequence[str], environment: Mapping[str, str])
         os.setpgid(child, child)
     try:
         with _forwarding(child, passed_on, to_group=launcher != "torchrun", received=received):
-            status = _wait(child)
+            while os.WIFSTOPPED(status := os.waitpid(child, os.WUNTRACED)[1]):
+                _resume(child, os.WSTOPSIG(status))
+            _terminal(child, os.getpgrp())
             return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status), received
     finally:
         for one, handler in before.items():
@@ -102,7 +104,11 @@ def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, s
     code = 1
     try:
         os.setpgid(0, 0)
-        _die_with(parent)
+        # The kernel shall send SIGTERM to this process when its parent ends: a killed parent passes no signal on.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that line
+            os._exit(1)
         os.environ.update(environment)
         sys.argv = [launcher, *arguments]
         importlib.import_module(_MAINS[launcher]).main()
@@ -122,14 +128,6 @@ def _become(launcher: str, arguments: Sequence[str], environment: Mapping[str, s
         os._exit(code)
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent ends: a killed parent passes no signal on."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 @contextlib.contextmanager
 def _forwarding(child: int, signals: Sequence[int], to_group: bool, received: list[int]) -> Iterator[None]:
     """Pass ``signals`` on, also those that came before the child began. See [Note: a process group of its own]."""
@@ -146,16 +144,6 @@ def _forwarding(child: int, signals: Sequence[int], to_group: bool, received: li
     for number in early:
         pass_on(number, None)
     yield
-
-
-def _wait(child: int) -> int:
-    while True:
-        status = os.waitpid(child, os.WUNTRACED)[1]
-        if not os.WIFSTOPPED(status):
-            break
-        _resume(child, os.WSTOPSIG(status))
-    _terminal(child, os.getpgrp())
-    return status
 
 
 def _resume(child: int, number: int) -> None:

@@ -86,10 +86,6 @@ def parse(argv: Sequence[str]) -> Command:
             module = True
         else:
             raise UsageError(f"{option} is no option of disthooks.run; the script's own options stand after it")
-    return _command(rest, module, passed, hooks)
-
-
-def _command(rest: list[str], module: bool, passed: list[str], hooks: str | None) -> Command:
     if rest and rest[0] in ("-m", "--module") and not module:  # after --
         module, rest = True, rest[1:]
     if not rest:
@@ -104,7 +100,13 @@ def check_target(target: str, module: bool) -> None:
         UsageError: if there is none. The message names a script in the same folder with a similar name.
     """
     if module:
-        if not _is_module(target.partition(".")[0]):
+        name = target.partition(".")[0]
+        here = pathlib.Path(name)
+        try:
+            exists = here.is_dir() or here.with_suffix(".py").exists() or importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            exists = False
+        if not exists:
             raise UsageError(
                 f"there is no module {target!r}: Python finds none in {os.getcwd()} or where it is installed"
             )
@@ -114,14 +116,6 @@ def check_target(target: str, module: bool) -> None:
         near = difflib.get_close_matches(path.name, scripts, n=1, cutoff=0.6)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
         raise UsageError(f"there is no script {target!r} in {path.parent.resolve()}{hint}")
-
-
-def _is_module(name: str) -> bool:
-    here = pathlib.Path(name)
-    try:
-        return here.is_dir() or here.with_suffix(".py").exists() or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def execute(command: Command) -> None:
