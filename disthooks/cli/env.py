@@ -97,10 +97,8 @@ def _software(facts: dict[str, Any]) -> Rows:
     rows += [("built for", f"{built}; driver {about['driver'] or 'none'}")]
     rows += [("backends", ", ".join(about["backends"]) or "none")]
     rows += [("installed", ", ".join(f"{name} {version}" for name, version in there.items()))]
-    rows += [
-        ("not installed", ", ".join(name for name, version in facts["versions"].items() if version is None) or "-")
-    ]
-    return rows
+    missing = [name for name, version in facts["versions"].items() if version is None]
+    return [*rows, ("not installed", ", ".join(missing) or "-")]
 
 
 def _machine(facts: dict[str, Any]) -> Rows:
@@ -120,10 +118,8 @@ def _machine(facts: dict[str, Any]) -> Rows:
         node = "" if gpu["numa_node"] is None else f", NUMA node {gpu['numa_node']}"
         rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}{node}")]
     for name in ("pinned", "pageable") if link else ():
-        way = [
-            f"{speed(link[f'{name}_{way}'])} to the {end}" for way, end in (("to_device", "GPU"), ("to_host", "CPU"))
-        ]
-        rows += [(f"link, {name}", ", ".join(way))]
+        there, back = speed(link[f"{name}_to_device"]), speed(link[f"{name}_to_host"])
+        rows += [(f"link, {name}", f"{there} to the GPU, {back} to the CPU")]
     return rows if facts["torch"]["devices"] else [*rows, ("GPUs", "none")]
 
 
@@ -132,9 +128,8 @@ def _directories(facts: dict[str, Any]) -> Rows:
     for there in facts["directories"]:
         told = there["error"]
         if not told:
-            how = (
-                "past the page cache" if there["direct"] else "through the page cache: this may be the speed of memory"
-            )
+            through = "through the page cache: this may be the speed of memory"
+            how = "past the page cache" if there["direct"] else through
             speeds = f"writes {speed(there['write_bytes_per_s'])}, reads {speed(there['read_bytes_per_s'])}"
             told = f"{there['file_system']}, {size(there['free_bytes'])} free; {speeds}, one thread, {how}"
         rows.append((there["path"], f"{', '.join(there['roles'])}: {told}"))

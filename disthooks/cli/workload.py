@@ -192,8 +192,6 @@ def build(name: str) -> tuple[Any, Any]:
     Raises:
         UsageError: if there is no such function, if it raises, or if it returns no module.
     """
-    from torch import nn
-
     where, _, function = name.rpartition(":")
     if not where or not function:
         raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")

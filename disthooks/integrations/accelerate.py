@@ -13,14 +13,13 @@ Hooks can be attached without this file too, before or after ``accelerator.prepa
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import os
 import pathlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -232,24 +231,21 @@ class _Around:
                 if getattr(self.accelerator, name) != true:
                     setattr(self.accelerator, name, true)
 
-    @contextlib.contextmanager
-    def about_to_clip(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Note which parameters are clipped. See [Note: the accelerator clips before the step]."""
-        self.clipping = {id(parameter) for parameter in parameters}
-        try:
-            yield
-        finally:
-            self.clipping = None
-
     def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self.about_to_clip(given):
-            return self.true["clip_grad_norm_"](given, *args, **kwargs)
+        return self._clip("clip_grad_norm_", parameters, *args, **kwargs)
 
     def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._clip("clip_grad_value_", parameters, *args, **kwargs)
+
+    def _clip(self, method: str, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        """Clip, and note which parameters are clipped. See [Note: the accelerator clips before the step]."""
+        # `parameters` may be an iterator, which can be read once.
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self.about_to_clip(given):
-            return self.true["clip_grad_value_"](given, *args, **kwargs)
+        self.clipping = {id(parameter) for parameter in given}
+        try:
+            return self.true[method](given, *args, **kwargs)
+        finally:
+            self.clipping = None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale, then begin the step. See [Note: the accelerator clips before the step]."""
