@@ -308,6 +308,30 @@ def test_a_change_that_the_graph_does_not_show_is_found(check: str, tmp_path: pa
     assert saving.report().differed
 
 
+def test_with_a_lossy_codec_too_every_tensor_is_compared(tmp_path: pathlib.Path) -> None:
+    factor, weight = [1.0], torch.randn(64, 64, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.silu(x @ weight).neg()
+        with torch.no_grad():
+            y *= factor[0]  # no node shows it
+        return (y.sigmoid() @ weight).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    stages = ALL, dh.Recompute(check="always"), dh.Quantize(8, stochastic=False), dh.OnDisk(tmp_path)
+    saving = dh.saving(dh.pipeline(*stages))
+    for step_number in range(6):
+        if step_number == 3:
+            assert saving.report().recomputed > 0
+            factor[0] = -1.0
+        (truth,) = torch.autograd.grad(block(x), weight)
+        with saving:
+            loss = block(x)
+        (found,) = torch.autograd.grad(loss, weight)
+        assert (found - truth).norm() < 0.05 * truth.norm()
+    assert saving.report().differed
+
+
 @pytest.mark.parametrize("when", ["before it is used", "after"])
 def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
     """Even a change that happens to change nothing counts, because the computed value is right only by chance."""

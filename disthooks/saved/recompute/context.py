@@ -67,7 +67,7 @@ class RecomputeContext:
     Args:
         pipeline: the open pipeline of the attachment; it has the verifications of its places. A verification needs the
             exact inputs of a program. So if a codec is lossy, the last tensors are held for verifications, as long as
-            some place is not settled.
+            some place is not settled, or always if every tensor is compared.
         module_name: the name of the module, for errors and reports.
         module: the module whose forward it is; None in a ``saving`` block.
     """
@@ -76,7 +76,9 @@ class RecomputeContext:
         self._pipeline, self._counters, self._module_name = pipeline, pipeline.counters, module_name
         self._norms = Norms(module)
         known = list(pipeline.verifications.values())
-        needs_exact = not pipeline.is_lossless and not (known and all(each.is_settled for each in known))
+        is_settled = bool(known) and all(each.is_settled for each in known)
+        compares_all = cast(Recompute, pipeline.recompute).check == "always"
+        needs_exact = not pipeline.is_lossless and (compares_all or not is_settled)
         self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=_EXACT_TENSORS if needs_exact else 0)
 
     def remember(self, tensor: torch.Tensor) -> None:
