@@ -334,7 +334,13 @@ class StoredContent(Packed):
         except StoreError as error:
             raise _with_module(error, "to bring back what", self.module_name) from error
         self.counters.count_got(self._tickets.nbytes, time.perf_counter() - begin, self.module_name, copied)
-        content = self._decode(tensors) if self._codecs else tensors[0]
+        if self._codecs:
+            begin = time.perf_counter()
+            for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
+                parts = iter(tensors)
+                tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
+            self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
+        content = tensors[0]
         # torch itself accepts a wrong dtype or a shape that broadcasts, silently.
         if (content.dtype, content.shape) != self._shape or content.device != self.alias.device:
             raise StoreError(
@@ -343,14 +349,6 @@ class StoredContent(Packed):
                 "get() must return what was put, and decode() what was encoded"
             )
         return _spread(content, self.region)
-
-    def _decode(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        begin = time.perf_counter()
-        for codec, specs in zip(reversed(self._codecs), reversed(self._spec), strict=True):
-            parts = iter(tensors)
-            tensors = [codec.decode(tuple(next(parts) for _ in range(n)), spec) for n, spec in specs]
-        self.counters.count_codecs(time.perf_counter() - begin, self.module_name)
-        return tensors[0]
 
     def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
         copy = self._copy

@@ -156,10 +156,19 @@ class SavedTensorHooks:
                 annotate(tensor, *found)
             return self._count(tensor, _SHARED, tensor.nbytes, found[0].handle(found[1]))
         decision = self._decide(tensor, owner)
-        if decision.fate == "keep":
-            return self._keep(tensor, decision)
-        handle = self._find_or_wrap(tensor, owner, decision, is_fresh)
-        return handle if decision.part is tensor else DTensorHandle(handle, tensor)
+        if decision.fate != "keep":
+            handle = self._find_or_wrap(tensor, owner, decision, is_fresh)
+            return handle if decision.part is tensor else DTensorHandle(handle, tensor)
+        # A tensor with a history is kept as an alias: itself would hold its node, and the node holds what is kept here.
+        # A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered
+        # memory.
+        is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
+        alias = tensor if is_itself else tensor.detach()
+        is_alias = alias is not tensor and decision.reason not in _WEIGHTS and exotic(alias) is None
+        kept = InPlace(alias, self._module_name, decision.reason, is_alias)
+        if self._recompute is not None and exotic(alias) is None:
+            annotate(tensor, kept, Layout.of(alias))
+        return self._count(tensor, decision, _nbytes(tensor), kept)
 
     def _decide(self, tensor: torch.Tensor, owner: torch.Tensor) -> Decision:
         """The decision about ``tensor``, which is not known yet; ``owner`` counts its changes."""
@@ -169,15 +178,18 @@ class SavedTensorHooks:
         if reason is not None:
             # Nobody knows what a subclass of Tensor is made of. A DTensor's local part can be packed. Nobody can have a
             # DTensor without importing torch.distributed, so it is not imported for this.
-            kind = type(tensor)
-            if kind.__name__ != "DTensor" or not kind.__module__.startswith("torch.distributed."):
-                return _kept(reason)
-            part = tensor._local_tensor  # type: ignore[attr-defined]
+            kind: Any = type(tensor)
+            is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+            part = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
             if exotic(part) is not None:
                 return _kept(reason)
-        reason = self._reason_to_keep(owner, part)
-        if reason == "small" and self._holds_much(part):
-            return Decision("store", "small", part)
+        reason, pipeline = self._reason_to_keep(owner, part), self._pipeline
+        if reason == "small" and part.nbytes:
+            # A small view may keep a storage in memory that would otherwise go to the store. Its elements are copied.
+            whole = part.untyped_storage().nbytes()
+            would_go = whole >= pipeline.at_least and pipeline.store.leaves_memory(part)
+            if would_go and region_of(Layout.of(part), whole) is not None and self._weights.kind_of(part) is None:
+                return Decision("store", "small", part)
         if reason is not None:
             return _kept(reason)
         if tensor.dtype in NARROW:
@@ -207,26 +219,6 @@ class SavedTensorHooks:
             return None
         self._has_in_place = self._has_in_place or (part.is_cpu and self._recompute is None)
         return "in place"
-
-    def _holds_much(self, part: torch.Tensor) -> bool:
-        """Whether a small ``part`` would keep a storage in memory that would otherwise go to the store."""
-        nbytes = part.untyped_storage().nbytes()
-        if nbytes < self._pipeline.at_least or part.nbytes == 0 or not self._pipeline.store.leaves_memory(part):
-            return False
-        return region_of(Layout.of(part), nbytes) is not None and self._weights.kind_of(part) is None
-
-    def _keep(self, tensor: torch.Tensor, decision: Decision) -> InPlace:
-        """Keep ``tensor`` in memory: itself if it has no history, otherwise an alias, because itself would be a cycle.
-
-        A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered memory.
-        """
-        is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
-        alias = tensor if is_itself else tensor.detach()
-        is_alias = alias is not tensor and decision.reason not in _WEIGHTS and exotic(alias) is None
-        kept = InPlace(alias, self._module_name, decision.reason, is_alias)
-        if self._recompute is not None and exotic(alias) is None:
-            annotate(tensor, kept, Layout.of(alias))
-        return self._count(tensor, decision, _nbytes(tensor), kept)
 
     def _find_or_wrap(self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool) -> Handle:
         """A handle on the packed value of ``decision.part``: one that is there, or a new one."""

@@ -132,42 +132,35 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     """
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
         return stages[0]
-    if hint := _hint(stages):
-        raise UsageError(f"pipeline{_shown(stages)}: {hint}")
     rest = list(stages)
     gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
     recompute = rest.pop(0) if rest and isinstance(rest[0], Recompute) else None
     if not isinstance(store, Store):
-        raise UsageError(
-            f"pipeline{_shown(stages)} does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}"
-        )
+        raise _error(stages, f" does not end in a store, OnCpu() or OnDisk(directory) say; {_ORDER}")
     codecs: list[Codec] = []
     for stage in rest:
         if not isinstance(stage, Codec):
-            raise UsageError(f"pipeline{_shown(stages)}: {stage!r} is out of place; {_ORDER}")
+            raise _error(stages, f": {stage!r} is out of place; {_ORDER}")
         codecs.append(stage)
     if codecs and isinstance(store, Functions):
-        raise UsageError(f"pipeline{_shown(stages)}: put the codec into the pack and unpack of Functions")
+        raise _error(stages, ": put the codec into the pack and unpack of Functions")
     if recompute is not None and isinstance(store, Functions):
-        raise UsageError(
-            f"pipeline{_shown(stages)}: Functions takes each tensor as it is; give Recompute another store"
-        )
+        raise _error(stages, ": Functions takes each tensor as it is; give Recompute another store")
     least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
     return Pipeline(least, tuple(codecs), store, recompute if isinstance(recompute, Recompute) else None)
 
 
-def _hint(stages: tuple[object, ...]) -> str | None:
-    """Advice about an argument that looks like a stage and is none; None if there is no such argument."""
+def _error(stages: tuple[object, ...], fault: str) -> UsageError:
+    """The error for ``stages`` that make no pipeline: advice if one of them looks like a stage, otherwise ``fault``."""
     for stage in stages:
         if isinstance(stage, type):
-            return f"{stage.__name__} is a class; write {stage.__name__}(...)"
-        if type(stage) in (list, tuple):
-            return "give the stages one by one, not as a list"
-        if isinstance(stage, Pipeline):
-            return "a pipeline has its store already; put the stages before it into the same pipeline(...)"
-    return None
-
-
-def _shown(stages: tuple[object, ...]) -> str:
-    return f"({', '.join(map(repr, stages))})"
+            fault = f": {stage.__name__} is a class; write {stage.__name__}(...)"
+        elif type(stage) in (list, tuple):
+            fault = ": give the stages one by one, not as a list"
+        elif isinstance(stage, Pipeline):
+            fault = ": a pipeline has its store already; put the stages before it into the same pipeline(...)"
+        else:
+            continue
+        break
+    return UsageError(f"pipeline({', '.join(map(repr, stages))}){fault}")
