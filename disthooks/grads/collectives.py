@@ -290,7 +290,7 @@ class StepCounts:
         first = store.compare_set("first", "", f"{steps}, {said}").decode()
         if first.partition(",")[0] != str(steps):
             store.set("another", said)
-        # The last rank to come says that all have. It comes after each rank that differs has said so.
+        # The last rank tells the others that all ranks have come. By then each rank with another count has told it.
         if store.add("there", 1) == len(self._ranks):
             store.set("all", "yes")
         self._wait(store)

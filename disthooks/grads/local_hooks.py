@@ -152,7 +152,7 @@ class LocalGradientHooks:
         return self._engine.on_local(indices, weak_method(self._hook), self._is_required)
 
     def begin(self, step: int, is_logged: bool) -> None:
-        """Take the next gradients for those of ``step``, and measure all facts of them if it ``is_logged``."""
+        """Begin ``step``: the next gradients belong to it. Statistics get all facts of them if it ``is_logged``."""
         self.rules.step, self._is_logged = step, is_logged
 
     def take(self) -> list[LocalStats]:

@@ -150,7 +150,7 @@ class _WatchedStep(NamedTuple):
 
 
 class _NonFiniteRow(NamedTuple):
-    """Steps in a row, up to the one that was read last, whose gradients were not finite."""
+    """Steps in a row whose gradients were not finite; the last of them is the step that was read last."""
 
     since: int
     is_skipped: bool

@@ -72,7 +72,7 @@ class StepChecks:
         self._has_warned = False
 
     def before_forward(self, module: nn.Module) -> None:
-        """Among several ranks, a model that no engine holds must be one that this rank trains by itself.
+        """Check that this rank trains the model by itself. This is for several ranks and a model without an engine.
 
         Raises:
             AttachError: when ``replicate`` or DDP reduces its gradients; either may have taken it since attach.

@@ -262,8 +262,8 @@ class Agreement(Stat):
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
         count, total = values[0].unbind(-1)
-        lowest, who = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
-        return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: who}
+        lowest, lowest_rank = -from_sortable(values[1][:, 0]), rank_of(values[1][:, 1])
+        return {"grad_cosine/mean_rank": total / count, "grad_cosine/min_rank": lowest, _LEAST_ALIKE: lowest_rank}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         columns = self.numbers([self.scoped(found, measure) for measure in self.measures()])
@@ -342,7 +342,7 @@ class Spread(Stat):
         # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
         ranks, _, total, squares = values[0].unbind(-1)
         high, low = from_sortable(values[1][:, 0]), -from_sortable(values[1][:, 1])
-        who_high, who_low = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
+        high_rank, low_rank = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
         mean = total / ranks
         std = (squares / ranks - mean.square()).clamp(min=0).sqrt()
         is_outlier = []
@@ -355,9 +355,9 @@ class Spread(Stat):
             is_far = distance > self.outlier * torch.maximum(std_of_others, least)
             # With two ranks nothing tells which one is unlike the other. A norm that is not finite always counts.
             is_outlier.append((is_far & (ranks > 2)) | ~norm.isfinite())
-        outlier = torch.where(is_outlier[0], who_high, torch.where(is_outlier[1], who_low, -1))
+        outlier = torch.where(is_outlier[0], high_rank, torch.where(is_outlier[1], low_rank, -1))
         found = {"min": low, "max": high, "mean": mean, "std": std}
-        which = dict(zip(_WHICH, (who_low, who_high, outlier), strict=True))
+        which = dict(zip(_WHICH, (low_rank, high_rank, outlier), strict=True))
         return {f"grad_norm/{name}_rank": column for name, column in found.items()} | which
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
