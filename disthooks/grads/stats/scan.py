@@ -143,7 +143,7 @@ def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.devic
 class _Reader:
     """Reads gradients of one size, block by block. See [Note: one reading of the gradients].
 
-    Kernels read the blocks and give some numbers for each row. The facts of a gradient are made of the facts of its rows.
+    Kernels read the blocks and give numbers for each row. The facts of a gradient are made of the facts of its rows.
     """
 
     def __init__(self, names: list[Fact]) -> None:
