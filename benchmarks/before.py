@@ -32,7 +32,7 @@ BENCHMARKS = {
     "transformer": (2, ["disk.py", "--model", "transformer", "--json"]),
     "resnet152": (2, ["disk.py", "--model", "resnet152", "--json"]),
 }
-FIGURES = ("microseconds a tensor, pack and unpack", "added_milliseconds", "step_seconds", "peak_bytes")
+FIGURES = ("microseconds a tensor, pack and unpack", "medians", "added_milliseconds", "step_seconds", "peak_bytes")
 
 
 def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
@@ -64,13 +64,17 @@ def run(name: str, root: pathlib.Path, rounds: int | None) -> dict[str, float]:
 
 
 def compared(before: list[dict[str, float]], now: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Medians and ratios of each figure that both commits have and that is not zero."""
+    """Medians and ratios of each figure that both commits have.
+
+    Some figures are differences of two times. One that is not positive in every turn is lost in the noise, so it is left
+    out.
+    """
     result = {}
     for name in before[0]:
         pairs = [(old[name], new[name]) for old, new in zip(before, now, strict=True) if name in old and name in new]
-        ratios = [new / old for old, new in pairs if old > 0]
-        if not ratios or len(ratios) < len(before):
+        if len(pairs) < len(before) or any(min(pair) <= 0 for pair in pairs):
             continue
+        ratios = [new / old for old, new in pairs]
         result[name] = {
             "before": statistics.median(old for old, _ in pairs),
             "now": statistics.median(new for _, new in pairs),
