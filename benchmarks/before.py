@@ -66,8 +66,8 @@ def run(name: str, root: pathlib.Path, rounds: int | None) -> dict[str, float]:
 def compared(before: list[dict[str, float]], now: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Medians and ratios of each figure that both commits have.
 
-    Some figures are differences of two times. One that is not positive in every turn is lost in the noise, so it is left
-    out.
+    Some figures are differences of two times. One that is not positive in every turn is lost in the noise, and has no
+    row.
     """
     result = {}
     for name in before[0]:
