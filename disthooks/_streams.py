@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from disthooks import _torch
 from disthooks.errors import AttachError
 
 
@@ -73,24 +74,9 @@ def event_on(stream: torch.Stream, timed: bool = False) -> torch.Event:
     return event
 
 
-#: Whether this build of torch has CUDA graphs. Builds without them do not have the function that `capturing` calls.
-_HAS_GRAPHS = torch.version.cuda is not None or torch.version.hip is not None
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph records the work that this thread gives to its current device, to replay it without Python.
-
-    >>> capturing()
-    False
-    """
-    # The last call raises an error if there is no driver, or in a fork. If a graph is being captured, this process has
-    # initialized CUDA.
-    return _HAS_GRAPHS and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
-
-
 def is_capturing(device: torch.device) -> bool:
-    """Whether :func:`capturing` is true and ``device`` is a device that has graphs."""
-    return device.type == "cuda" and capturing()
+    """Whether this thread captures and ``device`` is a device that has graphs."""
+    return device.type == "cuda" and _torch.capturing()
 
 
 def used_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
@@ -129,7 +115,7 @@ def refuse_capture(who: str, instead: str) -> None:
         AttachError: if a graph is being captured. A replay runs no Python. It would copy to and from memory that other
             tensors use by then, and it would count and decide nothing.
     """
-    if capturing():
+    if _torch.capturing():
         raise AttachError(
             f"{who}: a CUDA graph is being captured (torch.cuda.graph, make_graphed_callables). Its replays run no "
             f"Python, so the hooks would act during the capture and never again; {instead}"

@@ -201,6 +201,21 @@ class StorageRef:
         _free(self._ref)
 
 
+#: Whether this build of torch has CUDA graphs. Builds without them do not have the function that `capturing` calls.
+_HAS_GRAPHS = torch.version.cuda is not None or torch.version.hip is not None
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph records the work that this thread gives to its current device, to replay it without Python.
+
+    >>> capturing()
+    False
+    """
+    # The last call raises an error if there is no driver, or in a fork. If a graph is being captured, this process has
+    # initialized CUDA.
+    return _HAS_GRAPHS and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
 def in_graph_memory(tensor: torch.Tensor) -> bool:
     """Whether the memory of a device's ``tensor`` belongs to CUDA graphs of the compiler (``mode="reduce-overhead"``).
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from disthooks._handles import weak_method
-from disthooks._streams import capturing, refuse_capture
+from disthooks._streams import refuse_capture
 from disthooks._tensors import local_part
-from disthooks._torch import backward_id
+from disthooks._torch import backward_id, capturing
 from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.plan import StepPlan, scope_of

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import nn
 
-from disthooks import _streams
+from disthooks import _streams, _torch
 from disthooks._torch import (
     being_traced,
     exporting,
@@ -39,7 +39,7 @@ def refuse_capture(module_name: str) -> None:
     A graph is replayed without Python, so no hook would run then. Without the error the user would have a model whose
     memory nobody offloads (decision 76).
     """
-    if _streams.capturing():
+    if _torch.capturing():
         place = f"the saved-tensor hooks of {module_name!r}" if module_name else "a saving(...) block"
         _streams.refuse_capture(place, _UNCAPTURED)
 

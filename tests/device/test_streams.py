@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks import _streams
+from disthooks import _torch
 from disthooks._streams import current_stream, event_on, new_stream, on
 from disthooks.saved import contents
 from disthooks.saved.stores import device_copy
@@ -174,7 +174,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     torch.accelerator.synchronize(device)
     flying = [parcel for parcel in store.courier(device)._flying if parcel.outgoing.source is not None]
     with monkeypatch.context() as patch:
-        patch.setattr(_streams, "_HAS_GRAPHS", True)
+        patch.setattr(_torch, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         del y

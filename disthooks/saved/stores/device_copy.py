@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from disthooks._fork_safe import Order, shared_lock
-from disthooks._streams import capturing, current_stream, event_on, handed_over, new_stream, on, used_on
+from disthooks._streams import current_stream, event_on, handed_over, new_stream, on, used_on
+from disthooks._torch import capturing
 from disthooks.saved.stores.order import Lane
 from disthooks.saved.stores.pools import PAGE, pool_of, shaped, tensor_over
 

@@ -488,7 +488,10 @@ class OnDisk(Store):
 
     def put(self, tensor: torch.Tensor) -> _Stored:
         """Queue ``tensor`` to be written; wait if too many bytes are in flight."""
-        content = (tensor.detach() if on_accelerator(tensor) else tensor.detach().cpu()).contiguous()
+        content = tensor.detach()
+        if not (content.is_cpu or on_accelerator(content)):
+            content = content.cpu()  # a device without streams: nothing is ordered there
+        content = content.contiguous()
         return self._put(content, tensor.device, None)
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:

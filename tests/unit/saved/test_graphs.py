@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks import _streams
+from disthooks import _streams, _torch
 from disthooks._torch import in_graph_memory
 from disthooks.errors import AttachError
 
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_streams, "capturing", lambda: True)
+    monkeypatch.setattr(_torch, "capturing", lambda: True)
 
 
 def test_nothing_is_captured_here() -> None:
-    assert not _streams.capturing()
+    assert not _torch.capturing()
     _streams.refuse_capture("nobody", "nothing")
 
 
@@ -32,10 +32,10 @@ def test_a_build_for_cuda_without_a_driver_is_not_asked(monkeypatch: pytest.Monk
     def ask() -> bool:
         raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
 
-    monkeypatch.setattr(_streams, "_HAS_GRAPHS", True)
+    monkeypatch.setattr(_torch, "_HAS_GRAPHS", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", ask)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert not _streams.capturing()
+    assert not _torch.capturing()
 
 
 @pytest.mark.usefixtures("capturing")
@@ -60,7 +60,7 @@ def test_rules_and_statistics_refuse_a_captured_step(monkeypatch: pytest.MonkeyP
     model(torch.ones(2, 3)).sum().backward()
     with dh.gradients(model, optimizer, rules=[dh.ClipNorm(1.0)]) as watch:
         with monkeypatch.context() as patch:
-            patch.setattr(_streams, "capturing", lambda: True)
+            patch.setattr(_torch, "capturing", lambda: True)
             with pytest.raises(AttachError, match=r"optimizer's step: a CUDA graph.*outside of the graph"):
                 optimizer.step()
         assert torch.equal(model.weight, before)
