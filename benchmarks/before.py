@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,33 +96,37 @@ def main() -> None:
     options = parser.parse_args()
     git = ["git", "-C", str(HERE.parent)]
     commit = subprocess.check_output([*git, "rev-parse", f"{options.commit}^{{commit}}"], text=True).strip()
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="disthooks-before-") as folder:
         older = pathlib.Path(folder) / "before"
         subprocess.run([*git, "worktree", "add", "-q", "--detach", str(older), commit], check=True)
         try:
-            results = measured(options.only, options.turns, options.rounds, older)
+            for name in options.only:
+                results[name] = compare(name, options.turns, options.rounds, older)
+                # Written after each benchmark, so that an interrupt loses no more than the one under way.
+                found = {"before": commit, "turns": options.turns, "results": results}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", str(older)], check=True)
-    options.json.write_text(json.dumps({"before": commit, "turns": options.turns, "results": results}, indent=1) + "\n")
 
 
-def measured(names: list[str], turns: int, rounds: int | None, older: pathlib.Path) -> dict[str, Any]:
-    """The comparison of each benchmark, printed as a table as soon as it is there."""
-    results = {}
-    for name in names:
-        runs: dict[pathlib.Path, list[dict[str, float]]] = {older: [], HERE.parent: []}
-        for turn in range(turns):
-            for root in sorted(runs, key=lambda root: (root == older) == bool(turn % 2)):
-                runs[root].append(run(name, root, rounds))
-        results[name] = compared(*runs.values())
-        print(f"\n| {name} | before | now | now / before | least to most |\n|---|---|---|---|---|")
-        for figure, row in results[name].items():
-            print(
-                f"| {figure} | {row['before']:,.4g} | {row['now']:,.4g} | {row['ratio']} "
-                f"| {row['least']} to {row['most']} |",
-                flush=True,
-            )
-    return results
+def compare(name: str, turns: int, rounds: int | None, older: pathlib.Path) -> dict[str, dict[str, float]]:
+    """Run one benchmark in turn in both checkouts, and print the comparison as a table."""
+    runs: dict[pathlib.Path, list[dict[str, float]]] = {older: [], HERE.parent: []}
+    for turn in range(turns):
+        for root in sorted(runs, key=lambda root: (root == older) == bool(turn % 2)):
+            begin = time.monotonic()
+            runs[root].append(run(name, root, rounds))
+            which = "before" if root == older else "now"
+            print(f"{name}, turn {turn + 1} of {turns}, {which}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    rows = compared(*runs.values())
+    print(f"\n| {name} | before | now | now / before | least to most |\n|---|---|---|---|---|")
+    for figure, row in rows.items():
+        print(
+            f"| {figure} | {row['before']:,.4g} | {row['now']:,.4g} | {row['ratio']} | {row['least']} to {row['most']} |",
+            flush=True,
+        )
+    return rows
 
 
 if __name__ == "__main__":
