@@ -102,10 +102,10 @@ def main() -> None:
         subprocess.run([*git, "worktree", "add", "-q", "--detach", str(older), commit], check=True)
         try:
             for name in options.only:
-                results[name] = compare(name, options.turns, options.rounds, older)
+                rows = compare(name, options.turns, options.rounds, older)
+                results[name] = {"turns": options.turns, "figures": rows}
                 # Written after each benchmark, so that an interrupt loses no more than the one under way.
-                found = {"before": commit, "turns": options.turns, "results": results}
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+                options.json.write_text(json.dumps({"before": commit, "results": results}, indent=1) + "\n")
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", str(older)], check=True)
 
@@ -122,10 +122,8 @@ def compare(name: str, turns: int, rounds: int | None, older: pathlib.Path) -> d
     rows = compared(*runs.values())
     print(f"\n| {name} | before | now | now / before | least to most |\n|---|---|---|---|---|")
     for figure, row in rows.items():
-        print(
-            f"| {figure} | {row['before']:,.4g} | {row['now']:,.4g} | {row['ratio']} | {row['least']} to {row['most']} |",
-            flush=True,
-        )
+        medians = f"{row['before']:,.4g} | {row['now']:,.4g}"
+        print(f"| {figure} | {medians} | {row['ratio']} | {row['least']} to {row['most']} |", flush=True)
     return rows
 
 

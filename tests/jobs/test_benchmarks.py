@@ -250,8 +250,8 @@ def test_a_benchmark_stands_beside_the_one_of_another_commit(tmp_path: pathlib.P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    rows = found["results"]["overhead"]
-    assert found["turns"] == 2
+    rows = found["results"]["overhead"]["figures"]
+    assert found["results"]["overhead"]["turns"] == 2
     assert "medians: large: disthooks, on disk" in rows
     for row in rows.values():
         assert 0 < row["least"] <= row["ratio"] <= row["most"]
