@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self._told = -1
         self._module = [""]
         self._weights = {id(p.untyped_storage()): p.untyped_storage() for p in (*model.parameters(), *model.buffers())}
-        self.in_backward = False
+        self.flops = 0.0
         for tensor in (*model.parameters(), *model.buffers()):
             self._follow(tensor)
         for name, module in model.named_modules():
@@ -91,6 +91,7 @@ class Recorder(TorchDispatchMode):
             count = flop_registry.get(function.overloadpacket)
             flops = float(count(*args, **(kwargs or {}), out_val=result)) if count else 0.0
             nbytes = sum({id(t.untyped_storage()): t.nbytes for t in tensors}.values())
+            self.flops += flops
             self._tell_rest()
             self.steps.append(("run", self._rates.operator(nbytes, flops)))
         return result
@@ -105,7 +106,8 @@ class Recorder(TorchDispatchMode):
         self._follow(tensor)
         if key not in self._numbers:
             number = self._numbers[key] = len(self.saved)
-            self.saved.append(Saved(storage.nbytes(), *self._maker.get(key, ("input", ""))))
+            maker = self._maker.get(key, ("input", ""))
+            self.saved.append(Saved(storage.nbytes(), *maker, str(tensor.dtype).removeprefix("torch.")))
             self._rest -= storage.nbytes()
             self.steps.append(("put", number))
         number = self._numbers[key]
@@ -179,10 +181,11 @@ class Recorder(TorchDispatchMode):
 
 
 def record(name: str, model: nn.Module, loss: Callable[[], torch.Tensor], about: dict[str, Any]) -> Tape:
-    """The tape of one forward and backward of ``model``, whose gradients exist from the start."""
+    """The tape of one forward and backward of ``model``, whose gradients are made by it."""
     recorder = Recorder(model)
     with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         result = loss()
+        about = about | {"forward_flops": recorder.flops}
         recorder.steps.append(("backward", 0))
         result.backward()
     return Tape(name, tuple(recorder.saved), tuple(_merged(recorder.steps)), about)
@@ -282,20 +285,13 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, en
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def with_gradients(model: nn.Module) -> nn.Module:
-    """``model``, with gradients there before the step, as in every step but the first of a loop that keeps them."""
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    return model
-
-
 def image() -> Tape:
     """ResNet-152 in float32 at batch 256, 224 pixels."""
     depths = (3, 8, 36, 3)
     with torch.device("meta"):
         model, x, labels = resnet(depths), torch.empty(256, 3, 224, 224), torch.empty(256, dtype=torch.long)
     about = {"batch": 256, "pixels": 224, "dtype": "float32", "forward_s": 0.10, "backward_s": 0.20}
-    tape = record("ResNet-152 fp32", with_gradients(model), lambda: F.cross_entropy(model(x), labels), about)
+    tape = record("ResNet-152 fp32", model, lambda: F.cross_entropy(model(x), labels), about)
     torch.manual_seed(0)
     small, pixels, classes = resnet(depths), torch.randn(2, 3, 96, 96), torch.randint(0, 1000, (2,))
     flags = dropped(small, lambda: F.cross_entropy(small(pixels), classes))
@@ -315,9 +311,10 @@ def language() -> Tape:
         tokens = torch.empty(config.batch, config.length, dtype=torch.long)
     about = {"tokens": config.length, "layers": config.layers, "dtype": "bfloat16"}
     about |= {"parameters": sum(p.numel() for p in model.parameters()), "forward_s": 0.08, "backward_s": 0.16}
+    about["product_flops"] = 2 * config.batch * config.length * config.width * config.hidden  # of one `up`
     patches = mock.patch.multiple(F, scaled_dot_product_attention=flash, rms_norm=rms_norm)
     with patches:
-        tape = record("decoder bf16", with_gradients(model), lambda: model(tokens), about)
+        tape = record("decoder bf16", model, lambda: model(tokens), about)
     return flagged(tape, [each.operator in ("aten.mul", "aten.silu") for each in tape.saved])
 
 

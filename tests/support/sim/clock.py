@@ -185,6 +185,7 @@ class Saved:
         nbytes: bytes of the storage.
         operator: the operator that wrote it last before it was saved.
         module: the module in whose forward that was.
+        dtype: of the tensor that was saved first.
         is_recomputable: whether ``Recompute`` drops it.
         stored: bytes that a store gets of it; as many as it has when there is no codec.
         encode_s: seconds of the device when it is put.
@@ -194,6 +195,7 @@ class Saved:
     nbytes: int
     operator: str = ""
     module: str = ""
+    dtype: str = "float32"
     is_recomputable: bool = False
     stored: int = -1
     encode_s: float = 0.0
@@ -260,7 +262,7 @@ class Tape:
 
     def write(self, path: pathlib.Path) -> None:
         """Write it as JSON: seconds in steps of a nanosecond, one storage and 24 steps in a line."""
-        rows = [[each.nbytes, each.operator, each.module, each.is_recomputable] for each in self.saved]
+        rows = [[each.nbytes, each.operator, each.module, each.dtype, each.is_recomputable] for each in self.saved]
         steps = [[kind, round(value, 9) if kind == "run" else int(value)] for kind, value in self.steps]
         lines = [steps[i : i + 24] for i in range(0, len(steps), 24)]
         path.write_text(
@@ -500,7 +502,7 @@ def largest_limit(tape: Tape, make: Callable[[int], Policy], peak: float, rates:
     Returns:
         The limit, within 16 MiB; None if even a limit of nothing does not do it.
     """
-    low, high = 0, tape.nbytes
+    low, high = 0, 2 * tape.nbytes  # twice: a policy may begin to send before its limit
     if replay(tape, make(low), rates).peak > peak:
         return None
     if replay(tape, make(high), rates).peak <= peak:

@@ -36,7 +36,7 @@ class _Link(Policy):
 
     def _give(self, block: Block) -> None:
         """Send ``block``; the computation waits until what is sent already leaves room for it."""
-        while self._flying and self._held() + block.nbytes > self.most:
+        while self._held() + block.nbytes > self.most and self._flying:
             self.machine.wait_event(self.machine.compute, _sent(self._flying.popleft()))
         self.send([block])
         self._flying.append(block)
@@ -94,18 +94,20 @@ class NearTheLimit(_Link):
     """``Tiered(OnDevice(limit), OnCpu())`` as it is: it sends the oldest when the limit is near, and looks a little ahead.
 
     The window before the limit is an eighth of it, or two of the largest tensor if that is less. In backward it looks
-    at the next 8 tensors, and brings those whose bytes together are at most 32 MiB.
+    at the next 8 tensors, and brings those whose bytes together are at most 32 MiB. From the first tensor on that
+    backward reads from the host, ``OnCpu`` itself brings the next ones ahead, at least one, as many as the limit allows.
 
     Args:
         limit: bytes of saved tensors on the device.
+        in_flight: of the ``OnCpu``, bytes.
     """
 
     name = "Tiered"
     look, ahead = 8, 32 * MIB
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, in_flight: int = 512 * MIB) -> None:
         super().__init__(0)
-        self.limit, self._largest, self._bytes = limit, 0, 0
+        self.limit, self.in_flight, self._largest, self._bytes = limit, in_flight, 0, 0
         self._here: collections.deque[Block] = collections.deque()  # the oldest first
 
     def put(self, block: Block) -> None:
@@ -118,7 +120,7 @@ class NearTheLimit(_Link):
         while nbytes <= self.limit and self._here and self._bytes + nbytes > early:
             self._evict(nbytes)
         if nbytes > self.limit:
-            self.most = max(0, self.limit - self._bytes)
+            self._leave(0)
             self._give(block)
             return
         self._here.append(block)
@@ -126,18 +128,30 @@ class NearTheLimit(_Link):
 
     def _evict(self, wanted: int) -> None:
         block = self._here.popleft()
-        self.most = max(0, self.limit - self._bytes - wanted + block.nbytes)
+        self._leave(wanted - block.nbytes)
         self._give(block)
         self._bytes -= block.nbytes
 
+    def _leave(self, nbytes: int) -> None:
+        """Let copies hold on the device what the limit leaves, less ``nbytes``."""
+        self.most = min(self.in_flight, max(0, self.limit - self._bytes - nbytes))
+
     def get(self, block: Block) -> None:
         self._read(block)
-        self.most = max(0, self.limit - self._bytes)
+        self._leave(0)
         while self._order and self._order[-1].is_dropped:
             self._order.pop()
         place = next((i for i, other in enumerate(self._order) if other is block), len(self._order))
+        following = self._order[:place][::-1]
+        if block.sent is not None:
+            out = [other for other in following if other.sent is not None and other.brought is None]
+            if out and not self._ahead:
+                self.bring(out[:1])
+                self._ahead[out[0].number] = out[0]
+            self._bring_ahead(out)
+            return
         left, wanted = self.ahead, []
-        for other in self._order[:place][::-1][: self.look]:
+        for other in following[: self.look]:
             left -= other.nbytes if other.sent is not None else 0
             if left < 0:
                 break
