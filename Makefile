@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-gpu house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-gpu bench-simulated house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -76,6 +76,10 @@ bench-threshold: $(READY)
 # A budget of 520 seconds: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
 bench-gpu: $(READY)
 	$(RUN) benchmarks/gpu.py --budget 520 $(ARGS)
+
+# Tapes of two large models on a modelled clock and link: seconds, on any machine. No figure is measured on a GPU.
+bench-simulated: $(READY)
+	$(RUN) benchmarks/simulated.py $(ARGS)
 
 # Lines, functions, circles of imports, calls on four trips, places to touch: one minute; beside the figures before.
 house: $(READY)

@@ -1,4 +1,4 @@
-"""Record the tapes of two models that no machine here could hold: every size and the order of saves, reads and releases.
+"""Record the tapes of two large models: every size, and the order of saves, reads and releases.
 
     python benchmarks/tapes.py                # writes benchmarks/tapes/*.json; one minute, and no memory to speak of
 
@@ -39,7 +39,7 @@ SMALLEST = 64 << 10  # bytes: a storage below this stays where it is
 
 
 class Packed:
-    """What autograd holds instead of a saved tensor: its storage's number, and how to make another of the same shape."""
+    """What autograd holds instead of a saved tensor: the number of its storage, and its shape."""
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
@@ -85,7 +85,11 @@ class Recorder(TorchDispatchMode):
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_meta]
         for tensor in made:
             self._follow(tensor)
-        if not function.is_view and str(function.overloadpacket) not in ("aten.empty", "aten.empty_strided", "aten.detach"):
+        if not function.is_view and str(function.overloadpacket) not in (
+            "aten.empty",
+            "aten.empty_strided",
+            "aten.detach",
+        ):
             for tensor in made:
                 self._maker[id(tensor.untyped_storage())] = (str(function.overloadpacket), self._module[-1])
             count = flop_registry.get(function.overloadpacket)
@@ -170,9 +174,9 @@ class Recorder(TorchDispatchMode):
 
     def _drop_if_over(self, number: int) -> None:
         """Nobody can read it any more: autograd has let go of it, and so have the operators."""
-        if not self._packs.get(number) and number not in self._numbers.values():
-            if self.steps and ("drop", number) not in self.steps:
-                self.steps.append(("drop", number))
+        is_over = not self._packs.get(number) and number not in self._numbers.values()
+        if is_over and ("drop", number) not in self.steps:
+            self.steps.append(("drop", number))
 
     def _tell_rest(self) -> None:
         if self._rest != self._told:
@@ -230,7 +234,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def dropped(model: nn.Module, loss: Callable[[], torch.Tensor], steps: int = 4) -> list[bool]:
-    """Whether Recompute drops each storage that a step saves, in the order in which they are saved; vectors do not count.
+    """Whether Recompute drops each storage that a step saves, in the order of saves; vectors do not count.
 
     Args:
         model: a small one of the same structure.
@@ -263,7 +267,7 @@ def dropped(model: nn.Module, loss: Callable[[], torch.Tensor], steps: int = 4) 
 
 
 class RMSNorm(torch.autograd.Function):
-    """The fused norm of a GPU, which saves its input and a number for each row; the meta device composes it of parts."""
+    """The fused norm of a GPU, which saves its input and a number for each row. The meta device has only its parts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -336,7 +340,9 @@ def main() -> None:
     for name, make in TAPES.items():
         tape = make()
         tape.write(options.to / f"{name}.json")
-        print(f"{tape.name}: {len(tape.saved)} storages of at least 64 KiB, {tape.nbytes / 1e9:.2f} GB, of which", end=" ")
+        print(
+            f"{tape.name}: {len(tape.saved)} storages of at least 64 KiB, {tape.nbytes / 1e9:.2f} GB, of which", end=" "
+        )
         print(f"Recompute drops {sum(s.nbytes for s in tape.saved if s.is_recomputable) / 1e9:.2f} GB")
 
 

@@ -1,4 +1,4 @@
-"""A modelled clock: an accelerator, its link and a disk as numbers, on which a recorded tape of saved tensors is replayed.
+"""A modelled clock: an accelerator, its link and a disk as numbers, on which a tape of saved tensors is replayed.
 
 The simulated accelerator beside this file (``simulated.py``) has real bytes, and says whether numbers are right. This
 model has no bytes at all, and says how long a step takes: a step of a model that saves 45 GB is replayed in
@@ -212,7 +212,7 @@ class Saved:
 
 
 #: What happens in a step. ``run``: operators of so many seconds. ``rest``: from now on so many bytes of the device are
-#: neither saved nor waiting to be (weights, gradients, what an operator works with). ``put``: a storage is saved for the
+#: not those of saved storages (weights, gradients, what an operator works with). ``put``: a storage is saved for the
 #: first time. ``release``: forward itself needs it no more. ``get``: backward reads it for the first time. ``drop``:
 #: nobody needs it any more. ``backward``: backward begins.
 Step = tuple[str, float]
@@ -346,7 +346,9 @@ class Policy:
         machine = self.machine
         sent = [block.sent for block in blocks if block.sent is not None]
         event = machine.to_device(sum(block.nbytes for block in blocks), machine.compute.record(), *sent)
-        began = machine.back.now - machine.rates.copy_s - sum(block.nbytes for block in blocks) / machine.rates.to_device
+        began = (
+            machine.back.now - machine.rates.copy_s - sum(block.nbytes for block in blocks) / machine.rates.to_device
+        )
         for block in blocks:
             block.brought = event
             if not block.is_resident:
@@ -413,7 +415,9 @@ class _Replay:
 
     def _rest(self, nbytes: float) -> None:
         memory, now = self.machine.memory, self.machine.compute.now
-        memory.allocate(int(nbytes) - self.rest, now) if nbytes > self.rest else memory.free(self.rest - int(nbytes), now)
+        memory.allocate(int(nbytes) - self.rest, now) if nbytes > self.rest else memory.free(
+            self.rest - int(nbytes), now
+        )
         self.rest = int(nbytes)
 
     def _put(self, block: Block) -> None:
@@ -512,5 +516,3 @@ def largest_limit(tape: Tape, make: Callable[[int], Policy], peak: float, rates:
         fits = replay(tape, make(middle), rates).peak <= peak
         low, high = (middle, high) if fits else (low, middle)
     return low
-
-

@@ -91,11 +91,11 @@ class EverythingOut(_Link):
 
 
 class NearTheLimit(_Link):
-    """``Tiered(OnDevice(limit), OnCpu())`` as it is: it sends the oldest when the limit is near, and looks a little ahead.
+    """``Tiered(OnDevice(limit), OnCpu())`` as it is: it sends the oldest near the limit, and looks a little ahead.
 
     The window before the limit is an eighth of it, or two of the largest tensor if that is less. In backward it looks
     at the next 8 tensors, and brings those whose bytes together are at most 32 MiB. From the first tensor on that
-    backward reads from the host, ``OnCpu`` itself brings the next ones ahead, at least one, as many as the limit allows.
+    backward reads from the host, ``OnCpu`` itself brings the next ones, at least one, and more if the limit allows.
 
     Args:
         limit: bytes of saved tensors on the device.

@@ -224,6 +224,175 @@ struct Twin {
   }
 };
 
+// ---- operators that a stream computes later
+
+// The operators that had a kernel of the meta device's when this library was loaded: most of them take their shapes from
+// one function for all devices. Python registers others later, whose shapes may be those of a GPU.
+std::set<std::pair<std::string, std::string>>& structured() {
+  static auto* made = new std::set<std::pair<std::string, std::string>>;
+  return *made;
+}
+
+// An argument of an operator that a stream is given: a place on the device, or a value. It keeps no device memory alive.
+struct Later {
+  c10::IValue value;                              // without the tensors of the device
+  std::vector<std::optional<Place>> places;       // one for each tensor of the value; none for one of the CPU's
+  std::vector<std::optional<at::Tensor>> tensors;  // copies of those of the CPU's
+  std::vector<bool> numbers;                      // wrapped ones
+
+  void add(const at::Tensor& t) {
+    bool is_ours = t.defined() && t.is_privateuseone();
+    places.push_back(is_ours ? std::optional<Place>(Place(t)) : std::nullopt);
+    tensors.push_back(is_ours ? std::nullopt : std::optional<at::Tensor>(t.defined() ? t.clone() : t));
+    numbers.push_back(t.defined() && t.unsafeGetTensorImpl()->is_wrapped_number());
+  }
+  at::Tensor tensor(size_t i) const {
+    at::Tensor made = places[i] ? places[i]->tensor() : *tensors[i];
+    if (numbers[i]) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+};
+
+[[noreturn]] void give_up(const c10::OperatorHandle& op, const std::string& why) {
+  std::fprintf(stderr, "sim: %s, which a stream computed behind its host: %s\n", op.schema().name().c_str(), why.c_str());
+  std::abort();
+}
+
+// What an operator gives, without computing it: run on the meta device. None where that cannot be known so.
+struct Foreseen {
+  std::vector<std::pair<at::Tensor, at::Tensor>> arguments;  // on the device, and its likeness
+  torch::jit::Stack results;
+
+  at::Tensor alike(const at::Tensor& t) {
+    if (!t.defined() || (t.is_cpu() && t.dim() == 0)) return t;  // a number stays one
+    for (auto& [there, here] : arguments)
+      if (there.is_same(t)) return here;
+    at::Tensor made = at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type(), c10::kStrided,
+                                                     c10::Device(c10::kMeta), false);
+    if (t.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    arguments.emplace_back(t, made);
+    return made;
+  }
+
+  // The argument that a result is; an undefined tensor if it is a new one.
+  std::optional<at::Tensor> argument(const at::Tensor& result) {
+    for (auto& [there, here] : arguments)
+      if (here.is_same(result)) return there;
+    return std::nullopt;
+  }
+
+  bool run(const c10::OperatorHandle& op, const torch::jit::Stack& given) {
+    results = given;
+    for (auto& value : results) {
+      each_tensor(value, [&](const at::Tensor& t) { return alike(t); });
+      if (value.isDevice()) value = c10::Device(c10::kMeta);
+    }
+    try {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
+    } catch (const std::exception&) {
+      return false;  // the CPU says what is wrong, if anything is
+    }
+    bool known = true;
+    for (auto& value : results)
+      each_tensor(value, [&](const at::Tensor& t) {
+        if (!t.defined() || argument(t)) return t;
+        known = known && t.is_meta() && t.layout() == c10::kStrided;
+        for (auto& [there, here] : arguments)
+          known = known && !(here.defined() && here.storage().is_alias_of(t.storage()));
+        return t;
+      });
+    return known;
+  }
+};
+
+bool gives_view(const c10::FunctionSchema& schema) {
+  for (const auto& result : schema.returns())
+    if (result.alias_info() && !result.alias_info()->isWrite()) return true;
+  return false;
+}
+
+// Whether shapes do not depend on data, numbers do not depend on the order of operators in other streams, and the meta
+// device gives the shapes that the CPU gives: a structured kernel has them from one function, others are named here.
+bool can_come_later(const c10::OperatorHandle& op, const torch::jit::Stack& given) {
+  static const std::set<std::string> kAlike{
+      "aten::convolution", "aten::convolution_backward", "aten::native_layer_norm", "aten::native_layer_norm_backward",
+      "aten::native_batch_norm", "aten::native_batch_norm_backward",
+      "aten::embedding", "aten::embedding_dense_backward", "aten::fill_", "aten::zero_", "aten::relu", "aten::relu_",
+      "aten::mul", "aten::masked_fill_", "aten::masked_fill", "aten::copy_", "aten::clone", "aten::_to_copy"};
+  const auto& schema = op.schema();
+  if (makes_host_wait(schema, given) || op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  for (const auto& argument : schema.arguments())
+    if (argument.name() == "generator" || (argument.kwarg_only() && argument.alias_info()))
+      return false;  // an `out` may be resized
+  if (gives_view(schema)) return false;  // it reads no memory
+  for (size_t i = 0; i < given.size(); ++i)  // of a batch norm in evaluation the CPU gives other statistics
+    if (schema.arguments()[i].name().rfind("train", 0) == 0 && given[i].isBool() && !given[i].toBool()) return false;
+  for (const auto& value : given) {
+    bool plain = true;
+    if (value.isTensor() && value.toTensor().defined())
+      plain = value.toTensor().layout() == c10::kStrided && !value.toTensor()._is_zerotensor();
+    if (!plain) return false;
+  }
+  return kAlike.count(schema.name()) || structured().count({schema.name(), schema.overload_name()});
+}
+
+// Gives the operator to the stream; false if its host has to wait for what the stream was given before.
+bool comes_later(const c10::OperatorHandle& op, const torch::jit::Stack& given, const c10::Stream& stream,
+                 torch::jit::Stack* stack) {
+  Foreseen foreseen;
+  if (!can_come_later(op, given) || !foreseen.run(op, given)) return false;
+  std::vector<Later> arguments;
+  for (const auto& value : given) {
+    Later later;
+    c10::IValue copy = value;
+    each_tensor(copy, [&](const at::Tensor& t) { return later.add(t), at::Tensor(); });
+    later.value = copy.isDevice() ? c10::IValue(c10::Device(c10::kCPU)) : copy;
+    arguments.push_back(std::move(later));
+  }
+  std::vector<std::optional<Place>> places;  // of each tensor of the results; none for an argument and for no tensor
+  std::vector<size_t> spans;
+  for (auto& value : foreseen.results) {
+    each_tensor(value, [&](const at::Tensor& t) {
+      auto argument = t.defined() ? foreseen.argument(t) : std::optional<at::Tensor>(t);
+      at::Tensor made = argument ? *argument : empty_strided(t.sizes(), t.strides(), t.scalar_type(), {},
+                                                             device_of(stream.device_index()), {});
+      bool is_new = !argument && made.numel() > 0;
+      places.push_back(is_new ? std::optional<Place>(Place(made)) : std::nullopt);
+      spans.push_back(is_new ? span(made) : 0);
+      return made;
+    });
+    stack->push_back(value);
+  }
+  Item item;
+  item.work = [op, arguments = std::move(arguments), places = std::move(places), spans = std::move(spans)] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    torch::jit::Stack work;
+    for (const Later& later : arguments) {
+      c10::IValue value = later.value;
+      size_t i = 0;
+      each_tensor(value, [&](const at::Tensor&) { return later.tensor(i++); });
+      work.push_back(std::move(value));
+    }
+    try {
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &work);
+    } catch (const std::exception& error) {
+      give_up(op, error.what());
+    }
+    size_t i = 0;
+    for (auto& value : work)
+      each_tensor(value, [&](const at::Tensor& t) {
+        if (places[i]) {
+          if (!t.defined() || t.sizes() != c10::IntArrayRef(places[i]->sizes)) give_up(op, "another shape than foreseen");
+          move(*places[i], Place(t._is_zerotensor() ? at::zeros_like(t) : t), spans[i]);
+        }
+        return ++i, t;
+      });
+  };
+  give(stream.device_index(), stream.id(), std::move(item));
+  count(kOperatorsAhead);
+  return true;
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& arguments = schema.arguments();
@@ -239,8 +408,9 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (crossing.device < 0) crossing.device = device_now;
   c10::DeviceGuard on_device(device_of(crossing.device));
   c10::Stream stream = current(crossing.device);
-  drain(stream.device_index(), stream.id());
   count(kOperators);
+  if (world().lag && comes_later(op, given, stream, stack)) return;
+  if (!world().lag || !gives_view(schema)) drain(stream.device_index(), stream.id());
   if (makes_host_wait(schema, given)) count(kOperatorWaits);
 
   Twin twin;
@@ -355,6 +525,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const auto& name : dispatcher.getAllOpNames()) {
     auto op = dispatcher.findOp(name);
     if (name.name.rfind("aten::", 0) != 0 || !op || !op->hasSchema()) continue;
+    if (op->hasKernelForDispatchKey(Key::Meta)) structured().emplace(name.name, name.overload_name);
     std::string own = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     bool composed = op->hasKernelForDispatchKey(Key::CompositeExplicitAutograd) ||
                     op->hasKernelForDispatchKey(Key::CompositeExplicitAutogradNonFunctional);
@@ -392,6 +563,7 @@ void sim_ahead(int64_t events) {
   sim::Lock lock(sim::world().lock);
   sim::world().ahead = events;
 }
+void sim_lag(uint64_t items) { sim::world().lag = items; }
 void sim_poison(int on) { sim::world().poison = on != 0; }
 int64_t sim_hold(int device, int64_t stream) { return sim::hold(device, stream); }
 void sim_open(int64_t gate) { sim::open_gate(gate); }

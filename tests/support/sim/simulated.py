@@ -51,6 +51,7 @@ COUNTS = (
     "on_device_bytes",
     "between_devices_bytes",
     "operators",
+    "operators_ahead",
 )
 
 #: Counts of the host's own waiting.
@@ -145,6 +146,7 @@ def load() -> ctypes.CDLL:
     library.sim_hold.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.sim_open.argtypes = [ctypes.c_int64]
     library.sim_ahead.argtypes = [ctypes.c_int64]
+    library.sim_lag.argtypes = [ctypes.c_uint64]
     for name in ("sim_hold", "sim_count", "sim_pinned_bytes"):
         getattr(library, name).restype = ctypes.c_int64
     torch.utils.rename_privateuse1_backend("sim")
@@ -192,7 +194,8 @@ FOR_EVER = 1 << 40  # events
 def ahead(events: int = FOR_EVER) -> Iterator[None]:
     """Inside, the host runs ahead of the device: of the ``events`` that were recorded last a query says "not yet".
 
-    The streams of this device are drained before each operator, so without this the host is never far ahead. What the
+    The streams of this device are drained before each operator, so without this the host is never far
+    ahead (inside :func:`lag` they are not). What the
     host waited for, be it one event, a stream or the device, is done all the same.
     """
     load().sim_ahead(events)
@@ -200,6 +203,27 @@ def ahead(events: int = FOR_EVER) -> Iterator[None]:
         yield
     finally:
         load().sim_ahead(0)
+
+
+@contextlib.contextmanager
+def lag(items: int = FOR_EVER) -> Iterator[None]:
+    """Inside, operators are items of their stream too, as a GPU's are: the host may be ahead by a whole step.
+
+    An operator reads device memory when its stream comes to it, so a missing wait gives wrong numbers, and
+    a tensor that is freed too early is NaN. The host still waits where a GPU's does, and before operators whose shapes or random
+    numbers are not known without computing (``counted()["operators_ahead"]`` says how many did not need that).
+
+    Args:
+        items: a query of an event or of a stream says "not yet" of the last so many items that the stream was given,
+            though they may be done. What the host has waited for is done.
+    """
+    import torch._meta_registrations  # noqa: F401  the shapes of convolutions and norms
+
+    load().sim_lag(items)
+    try:
+        yield
+    finally:
+        load().sim_lag(0)
 
 
 class Counted(dict[str, int]):

@@ -32,14 +32,20 @@ enum Count {
   kOperatorWaits,  // for a result that is a number, or has its shape from the data
   kToHostAsync, kToHostBlocking, kToDeviceAsync, kToDeviceStaged, kToDeviceBlocking, kOnDevice, kBetweenDevices,
   kToHostAsyncBytes, kToHostBlockingBytes, kToDeviceAsyncBytes, kToDeviceStagedBytes, kToDeviceBlockingBytes,
-  kOnDeviceBytes, kBetweenDevicesBytes, kOperators, kCounts
+  kOnDeviceBytes, kBetweenDevicesBytes, kOperators,
+  kOperatorsAhead,  // given to a stream without its host having drained it
+  kCounts
 };
+
+struct Queue;
 
 // A point in a stream's work; done once the stream has come to it.
 struct Mark {
   bool done = false;
   bool waited = false;  // the host has waited for it
   int64_t number = 0;   // of the event that it was recorded for
+  Queue* queue = nullptr;
+  uint64_t place = 0;  // which item of the queue it is, from 1
   Clock::time_point when;
 };
 using MarkPtr = std::shared_ptr<Mark>;
@@ -55,6 +61,7 @@ struct Queue {
   std::deque<Item> items;
   std::condition_variable ready;
   uint64_t given = 0, done = 0;
+  uint64_t known = 0;  // so many items the host knows to be done, because it waited for them
   std::mt19937_64 random;
   bool started = false;
 };
@@ -70,6 +77,7 @@ struct World {
   int64_t recorded = 0;  // events
   int64_t arrived = 0;   // the last event that was recorded before the host waited for all of a device or a stream
   int64_t ahead = 0;     // of so many events, the last ones, a query says that they are not done yet
+  std::atomic<uint64_t> lag{0};  // of so many items, the last ones of a stream, a query says that they are not done yet
   int working = 0;
   bool stopping = false;
   std::atomic<bool> forked{false};  // in a child: there are no threads, and locks may be held for ever
@@ -133,8 +141,12 @@ inline void give(int device, int64_t stream, Item item) {
     queue.started = true;
     std::thread(serve, std::ref(queue)).detach();
   }
-  queue.items.push_back(std::move(item));
   ++queue.given;
+  if (item.mark) {
+    item.mark->queue = &queue;
+    item.mark->place = queue.given;
+  }
+  queue.items.push_back(std::move(item));
   queue.ready.notify_all();
 }
 
@@ -164,7 +176,9 @@ inline bool is_seen_done(const MarkPtr& mark) {
   World& w = world();
   if (!mark || w.forked) return true;
   Lock lock(w.lock);
-  return mark->done && (mark->waited || mark->number <= std::max(w.arrived, w.recorded - w.ahead));
+  const Queue& queue = *mark->queue;
+  bool lags = mark->place > queue.known && mark->place + w.lag > queue.given;
+  return mark->done && (mark->waited || (!lags && mark->number <= std::max(w.arrived, w.recorded - w.ahead)));
 }
 
 inline void number(const MarkPtr& mark) {
@@ -185,7 +199,10 @@ inline void host_waits(const std::function<bool()>& done) {
 }
 
 inline void wait_for(const MarkPtr& mark) {
-  if (mark) host_waits([&] { return mark->waited = mark->done; });
+  if (mark) host_waits([&] {
+    if (mark->done) mark->queue->known = std::max(mark->queue->known, mark->place);
+    return mark->waited = mark->done;
+  });
 }
 
 inline void drain(int device, int64_t stream) {
@@ -197,14 +214,17 @@ inline void drain(int device, int64_t stream) {
     Lock lock(w.lock);
     given = queue.given;
   }
-  host_waits([&] { return queue.done >= given; });
+  host_waits([&] {
+    if (queue.done >= given) queue.known = std::max(queue.known, given);
+    return queue.done >= given;
+  });
 }
 
 inline bool is_drained(int device, int64_t stream) {
   if (world().forked) return true;
   Lock lock(world().lock);
   Queue& queue = world().queues[device][stream];
-  return queue.done == queue.given;
+  return queue.done == queue.given && (!world().lag || queue.known == queue.given);
 }
 
 inline void drain_device(int device) {

@@ -1,0 +1,143 @@
+"""The simulated accelerator with a host that runs ahead: numbers stay right, and what is missing still shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disthooks as dh
+from disthooks._streams import event_on
+from tests.support.sim import simulated
+
+N = 4096
+
+
+@pytest.fixture
+def sim(device: torch.device) -> Iterator[torch.device]:
+    if device.type != "sim":
+        pytest.skip("of the simulated device")
+    return device
+
+
+def test_a_query_says_not_yet_of_the_last_items_of_a_stream(sim: torch.device) -> None:
+    stream, other = torch.Stream(sim), torch.Stream(sim)
+    with simulated.lag(3):
+        events = [event_on(stream) for _ in range(5)]
+        alone = event_on(other)
+        simulated_wait(stream, events[0])
+        assert [event.query() for event in events] == [True, True, False, False, False]
+        assert not alone.query(), "items of another stream do not count"
+        assert not stream.query()
+        events[3].synchronize()
+        assert [event.query() for event in events] == [True, True, True, True, False]
+        stream.synchronize()
+        assert events[4].query()
+        assert stream.query()
+        assert not alone.query()
+    assert alone.query()
+
+
+def simulated_wait(stream: torch.Stream, event: torch.Event) -> None:
+    """Wait until the stream has done all of its items, without telling the host."""
+    import time
+
+    end = time.monotonic() + 10
+    with_end = [False]
+    while time.monotonic() < end and not with_end[0]:
+        time.sleep(0.01)
+        with_end[0] = event.query()
+
+
+def test_operators_are_given_to_a_stream_that_stands_still(sim: torch.device) -> None:
+    """Without a lag the first of them would never return."""
+    x = torch.randn(64, 64)
+    y = x.to(sim)
+    torch.accelerator.synchronize(sim)
+    with simulated.lag(), simulated.counted() as seen, simulated.held(torch.accelerator.current_stream(sim)):
+        z = (y @ y).relu().add_(1).t().sum(0)
+    assert torch.equal(z.cpu(), (x @ x).relu().add_(1).t().sum(0))
+    assert seen["operators_ahead"] >= 4
+    assert seen.waits == 0
+
+
+def test_a_missing_wait_gives_wrong_numbers_with_a_lag_too(sim: torch.device) -> None:
+    main, side = torch.accelerator.current_stream(sim), torch.Stream(sim)
+    x = torch.ones(N, device=sim)
+    side.wait_stream(main)
+    with simulated.lag():
+        with simulated.held(main):
+            y = x * 2
+            with side:
+                wrong = y + 1
+                side.synchronize()
+        side.wait_stream(main)
+        with side:
+            right = y + 1
+        assert torch.equal(right.cpu(), torch.full((N,), 3.0))
+        assert not torch.equal(wrong.cpu(), torch.full((N,), 3.0))
+
+
+def test_memory_that_is_freed_before_another_stream_has_read_it_is_nan(sim: torch.device) -> None:
+    main, side = torch.accelerator.current_stream(sim), torch.Stream(sim)
+    x = torch.ones(N, device=sim)
+    side.wait_stream(main)
+    with simulated.lag():
+        with simulated.held(side):
+            with side:
+                y = x + 1
+            del x  # without record_stream
+            main.synchronize()
+        assert y.cpu().isnan().any()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten()]
+    linear = [nn.Linear(8 * 64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10)]
+    return nn.Sequential(*convolutions, *linear)
+
+
+def trained(device: str, steps: int, pipeline: object = None) -> list[torch.Tensor]:
+    """The parameters after some steps."""
+    ours = model().to(device)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
+    batches = [torch.randn(4, 3, 8, 8).to(device) for _ in range(steps)]
+    labels = torch.arange(4).to(device)
+    attached = dh.save_activations(ours, "", pipeline) if pipeline else None
+    for x in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(ours(x), labels).backward()
+        optimizer.step()
+    if attached is not None:
+        attached.remove()
+    return [p.detach().cpu() for p in ours.parameters()]
+
+
+def test_training_has_the_bits_of_the_cpu_though_the_host_is_a_step_ahead(sim: torch.device) -> None:
+    truth = trained("cpu", 3)
+    with simulated.lag(), simulated.counted() as seen:
+        found = trained("sim", 3)
+    assert all(torch.equal(a, b) for a, b in zip(truth, found, strict=True))
+    assert seen["operators_ahead"] > 0.8 * seen["operators"], "few operators may make the host wait"
+
+
+@pytest.mark.parametrize("items", [1, 50, simulated.FOR_EVER])
+def test_offloading_has_the_bits_of_the_cpu_with_a_lag(sim: torch.device, items: int) -> None:
+    truth = trained("cpu", 3)
+    with simulated.lag(items), simulated.counted() as seen:
+        found = trained("sim", 3, dh.OnCpu(in_flight="8 KiB"))
+    assert all(torch.equal(a, b) for a, b in zip(truth, found, strict=True))
+    assert seen["to_host_async_bytes"] > 10_000
+
+
+def test_evaluation_and_errors_are_those_of_the_cpu(sim: torch.device) -> None:
+    ours, x = model().eval(), torch.randn(4, 3, 8, 8)
+    truth = ours(x)
+    with simulated.lag():
+        assert torch.equal(ours.to(sim)(x.to(sim)).cpu(), truth)
+        with pytest.raises(RuntimeError, match="shape"):
+            torch.ones(2, 3, device=sim) @ torch.ones(2, 3, device=sim)
