@@ -9,11 +9,12 @@ of a step is assumed; the link, device memory and the stores are models (``tests
 workspaces in device memory, and that a recomputed tensor may need its input earlier than the tape reads it.
 
 Where figures differ from the audit's model of a step, these are the reasons. The ResNet's peak less its saved bytes is
-3 GB lower here, because the workspaces of convolutions are missing, so more of each peak is left for saved tensors:
-rows at 10, 20 and 30 GB are faster. The decoder saves 21.1 GB instead of 20, because the logarithms of the softmax (1
-GB in float32) are saved too, and more memory is needed around the loss: at -50% more is sent. ``Tiered`` leaves a
-window below its limit empty, and so has to send more bytes for the same peak than the plan; it waits for a whole copy
-at its first read from the host, and brings few tensors ahead: the decoder's rows are slower than the audit's.
+2 to 3 GB lower here, so more of each peak is left for saved tensors, and rows at 10, 20 and 30 GB are faster. The audit
+took slopes of real runs, where operators have buffers of their own; whether a GPU has them is not known. The decoder
+saves 21.1 GB instead of 20, because the logarithms of the softmax (1 GB in float32) are saved too, and more memory is
+needed around the loss: at -50% more is sent. ``Tiered`` leaves a window below its limit empty, and so has to send more
+bytes for the same peak than the plan; it waits for a whole copy at its first read from the host, and brings few tensors
+ahead: the decoder's rows are slower than the audit's.
 """
 
 from __future__ import annotations

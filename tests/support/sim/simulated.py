@@ -209,8 +209,8 @@ def ahead(events: int = FOR_EVER) -> Iterator[None]:
 def lag(items: int = FOR_EVER) -> Iterator[None]:
     """Inside, operators are items of their stream too, as a GPU's are: the host may be ahead by a whole step.
 
-    An operator reads device memory when its stream comes to it, so a missing wait gives wrong numbers, and
-    a tensor that is freed too early is NaN. The host still waits where a GPU's does, and before operators whose shapes or random
+    An operator reads device memory when its stream comes to it, so a missing wait gives wrong numbers, and a tensor
+    that is freed too early is NaN. The host still waits where a GPU's does, and before operators whose shapes or random
     numbers are not known without computing (``counted()["operators_ahead"]`` says how many did not need that).
 
     Args:
