@@ -194,9 +194,8 @@ FOR_EVER = 1 << 40  # events
 def ahead(events: int = FOR_EVER) -> Iterator[None]:
     """Inside, the host runs ahead of the device: of the ``events`` that were recorded last a query says "not yet".
 
-    The streams of this device are drained before each operator, so without this the host is never far
-    ahead (inside :func:`lag` they are not). What the
-    host waited for, be it one event, a stream or the device, is done all the same.
+    The streams of this device are drained before each operator (but inside :func:`lag`), so without this the host is
+    never far ahead. What the host waited for, be it one event, a stream or the device, is done all the same.
     """
     load().sim_ahead(events)
     try:
