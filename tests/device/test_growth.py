@@ -30,11 +30,9 @@ PIPELINES: dict[str, Callable[[], object]] = {
 
 def pinned(device: torch.device) -> int:
     """Bytes of page-locked memory that are in use; of a GPU's torch knows nothing, for the pool locks its own."""
-    if device.type != "cuda":
-        return simulated.pinned_bytes()
     pool = pool_of(device, True)
-    pool.clear()
-    return pool.held
+    others = 0 if device.type == "cuda" else simulated.pinned_bytes() - pool.held
+    return pool.in_use + others
 
 
 def used(device: torch.device, saving: Saving) -> tuple[int, int]:

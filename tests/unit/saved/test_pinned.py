@@ -1,4 +1,4 @@
-"""The pool of page-locked memory, as far as it can be seen without a device: sizes, reuse, refusals, forks."""
+"""The pool of page-locked memory, as far as it can be seen without a device: segments, refusals, interrupts, forks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import ctypes
 import gc
 import os
 import pathlib
+import random
 import warnings
 
 import pytest
 import torch
 
+from benchmarks import host_memory
 from disthooks.saved.stores import pools
+from disthooks.saved.stores.extents import Extents
 from disthooks.saved.stores.pools import PinnedPool
 
 CPU = torch.device("cpu")
@@ -25,13 +28,16 @@ def tensor(pool: PinnedPool, nbytes: int) -> torch.Tensor:
 def test_no_power_of_two_is_wasted() -> None:
     """20.4 GiB of it were 32 in torch's own pool."""
     pool = PinnedPool(CPU, pin=False)
-    held = [tensor(pool, n * 100 * KiB + 1) for n in range(1, 40)]
+    held = [tensor(pool, n * 1000 * KiB + 1) for n in range(1, 40)]
     wanted = sum(each.nbytes for each in held)
-    assert wanted <= pool.held <= 1.15 * wanted
+    assert wanted <= pool.in_use <= 1.02 * wanted
+    assert (
+        pool.held <= 1.4 * wanted
+    )  # the worst case: each is larger than all before; see test_nothing_is_registered_anew
     assert all(each.data_ptr() % 4096 == 0 for each in held)
 
 
-def test_a_block_is_used_again_once_no_tensor_uses_it() -> None:
+def test_a_part_is_used_again_once_no_tensor_uses_it() -> None:
     pool = PinnedPool(CPU, pin=False)
     first = tensor(pool, 50 * KiB)
     address, view = first.data_ptr(), first[10:20]
@@ -42,25 +48,52 @@ def test_a_block_is_used_again_once_no_tensor_uses_it() -> None:
     assert tensor(pool, 50 * KiB).data_ptr() == address
 
 
-def test_one_that_is_somewhat_larger_will_do() -> None:
+def test_a_part_serves_other_sizes() -> None:
     pool = PinnedPool(CPU, pin=False)
-    large = tensor(pool, 140 * KiB)
-    address = large.data_ptr()
-    del large
-    assert tensor(pool, 100 * KiB).data_ptr() == address
-    assert tensor(pool, 60 * KiB).data_ptr() != address  # more than twice
+    first, second, third = (tensor(pool, 100 * KiB) for _ in range(3))
+    address = first.data_ptr()
+    del first, second
+    larger = tensor(pool, 190 * KiB)
+    assert larger.data_ptr() == address
+    assert larger.data_ptr() + larger.nbytes <= third.data_ptr()
 
 
 def test_what_is_idle_is_bounded() -> None:
     pool = PinnedPool(CPU, pin=False)
     for n in range(1, 60):
-        each = tensor(pool, n * 40 * KiB)
-        each.fill_(n)
+        each = tensor(pool, n * 2000 * KiB)
+        each[-1] = n
         most = each.nbytes
         del each
-    assert pool.held <= 1.25 * 1.13 * most
+    assert pool.held <= 1.25 * 1.02 * most
     pool.clear()
     assert pool.held == 0
+
+
+@pytest.mark.parametrize("lengths", [[8192], [8192, 5000], [5000, 8192], [7000, 8100, 4097, 8192, 5001, 6000, 8100]])
+def test_nothing_is_registered_anew(lengths: list[int]) -> None:
+    """A decoder's tensors at other lengths: 7.8 GB were registered in each step, and 16 are in use."""
+    found = host_memory.train((lengths * 12)[:24])
+    assert found.later == 0
+    assert found.first == found.most <= 1.1 * found.peak
+
+
+def test_random_sizes_in_any_order() -> None:
+    """No two tensors overlap, and what is given back in any order is one piece in the end."""
+    pool, draw = PinnedPool(CPU, pin=False), random.Random(1)
+    held: list[tuple[torch.Tensor, int]] = []
+    for step in range(2000):
+        if held and draw.random() < (0.7 if step > 1000 else 0.45):
+            each, number = held.pop(draw.randrange(len(held)))
+            assert int(each[0]) == int(each[-1]) == number % 256
+        else:
+            each = tensor(pool, draw.choice((100, 5000, 70_000, 1_000_000)) + draw.randrange(5000))
+            each[0] = each[-1] = step % 256
+            held.append((each, step))
+    held.clear()
+    del each
+    assert pool.in_use == 0
+    assert all(segment.parts.free == [(0, len(segment.block))] for segment in pool._segments)
 
 
 @pytest.mark.second_tier
@@ -82,6 +115,64 @@ def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         second = tensor(pool, 100)
     first.fill_(1), second.fill_(2)
     assert (int(first.sum()), int(second.sum())) == (100, 200)
+
+
+def test_it_is_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ordinary memory that was taken meanwhile is freed when it is idle and the rest is page-locked again."""
+    locks = False
+
+    def pinned_block(device: torch.device, room: int, node: int | None) -> pools.Block | None:
+        block = pools.mapped_block(room, node)
+        block.pinned = locks
+        return block if locks else None
+
+    monkeypatch.setattr(pools, "pinned_block", pinned_block)
+    monkeypatch.setattr(pools, "_PATIENCE", 60.0)
+    pool = PinnedPool(CPU)
+    with pytest.warns(UserWarning, match="the driver or the system refused"):
+        first = tensor(pool, 40 * KiB)
+    locks = True
+    second = tensor(pool, 40 * KiB)
+    assert pool.refused  # it was not asked again so soon
+    pool._ask_again = 0.0
+    third = tensor(pool, 40 * KiB)
+    assert not pool.refused
+    assert [segment.block.pinned for segment in pool._segments] == [False, True]
+    del first, second, third
+    tensor(pool, 30 << 20)
+    assert all(segment.block.pinned for segment in pool._segments)
+
+
+def test_less_is_locked_if_not_so_much_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pinned_block(device: torch.device, room: int, node: int | None) -> pools.Block | None:
+        return pools.mapped_block(room, node) if room < 1 << 20 else None
+
+    monkeypatch.setattr(pools, "pinned_block", pinned_block)
+    pool = PinnedPool(CPU)
+    each = tensor(pool, 40 * KiB)
+    assert not pool.refused
+    assert pool.held == 40 * KiB
+    del each
+
+
+def test_an_interrupt_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PinnedPool(CPU, pin=False)
+    each = tensor(pool, 40 * KiB)
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "lease_type", _raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tensor(pool, 80 * KiB)
+    assert pool.in_use == 40 * KiB
+    with monkeypatch.context() as patch:
+        patch.setattr(Extents, "give", _raise_interrupt)
+        del each
+        with pytest.raises(KeyboardInterrupt):
+            pool.clear()
+    assert pool.in_use == 0
+
+
+def _raise_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +236,5 @@ def test_a_child_begins_with_an_empty_pool() -> None:
     if not child:
         del each
         other = tensor(pool, 64 * KiB)
-        os._exit(0 if other.data_ptr() != address and pool.held == 64 * KiB else 1)
+        os._exit(0 if other.data_ptr() != address and pool.in_use == 64 * KiB else 1)
     assert os.waitpid(child, 0)[1] == 0
