@@ -6,6 +6,8 @@ calls :func:`end_step` when the step is over.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,8 @@ from torch import nn
 # The host must know whether to call the function, so it waits until the device has decided. The fused optimizers of
 # torch need no such wait: they take the decision as a tensor (`found_inf`, as from a GradScaler), and their kernels
 # leave weights and states as they are. That holds only once the states exist, because the first step makes them,
-# whatever the tensor says.
+# whatever the tensor says. An optimizer that makes the host wait in every step costs more than the rule itself, so
+# this is said once for each class.
 # Single parameters that are excluded from a step (Freeze) are taken out of the parameter groups while the step is made,
 # because some optimizers treat a parameter without a gradient as one with a gradient of zeros. Their gradients are
 # taken away too, because some optimizers have their own lists of parameters.
@@ -54,6 +57,8 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
         # A subclass with a step of its own around torch's may do more than the kernels.
         and any(type(optimizer).step is kind.step for kind in FUSED)
     )
+    if not is_fused and not decision.is_cpu:
+        _warn_of_wait(type(optimizer))
     if not is_fused or _lacks_state(optimizer):
         return bool(decision)
     ours = decision.to(torch.float32)
@@ -65,6 +70,20 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
         # At most 1, because the kernels skip the update if the number is 1, and make it if the number is 2.
         told.found_inf = (theirs + ours.to(theirs.device, non_blocking=True)).clamp(max=1.0)
     return False
+
+
+@functools.cache
+def _warn_of_wait(kind: type[Any]) -> None:
+    """Say once for each class that the host waits for the device in every step, and how to avoid it."""
+    if any(kind.step is fused.step for fused in FUSED):
+        remedy = f"give {kind.__name__} fused=True in each of its groups; then its kernels take the decision"
+    else:
+        remedy = "torch's Adam, AdamW, SGD and Adagrad take the decision on the device if they are given fused=True"
+    warnings.warn(
+        f"{kind.__name__} cannot leave a step out by itself, so the host reads in every step whether to skip it, and "
+        f"waits for the device each time: {remedy}. Or leave out the rule that skips steps (SkipNonFinite)",
+        stacklevel=2,
+    )
 
 
 def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:

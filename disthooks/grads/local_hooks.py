@@ -26,7 +26,7 @@ from disthooks.engines.base import Engine, Removable
 from disthooks.errors import UsageError
 from disthooks.grads.plan import StepPlan, scope_of
 from disthooks.grads.rules.base import MicroBatch, Rule
-from disthooks.grads.stats.base import LocalFact, LocalStats, Stat, onto
+from disthooks.grads.stats.base import LocalFact, LocalStats, Stat, scalar
 from disthooks.grads.stats.norms import norms
 from disthooks.grads.stats.scan import finite_probe
 
@@ -107,11 +107,10 @@ class LocalRules:
                 "on_gradient(at='local') with a function that autograd can follow"
             )
         # The factor by which the engine, or a `GradScaler`, has multiplied the loss.
-        own, scale = self._engine.gradient_scale(), None
-        if own is not None:
-            scale = torch.as_tensor(own, device=grad.device)
-        elif self._scaler is not None and self._scaler.is_enabled():
-            scale = onto(self._scaler._scale, grad.device)
+        factor = self._engine.gradient_scale()
+        if factor is None and self._scaler is not None and self._scaler.is_enabled():
+            factor = self._scaler._scale
+        scale = None if factor is None else scalar(factor, grad.device)
         result = grad.detach()
         if scale is not None:  # in float32 or wider, because divided numbers may be too small for float16
             result = result.to(torch.promote_types(grad.dtype, torch.float32)) / scale

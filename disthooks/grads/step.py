@@ -35,7 +35,7 @@ from disthooks.grads.local_hooks import UNCAPTURED, LocalGradientHooks
 from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.records import DeferredError, DeferredErrors
 from disthooks.grads.rules.base import State, Work
-from disthooks.grads.stats.base import Local, LocalStats
+from disthooks.grads.stats.base import Local, LocalStats, scalar
 
 Grads = list[torch.Tensor | None]
 
@@ -285,7 +285,7 @@ class StepRunner:
                     "gradients(scaler=...), and they work in your units"
                 )
             found = scaler._scale
-        return None if found is None else torch.as_tensor(found, device=self.device)
+        return None if found is None else scalar(found, self.device)
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[object, ...]:

@@ -6,11 +6,14 @@ This file shows it without a GPU: all that is done to gradients is done to tenso
 wait for. What needs a value on the host (`item()`, a branch, `nonzero`, an index made of booleans) raises there, and
 so does a copy between host and device that waits. Tensors on "meta" take the same paths in the code as tensors on
 CUDA, because the code only asks whether a tensor is on the CPU. On a real device tests/gpu asks for the same by
-``torch.cuda.set_sync_debug_mode``.
+``torch.cuda.set_sync_debug_mode``. A number becomes a tensor on "meta" without a copy, so the last tests run on the
+simulated accelerator, which counts copies.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,8 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import disthooks as dh
 from disthooks import stats
 from disthooks.engines import skip
+from disthooks.engines.base import Engine
 from disthooks.grads import records
 from disthooks.grads.attach import Gradients
+from tests.support.sim import simulated
+from tests.support.sim.carried import no_waits
 
 RULES: list[list[Any]] = [
     [dh.ClipNorm(1.0), dh.only("*.bias", dh.ClipNorm(0.5)), dh.ClipValue(0.1)],
@@ -137,3 +143,65 @@ def _copies(name: str, grad: torch.Tensor) -> torch.Tensor:
 def test_a_rule_that_waits_is_noticed(valueless: None, rule: Any) -> None:
     with pytest.raises((HostSync, RuntimeError, NotImplementedError), match=r"meta|nonzero|item|copy"):
         _train([rule], [])
+
+
+LOCAL = dh.only("*", dh.Scale(0.5), at="local")
+
+
+@pytest.mark.parametrize("rules", [[dh.ClipNorm(1.0)], [LOCAL]], ids=["final", "local"])
+def test_a_scale_on_the_host_is_not_copied(device: torch.device, rules: list[Any]) -> None:
+    """DeepSpeed's loss scale is a float. ``torch.as_tensor(scale, device=...)`` waits for the device."""
+    model = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=False, foreach=False)
+    x = torch.ones(3, 4, device=device)
+    with (
+        mock.patch.object(Engine, "gradient_scale", lambda self: 8.0),
+        dh.gradients(model, optimizer, rules=rules, stats=[stats.Norm(), stats.Spread()], every=100),
+    ):
+        model(x).sum().backward()
+        optimizer.step()  # the step that is logged
+        with without_copies(device):
+            model(x).sum().backward()
+            optimizer.step()
+
+
+@contextlib.contextmanager
+def without_copies(device: torch.device) -> Iterator[None]:
+    """Inside the host waits for no copy and no operator. On the simulated device a look at an event that came counts as
+    a wait, which is all that reading a step late does.
+    """
+    if device.type == "cuda":
+        with no_waits(device):
+            yield
+        return
+    with simulated.counted() as counts:
+        yield
+    names = ("to_device_blocking", "to_host_blocking", "operator_waits", "device_waits", "stream_waits")
+    assert not any(counts[name] for name in names), dict(counts)
+
+
+def test_an_optimizer_that_makes_the_host_wait_is_named_once(device: torch.device) -> None:
+    skip._warn_of_wait.cache_clear()
+    model = nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        model(torch.ones(3, 4, device=device)).sum().backward()
+        optimizer.step()
+
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]):
+        with pytest.warns(UserWarning, match=r"AdamW .* waits for the device each time: give AdamW fused=True"):
+            step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            step()
+    skip._warn_of_wait.cache_clear()
+
+
+def test_on_the_cpu_no_optimizer_makes_the_host_wait() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()

@@ -32,8 +32,8 @@ class SkipNonFinite(Rule):
     above 1e154) counts as not finite.
 
     This works with any optimizer. Torch's fused optimizers take the decision on the device, once they have their state.
-    For any other optimizer the host reads one bool in every step, and waits for the device. The steps that a
-    ``GradScaler`` itself leaves out never reach the rule.
+    For any other optimizer the host reads one bool in every step, and waits for the device; a warning says so once.
+    The steps that a ``GradScaler`` itself leaves out never reach the rule.
 
     The log gets ``skipped`` (0 or 1), ``skipped_in_a_row`` and ``skipped_total``; the last two are in ``state_dict()``
     of the attachment. A step that is left out is logged in any case, with its own step, the ranks whose own gradients

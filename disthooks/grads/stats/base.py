@@ -164,6 +164,15 @@ def onto(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None =
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
 
 
+def scalar(number: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``number`` as a scalar tensor on ``device``. The host does not wait, as it would in ``torch.as_tensor(number)``.
+
+    >>> scalar(2.5, torch.device("cpu"))
+    tensor(2.5000)
+    """
+    return onto(number, device) if isinstance(number, torch.Tensor) else torch.full((), number, device=device)
+
+
 def moved(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host on ``device``. Its memory is pinned first, since the host would wait for any other copy."""
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
