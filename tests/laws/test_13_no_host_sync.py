@@ -155,7 +155,7 @@ def test_a_scale_on_the_host_is_not_copied(device: torch.device, rules: list[Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=False, foreach=False)
     x = torch.ones(3, 4, device=device)
     with (
-        mock.patch.object(Engine, "gradient_scale", lambda self: 8.0),
+        mock.patch.object(Engine, "gradient_scale", return_value=8.0),
         dh.gradients(model, optimizer, rules=rules, stats=[stats.Norm(), stats.Spread()], every=100),
     ):
         model(x).sum().backward()
