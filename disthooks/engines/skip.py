@@ -58,7 +58,7 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
         and any(type(optimizer).step is kind.step for kind in FUSED)
     )
     if not is_fused and not decision.is_cpu:
-        _warn_of_wait(type(optimizer))
+        _warn_of_wait(type(told))
     if not is_fused or _lacks_state(optimizer):
         return bool(decision)
     ours = decision.to(torch.float32)
