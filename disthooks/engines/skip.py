@@ -58,7 +58,7 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
         and any(type(optimizer).step is kind.step for kind in FUSED)
     )
     if not is_fused and not decision.is_cpu:
-        _warn_of_wait(type(told))
+        _warn_of_wait(type(told).__name__, any(type(told).step is kind.step for kind in FUSED))
     if not is_fused or _lacks_state(optimizer):
         return bool(decision)
     ours = decision.to(torch.float32)
@@ -73,14 +73,14 @@ def should_skip(decision: torch.Tensor, optimizer: torch.optim.Optimizer) -> boo
 
 
 @functools.cache
-def _warn_of_wait(kind: type[Any]) -> None:
+def _warn_of_wait(name: str, could_be_fused: bool) -> None:
     """Say once for each class that the host waits for the device in every step, and how to avoid it."""
-    if any(kind.step is fused.step for fused in FUSED):
-        remedy = f"give {kind.__name__} fused=True in each of its groups; then its kernels take the decision"
+    if could_be_fused:
+        remedy = f"give {name} fused=True in each of its groups; then its kernels take the decision"
     else:
         remedy = "torch's Adam, AdamW, SGD and Adagrad take the decision on the device if they are given fused=True"
     warnings.warn(
-        f"{kind.__name__} cannot leave a step out by itself, so the host reads in every step whether to skip it, and "
+        f"{name} cannot leave a step out by itself, so the host reads in every step whether to skip it, and "
         f"waits for the device each time: {remedy}. Or leave out the rule that skips steps (SkipNonFinite)",
         stacklevel=2,
     )
