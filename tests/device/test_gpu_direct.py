@@ -16,7 +16,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores import scratch_file
+from disthooks.saved.stores import gpu_direct
 from tests.support.sim import kvikio_like, simulated
 
 ALL = dh.AtLeast(0)
@@ -33,8 +33,8 @@ def kvikio(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> object:
     """The stand-in, for the simulated device."""
     if device.type != "sim":
         pytest.skip("moves the memory of the simulated device alone")
-    monkeypatch.setattr(scratch_file, "_kvikio", lambda: (kvikio_like, ""))
-    monkeypatch.setattr(scratch_file, "_KINDS", ("sim",))
+    monkeypatch.setattr(gpu_direct, "_kvikio", lambda: (kvikio_like, ""))
+    monkeypatch.setattr(gpu_direct, "_KINDS", ("sim",))
     kvikio_like.moved.clear()
     yield kvikio_like
     kvikio_like.fails.clear()
@@ -91,7 +91,7 @@ def test_all_of_kvikio_is_imported(tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    found, why = scratch_file._kvikio()
+    found, why = gpu_direct._kvikio()
     assert why == ""
     assert callable(found.defaults.set)
 

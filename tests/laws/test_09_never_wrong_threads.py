@@ -235,7 +235,7 @@ def test_tensors_of_every_size_are_written_together(tmp_path: pathlib.Path) -> N
     for ticket in tickets:
         store.drop(ticket)
     store.release_idle()
-    assert soon(lambda: store._mover.files[0]._used == 0)
+    assert soon(lambda: store._mover.files[0].in_use == 0)
 
 
 def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> None:

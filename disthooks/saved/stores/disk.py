@@ -24,9 +24,10 @@ from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
 from disthooks.saved.stores.device_copy import Incoming, let_go
+from disthooks.saved.stores.gpu_direct import GpuDirectWay
 from disthooks.saved.stores.order import AccessOrder, PerThread
 from disthooks.saved.stores.pools import PAGE
-from disthooks.saved.stores.scratch_file import GpuDirectWay, ScratchFile, Waste, file_in
+from disthooks.saved.stores.scratch_file import ScratchFile, Waste, file_in
 from disthooks.saved.stores.transfer import (
     FAILED,
     GONE,
@@ -297,7 +298,7 @@ class Mover(Workers[Slab | list[Ticket], Ticket]):
                 slab.freed = True
                 release(extent)  # a C function: see [Note: interrupts]
             elif slab.live:  # other tensors lie in the slab: only the pages of this one are unused
-                slab.file.release(Waste(slab.extent.offset, ticket.offset, padded(ticket.nbytes)))
+                slab.file.release(Waste(slab.extent, ticket.offset, padded(ticket.nbytes)))
             ticket.slab = None
 
     def _have_read(self, slabs: Sequence[Slab]) -> None:

@@ -1,4 +1,4 @@
-"""A file without a name that holds many tensors, and GPUDirect Storage, which moves tensors of a GPU to it."""
+"""A file without a name that holds many tensors."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import importlib
-import itertools
 import mmap
 import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import torch
-
-from disthooks._fork_safe import ForkSafe, Order, shared_lock
+from disthooks._fork_safe import ForkSafe, Order
 from disthooks._tensors import format_bytes
 from disthooks.errors import StoreError
 from disthooks.saved.stores.base import ByteBudget
-from disthooks.saved.stores.pools import PAGE, AlignedPool, room_for
+from disthooks.saved.stores.extents import Extent, Extents
+from disthooks.saved.stores.pools import PAGE, AlignedPool
 
 CHUNK = 8 << 20  # bytes of one system call
 _PROBE = 32 << 20  # bytes that are written and read to measure the disk
@@ -43,27 +40,20 @@ _PROBE = 32 << 20  # bytes that are written and read to measure the disk
 # [Note: blocks of the file]
 # Small tensors are written together, each to pages of its own. An extent is used again only when all tensors in it are
 # dropped. But a limit counts only tensors that are still there, so the blocks of dropped tensors must not stay. If
-# there is a limit, and the file would have more blocks (``st_blocks``) than that, all unused parts become holes: pages
-# of dropped tensors in extents that are in use, free extents, and the room that an extent has beyond its tensor.
-# Without a limit, and below it, they keep their blocks, because writing over blocks is faster than getting new ones.
+# there is a limit, and the file would have more blocks (``st_blocks``) than that, all unused parts become holes: the
+# free parts of the file, and the pages of dropped tensors in extents that are in use (``_wasted``). Without a limit,
+# and below it, they keep their blocks, because writing over blocks is faster than getting new ones.
 #
-# A hole in a part that is in use would lose data. So each unused part is listed in one place only. An unused part of
-# an extent in use is listed in ``_wasted`` under this extent, until the extent is freed. A free extent is listed in
-# ``_unused``, until it is used again or lies beyond the end of the file. Both kinds of releases go through one queue,
-# because their order matters.
+# A hole in a part that is in use would lose data. So the wasted parts of an extent are forgotten when it is freed.
+# Both kinds of releases go through one queue, because their order matters.
 
-
-class Extent(NamedTuple):
-    """A place in a file: first byte and number of bytes, both multiples of a page."""
-
-    offset: int
-    room: int
+_ENDLESS = 1 << 62  # bytes: the file has no end, as far as its parts are concerned
 
 
 class Waste(NamedTuple):
-    """Unused pages of an extent in use: ``room`` bytes from byte ``start`` of the extent at ``offset``."""
+    """Unused pages of an extent in use: ``room`` bytes from byte ``start`` of it."""
 
-    offset: int
+    extent: Extent
     start: int
     room: int
 
@@ -87,8 +77,6 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
         StoreError: if no file can be made there, or if ``direct`` is True and does not work there.
     """
 
-    _may_repeat = False  # an extent that is released twice would be given to two tensors
-
     def __init__(self, directory: str, direct: bool | Literal["auto"]) -> None:
         super().__init__(Order.SCRATCH_FILE)
         self.directory = directory
@@ -109,14 +97,12 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
                 raise self.error("no file can be made", error, None) from error
         self._fd = _high(self._fd)
         self.measured: Bandwidth | None = None
-        self._end = self._size = 0  # bytes: the end of the last extent, and the size of the file
+        self._parts = Extents(_ENDLESS)
+        self._size = 0  # bytes of the file
         self._peaks: collections.deque[int] = collections.deque([0], maxlen=8)  # the largest ends of the last steps
-        self._free: dict[int, list[int]] = collections.defaultdict(list)  # by room: the offsets of free extents
-        self._ends: dict[int, tuple[int, int]] = {}  # by their ends: offset and room of free extents
-        self._used = 0  # how many extents are in use
-        # See [Note: blocks of the file]. The parts in both may still have blocks.
-        self._wasted: collections.defaultdict[int, list[Extent]] = collections.defaultdict(list)  # by extent
-        self._unused: dict[int, int] = {}  # by offset: the rooms of free extents
+        # See [Note: blocks of the file].
+        self._wasted: dict[Extent, list[tuple[int, int]]] = {}  # by extent: begins and ends that may still have blocks
+        self._holes: set[tuple[int, int]] = set()  # free parts that have none
         self._has_holes = False
         #: The budgets whose limits bound the space of this file on the disk, and how many files share each limit.
         self.budgets: weakref.WeakSet[ByteBudget] = weakref.WeakSet()
@@ -176,28 +162,32 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
 
     # -- which parts are used
 
-    def allocate(self, nbytes: int) -> Extent:
-        """An extent for ``nbytes``: a free one with at most twice the room that is needed, or a new one at the end."""
-        room = room_for(nbytes)
+    @property
+    def in_use(self) -> int:
+        """Bytes of all extents that are in use."""
         with self._lock:
             self._drain_releases()
-            self._used += 1
-            fitting = [size for size, offsets in self._free.items() if offsets and room <= size <= 2 * room]
-            if fitting:
-                room = min(fitting)
-                offset = self._free[room].pop()
-                del self._ends[offset + room]
-                grows = self._unused.pop(offset, None) is None
-            else:
-                offset, self._end = self._end, self._end + room
+            return self._parts.in_use
+
+    @property
+    def _end(self) -> int:
+        return self._parts.free[-1][0]
+
+    def allocate(self, nbytes: int) -> Extent:
+        """An extent of whole pages for ``nbytes``. ``release``, which destructors may call, gives it back."""
+        room, extent = -(-nbytes // PAGE) * PAGE, Extent()
+        try:
+            with self._lock:
+                self._drain_releases()
+                self._parts.take(extent, room)
                 grows = self._has_holes or self._end > self._size
                 self._size = max(self._size, self._end)
                 self._peaks[-1] = max(self._peaks[-1], self._end)
-            pages = -(-nbytes // PAGE) * PAGE
-            if pages < room:
-                self._wasted[offset].append(Extent(offset + pages, room - pages))
-            self._give_back(pages if grows else 0)
-            return Extent(offset, room)
+                self._give_back(room if grows else 0)
+        except BaseException:
+            self.release(extent)
+            raise
+        return extent
 
     def shrink(self, keep_peak: bool) -> None:
         """Give unused space back to the file system.
@@ -247,45 +237,34 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
             if self._size > self._end:
                 os.ftruncate(self._fd, self._end)
                 self._size = self._end
-        for offset, room in list(self._unused.items()) if self._punches else []:
-            if self._punch(Extent(offset, room)):
-                del self._unused[offset]
-        if self._punches:
-            for part in itertools.chain.from_iterable(self._wasted.values()):
-                self._punch(part)
-            self._wasted.clear()  # each is a hole now, or the file system can make none
+        if not self._punches:
+            return
+        wasted = [part for parts in self._wasted.values() for part in parts]
+        free = self._parts.free[:-1]
+        for begin, end in [part for part in free if part not in self._holes] + wasted:
+            if not self._punch(begin, end):
+                return
+        self._holes = set(free)
+        self._wasted.clear()
 
-    def _punch(self, extent: Extent) -> bool:
-        """Make ``extent`` a hole. Returns whether it is one now; not every file system can do this."""
+    def _punch(self, begin: int, end: int) -> bool:
+        """Make a part of the file a hole. Returns whether it is one now; not every file system can do this."""
         call = _fallocate() if self._punches else None
-        done = call is not None and call(self._fd, _PUNCH_HOLE | _KEEP_SIZE, *extent) == 0
-        self._punches, self._has_holes = done, self._has_holes or done
-        return done
+        self._punches = call is not None and call(self._fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin) == 0
+        self._has_holes = self._has_holes or self._punches
+        return self._punches
 
     def _apply_release(self, release: Extent | Waste) -> None:
-        if isinstance(release, Waste):
-            self._wasted[release.offset].append(Extent(release.offset + release.start, release.room))
-            return
-        offset, room = release
-        self._used -= 1
-        self._wasted.pop(offset, None)
-        self._unused[offset] = room
-        self._free[room].append(offset)
-        self._ends[offset + room] = offset, room
+        if isinstance(release, Extent):
+            self._wasted.pop(release, None)
+            self._parts.give(release)
+        elif release.extent in self._parts:
+            begin = release.extent.offset + release.start
+            self._wasted.setdefault(release.extent, []).append((begin, begin + release.room))
 
     def _drain_releases(self) -> None:
         super()._drain_releases()
-        while self._end in self._ends:  # a free extent at the end is cut off
-            offset, room = self._ends.pop(self._end)
-            self._free[room].remove(offset)
-            self._unused.pop(offset, None)
-            self._end = offset
-        if not self._used and self._peaks[-1]:  # all is free, as after every backward: begin anew at 0
-            self._free.clear()
-            self._ends.clear()
-            self._unused.clear()
-            self._wasted.clear()
-            self._end = 0
+        if not self._parts.in_use and self._peaks[-1]:  # all is free, as after every backward
             self._peaks.append(0)
 
     # -- the speed of the disk
@@ -374,114 +353,6 @@ def _open_direct(directory: str) -> tuple[int, str]:
     return -1, why
 
 
-_LEAST = 1 << 20  # bytes: kvikio itself moves smaller tensors through host memory
-_KINDS = ("cuda",)  # the types of devices that can use it
-
-_INSTALL = "install kvikio-cu12 (or -cu13, as your CUDA is) and NVIDIA's nvidia-fs driver, or leave gpu_direct=False"
-
-
-class GpuDirect:
-    """Scratch files that are opened a second time for GPUs: NVIDIA's GPUDirect Storage, through kvikio.
-
-    kvikio reads and writes in threads of its own, and does not wait for streams. So the host waits before a write until
-    the tensor is filled, and before a read until nobody uses the memory any more. Writer and reader hold the memory
-    until kvikio is done.
-
-    Raises:
-        OSError, RuntimeError, ValueError: what kvikio raises for a file that it cannot move directly.
-    """
-
-    def __init__(self, kvikio: Any, files: Sequence[ScratchFile]) -> None:
-        # With "OFF", kvikio raises an error where it would otherwise go through host memory without a word.
-        with kvikio.defaults.set("compat_mode", kvikio.CompatMode.OFF):
-            # The files have no names, so they are opened by their descriptors.
-            self._files = {file: kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+") for file in files}
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which is contiguous, can go this way: it has whole pages, and is large enough."""
-        return tensor.device.type in _KINDS and tensor.nbytes >= _LEAST and tensor.nbytes % PAGE == 0
-
-    def write(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
-        """Write ``tensor``, which is filled, at ``offset``, and wait for that.
-
-        Raises:
-            StoreError: if not all of it is written.
-        """
-        self._move(file, "pwrite", "written", tensor, offset)
-
-    def read(self, file: ScratchFile, tensor: torch.Tensor, offset: int) -> None:
-        """Fill ``tensor``, whose memory the device does not use, from ``offset``, and wait for that.
-
-        Raises:
-            StoreError: if not all of it is there.
-        """
-        self._move(file, "pread", "read", tensor, offset)
-
-    def _move(self, file: ScratchFile, call: str, done: str, tensor: torch.Tensor, offset: int) -> None:
-        data = tensor.detach().view(-1).view(torch.uint8)  # bytes, because kvikio does not know every dtype of torch
-        what = f"{tensor.nbytes} bytes could not be {done} by GPUDirect Storage"
-        try:
-            moved = getattr(self._files[file], call)(data, tensor.nbytes, offset).get()
-        except OSError as error:
-            raise file.error(what, error, tensor.nbytes) from error
-        except (RuntimeError, ValueError) as error:
-            raise file.error(f"{what} ({error})", None, tensor.nbytes) from error
-        if moved != tensor.nbytes:
-            raise file.error(f"{what}: only {moved} bytes were {done}", None, tensor.nbytes)
-
-
-def opened(files: Sequence[ScratchFile], checksum: bool) -> tuple[GpuDirect | None, str]:
-    """GPUDirect Storage for all of ``files``, or why it cannot be used."""
-    if checksum:
-        return None, "checksum=True reads every byte on the host"
-    buffered = next((file for file in files if not file.direct), None)
-    if buffered is not None:
-        return None, f"{buffered.directory} is written through the page cache: {buffered.why_buffered}"
-    kvikio, why = _kvikio()
-    if kvikio is None:
-        return None, why
-    try:
-        found = GpuDirect(kvikio, files)
-        _probe(found, files)
-    except Exception as error:  # on a machine that it does not fit, a driver may raise anything
-        return None, f"kvikio cannot move files of {', '.join(file.directory for file in files)}: {error}"
-    return found, ""
-
-
-def _kvikio() -> tuple[Any, str]:
-    """kvikio, or why it cannot be used."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return None, "there is no NVIDIA GPU"
-    try:
-        kvikio: Any = importlib.import_module("kvikio")
-        driver: Any = importlib.import_module("kvikio.cufile_driver")
-        importlib.import_module("kvikio.defaults")  # kvikio itself does not import it
-    except Exception as error:  # a shared library that does not load raises other errors than ImportError
-        return None, f"kvikio cannot be imported ({error}): {_INSTALL}"
-    try:
-        there = driver.get("is_gds_available") if hasattr(driver, "get") else driver.properties.is_gds_available
-    except Exception as error:
-        return None, f"the cuFile driver does not start ({error}): {_INSTALL}"
-    return (kvikio, "") if there else (None, f"kvikio says that GPUDirect Storage is not available: {_INSTALL}")
-
-
-def _probe(direct: GpuDirect, files: Sequence[ScratchFile]) -> None:
-    """Write a little to each file and read it back; RuntimeError if other bytes come back."""
-    device = torch.accelerator.current_accelerator()
-    there = torch.arange(_LEAST // 8, device=device)
-    for file in files:
-        back = torch.zeros_like(there)
-        torch.accelerator.synchronize()
-        extent = file.allocate(there.nbytes)
-        try:
-            direct.write(file, there, extent.offset)
-            direct.read(file, back, extent.offset)
-        finally:
-            file.release(extent)
-        if not torch.equal(there, back):
-            raise RuntimeError(f"the bytes read from {file.directory} are not those that were written")
-
-
 _files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
 
 
@@ -492,37 +363,3 @@ def file_in(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
     if found is None:
         found = _files[key] = ScratchFile(directory, direct)
     return found
-
-
-class GpuDirectWay:
-    """GPUDirect Storage for ``files``, opened when it is first needed.
-
-    Args:
-        files: the files; it is used only if it works for all of them.
-        checksum: whether the host has to read every byte, for a checksum.
-        wanted: True: it has to work. False: it is not used. ``"auto"``: it is used if it works.
-
-    Attributes:
-        why_staged: why it cannot be used; empty if it can, or if ``wanted`` is False.
-
-    Raises:
-        StoreError: at once, if it has to work and does not.
-    """
-
-    def __init__(self, files: Sequence[ScratchFile], checksum: bool, wanted: bool | Literal["auto"]) -> None:
-        self._files, self._checksum, self._lock = files, checksum, shared_lock(Order.WAY)
-        self._looked = wanted is False
-        self._found: GpuDirect | None = None
-        self.why_staged = ""
-        if wanted is True and self() is None:
-            what = f"OnDisk({files[0].directory!r}): gpu_direct=True, but {self.why_staged}"
-            raise StoreError(what, path=files[0].directory)
-
-    def __call__(self) -> GpuDirect | None:
-        """GPUDirect Storage for these files, or None if it cannot be used."""
-        if not self._looked:
-            with self._lock:
-                if not self._looked:
-                    self._found, self.why_staged = opened(self._files, self._checksum)
-                    self._looked = True
-        return self._found

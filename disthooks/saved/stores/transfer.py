@@ -33,9 +33,11 @@ from disthooks.saved.stores.device_copy import (
     source_of,
     taken,
 )
+from disthooks.saved.stores.extents import Extent
+from disthooks.saved.stores.gpu_direct import GpuDirect
 from disthooks.saved.stores.order import AccessOrder
 from disthooks.saved.stores.pools import PAGE, AlignedPool, memory_at, memory_of, shaped, tensor_over
-from disthooks.saved.stores.scratch_file import CHUNK, Extent, GpuDirect, ScratchFile
+from disthooks.saved.stores.scratch_file import CHUNK, ScratchFile
 
 QUEUED, WRITING, WRITTEN, FAILED, GONE = "queued", "writing", "written", "failed", "gone"
 

@@ -61,7 +61,7 @@ def clean(store: Any) -> bool:
 
 def _used(file: Any) -> int:
     file.shrink(keep_peak=True)
-    return file._used
+    return len(file._parts)
 
 
 def error_of(function: Callable[[], object], *kinds: type[BaseException]) -> BaseException:

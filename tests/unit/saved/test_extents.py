@@ -1,0 +1,104 @@
+"""Extents of segments and files: nothing overlaps, nothing is lost, whatever comes between, Ctrl-C included."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+
+import pytest
+
+from disthooks.saved.stores.extents import Extent, Extents
+from disthooks.saved.stores.scratch_file import ScratchFile, Waste
+
+PAGE = 4096
+
+
+def _check(parts: Extents, used: list[Extent]) -> None:
+    """All of the range is either free or in use, once; and no two free parts are neighbours."""
+    pieces = sorted([*parts.free, *((each.offset, each.offset + each.room) for each in used)])
+    assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == parts.size
+    assert all(end < begin for (_, end), (begin, _) in zip(parts.free, parts.free[1:], strict=False))
+    assert parts.in_use == sum(each.room for each in used)
+
+
+def test_random_sizes_in_any_order() -> None:
+    draw = random.Random(0)
+    parts, used = Extents(1000), list[Extent]()
+    refused = 0
+    for step in range(5000):
+        if used and draw.random() < 0.5:
+            gone = used.pop(draw.randrange(len(used)))
+            parts.give(gone)
+            if step % 3 == 0:
+                parts.give(gone)  # again: it does no harm
+        else:
+            extent = Extent()
+            if parts.take(extent, draw.randint(1, 120)):
+                used.append(extent)
+            else:
+                refused += 1
+        _check(parts, used)
+    assert refused
+    for extent in used:
+        parts.give(extent)
+    assert parts.free == [(0, 1000)]
+
+
+def test_in_reverse_it_is_a_bump_offset() -> None:
+    parts = Extents(100)
+    several = [Extent() for _ in range(10)]
+    for _ in range(3):
+        assert all(parts.take(extent, 10) for extent in several)
+        assert [extent.offset for extent in several] == list(range(0, 100, 10))
+        for extent in reversed(several):
+            parts.give(extent)
+            assert len(parts.free) == 1
+        several = [Extent() for _ in range(10)]
+
+
+def _raise_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["give", "take"])
+def test_an_interrupt_loses_no_part_of_a_file(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    file = ScratchFile(str(tmp_path), False)
+    first, second = file.allocate(5 * PAGE), file.allocate(3 * PAGE)
+    file.release(second)
+    file.release(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(Extents, method, _raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            file.allocate(PAGE)
+    third = file.allocate(8 * PAGE)
+    assert (third.offset, file.in_use) == (0, 8 * PAGE)
+    file.release(third)
+    assert file.in_use == 0
+
+
+def test_no_hole_in_what_is_used(tmp_path: pathlib.Path) -> None:
+    """Pages of dropped tensors become holes; those that were given to others meanwhile do not."""
+    file = ScratchFile(str(tmp_path), False)
+    extents = [file.allocate(4 * PAGE) for _ in range(4)]
+    for number, extent in enumerate(extents):
+        file.write(memoryview(bytes([number + 1]) * 4 * PAGE), extent.offset)
+    file.release(Waste(extents[0], PAGE, PAGE))
+    file.release(Waste(extents[1], 0, 4 * PAGE))
+    file.release(extents[1])
+    again = file.allocate(4 * PAGE)
+    assert again.offset == extents[1].offset
+    file.write(memoryview(b"x" * 4 * PAGE), again.offset)
+    file.release(Waste(extents[1], 0, 4 * PAGE))  # it is not in use any more
+    file.shrink(keep_peak=False)
+    data = bytearray(4 * PAGE)
+    file.read(memoryview(data), again.offset, len(data))
+    assert data == b"x" * 4 * PAGE
+    file.read(memoryview(data), extents[0].offset, len(data))
+    assert data[:PAGE] == b"\x01" * PAGE == data[2 * PAGE : 3 * PAGE]
+    if file._has_holes:
+        assert data[PAGE : 2 * PAGE] == bytes(PAGE)
+        assert os.fstat(file.fileno()).st_blocks * 512 <= 15 * PAGE
