@@ -44,7 +44,7 @@ def on(device: torch.device, numel: int = 20_000, seed: int = 0) -> torch.Tensor
 
 def clean(store: dh.OnDisk) -> bool:
     """Whether nothing is held, in flight, in the file or on its way any more."""
-    moving = store._mover
+    moving = store.open().mover
 
     def nothing() -> bool:
         gc.collect()

@@ -92,7 +92,7 @@ def test_the_bound_holds(device: torch.device, parts: int) -> None:
     simulated.delays(2e-3)
     x = given(device)
     store = dh.OnCpu(in_flight=parts * x.nbytes)
-    courier = store.courier(device)
+    courier = store.open().courier(device)
     most = max(parts, 1) * x.nbytes
     for _ in range(3):
         with dh.saving(every(store)):
@@ -139,7 +139,7 @@ def test_nothing_grows(device: torch.device) -> None:
         if i % 4 == 3:
             assert is_clean(store, device)
             held.append(torch.accelerator.memory_allocated(device))
-            pool.append(store.courier(device).pool.held)
+            pool.append(store.open().courier(device).pool.held)
     assert min(held[-3:]) <= max(held[3:6])  # an engine's thread may let go of its last tensor a moment later
     assert pool[-1] <= 1.5 * pool[4]  # how far ahead the host is differs; of what grows there is three times as much
 
@@ -238,7 +238,7 @@ def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> Non
     torch.accelerator.synchronize(device)
     with dh.saving(every(store)):
         y = chain(x)
-    lane = store.courier(device)._own()
+    lane = store.open().courier(device)._own()
     with no_waits(device):
         times = list(lane.times().values())
     assert len(times) == 12
@@ -249,7 +249,7 @@ def test_device_time_is_measured_and_not_waited_for(device: torch.device) -> Non
 
 def test_each_is_brought_in_the_last_moment(device: torch.device) -> None:
     """Copies of 1.5 s come one after the other: the second has to begin before the first is wanted, the third not."""
-    courier = dh.OnCpu().courier(device)
+    courier = dh.OnCpu().open().courier(device)
     courier._link = types.SimpleNamespace(back=types.SimpleNamespace(pace=0.001))
 
     class Parcel:
@@ -268,14 +268,14 @@ def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, mo
     x = given(device)
     store = dh.OnCpu(in_flight="500 KiB")
     monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
-    store.courier(device).pool = pools.PinnedPool(device)
+    store.open().courier(device).pool = pools.PinnedPool(device)
     with pytest.warns(UserWarning, match="no more page-locked memory is available"):
         assert torch.equal(step(store, x), gradient(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
             assert torch.equal(step(store, x), gradient(x))
-    assert not store.courier(device).pool.tensor(x.shape, x.dtype).is_pinned()
+    assert not store.open().courier(device).pool.tensor(x.shape, x.dtype).is_pinned()
     assert is_clean(store, device)
 
 
@@ -284,7 +284,7 @@ def test_memory_that_is_not_page_locked_if_asked_for(device: torch.device) -> No
     for pin in (True, False):
         store = dh.OnCpu(pin_memory=pin, in_flight=0)
         assert torch.equal(step(store, x), gradient(x))
-        assert store.courier(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
+        assert store.open().courier(device).pool.tensor(x.shape, x.dtype).is_pinned() is pin
 
 
 def test_the_order_changes(device: torch.device) -> None:
@@ -466,7 +466,7 @@ def test_the_limit_counts_what_copies_are_still_at(device: torch.device) -> None
         store.wait()
         for _ in range(3):  # brought back, and not there yet when it is dropped
             ticket = store.put(x.clone())
-            store.courier(device).set_device_limit(0)
+            store.open().courier(device).set_device_limit(0)
             store.get(ticket)
             del ticket
         assert tier(store).held > 1 << 20

@@ -200,7 +200,7 @@ def test_two_devices(device: torch.device, store: dh.OnCpu) -> None:
         del y
         assert is_clean(store, device)
         assert is_clean(store, other)
-    assert len(store._couriers) == 2
+    assert len(store.open().couriers) == 2
 
 
 def test_changed_in_place_is_caught(device: torch.device, store: dh.OnCpu) -> None:

@@ -55,7 +55,7 @@ def test_what_stayed_is_sent_after_the_stream_that_made_it(device: torch.device,
     with simulated.held(side):
         with on(side):
             ticket = store.put(copied(x))
-        assert ticket.ticket in store.courier(device)._staying
+        assert ticket.ticket in store.open().courier(device)._staying
         thread, found = None, []
         if how == "room":
             store.set_device_limit(0)
@@ -155,7 +155,7 @@ def test_memory_of_another_stream_is_not_used_again_too_soon(device: torch.devic
             with on(second), torch.no_grad():
                 seen.copy_(y)
             del y
-            store.courier(device).device_bytes  # noqa: B018  what is copied is let go of
+            store.open().courier(device).device_bytes  # noqa: B018  what is copied is let go of
             with on(first):
                 for _ in range(4):
                     torch.empty(N, device=device).copy_(junk, non_blocking=True)
@@ -172,7 +172,7 @@ def test_no_event_is_asked_in_a_capture(device: torch.device, monkeypatch: pytes
     with dh.saving(every(store)):
         y = chain(x)
     torch.accelerator.synchronize(device)
-    flying = [parcel for parcel in store.courier(device)._flying if parcel.outgoing.source is not None]
+    flying = [parcel for parcel in store.open().courier(device)._flying if parcel.outgoing.source is not None]
     with monkeypatch.context() as patch:
         patch.setattr(_torch, "_HAS_GRAPHS", True)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)

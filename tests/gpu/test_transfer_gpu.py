@@ -141,5 +141,5 @@ def test_pinned_memory_does_not_grow(cuda: torch.device) -> None:
         del y
         torch.cuda.synchronize()  # what is still being copied is still held
         store.wait()
-        held.append((store.courier(cuda).pool.held, torch.cuda.memory_allocated()))
+        held.append((store.open().courier(cuda).pool.held, torch.cuda.memory_allocated()))
     assert len(set(held[20:])) == 1

@@ -49,7 +49,7 @@ for i in range(20 * int(sys.argv[4])):  # on a busy machine many come when the s
         hit += 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    assert clean(store), (i, store.budget.held, store._mover.in_flight)
+    assert clean(store), (i, store.budget.held, store.open().mover.in_flight)
     assert saved.report().held == 0 or lost, (i, saved.report())
     assert right(store), i
 print(hit)
@@ -75,7 +75,7 @@ os.pwrite = slow(write, 30.0)
 x = torch.linspace(-2, 2, 50_000, requires_grad=True)
 with dh.saving(pipe(store)):
     y = chain(x, 20)
-assert store._mover.in_flight > 0
+assert store.open().mover.in_flight > 0
 print("in flight", time.time(), sep=",", flush=True)
 if sys.argv[3] == "kill": os.kill(os.getpid(), 9)
 if sys.argv[3] == "raise": raise SystemExit(3)
@@ -146,7 +146,7 @@ def test_thousands_of_steps_leave_nothing(tmp_path: pathlib.Path, monkeypatch: p
                 for _ in range(length):
                     y = y.sin()
             y.sum().backward()
-            sizes.append(os.fstat(store._mover.files[0]._fd).st_size)
+            sizes.append(os.fstat(store.open().mover.files[0]._fd).st_size)
             resident.append(dh.memory.resident())
 
     steps(300)

@@ -100,7 +100,7 @@ def test_extents_do_not_overlap_and_are_used_again(tmp_path: pathlib.Path) -> No
             tensor, ticket = held.pop(int(torch.randint(0, 20, (1,), generator=generator)))
             assert torch.equal(store.get(ticket), tensor)
             store.drop(ticket)
-        ends.append(store._mover.files[0]._end)
+        ends.append(store.open().mover.files[0]._end)
     assert ends[-1] < 4 * 20 * 60_000
     assert store.budget.held == sum(store.budget.size(tensor.nbytes) for tensor, _ in held)
 
@@ -283,7 +283,7 @@ def test_a_file_that_was_cut_off_is_an_error_and_never_zeros(tmp_path: pathlib.P
     with dh.saving(store):
         y = x.exp()
     store.wait()
-    os.truncate(store._mover.files[0]._fd, 100)
+    os.truncate(store.open().mover.files[0]._fd, 100)
     with pytest.raises(StoreError, match="too soon"):
         y.sum().backward()
 

@@ -85,7 +85,7 @@ def test_a_thread_that_is_killed_is_not_waited_for(
                 0.003 * i + 0.0007 * moment,
                 lambda: [
                     kill(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-                    for thread in list(store._mover._jobs)
+                    for thread in list(store.open().mover._jobs)
                 ],
             )
             timer.start()
@@ -96,7 +96,7 @@ def test_a_thread_that_is_killed_is_not_waited_for(
         with contextlib.suppress(StoreError, SystemExit):
             store.wait()
     assert right(store)
-    assert store._mover._jobs
+    assert store.open().mover._jobs
     store.release_idle()  # a thread that was killed while it was idle ends here
 
 
@@ -235,7 +235,7 @@ def test_tensors_of_every_size_are_written_together(tmp_path: pathlib.Path) -> N
     for ticket in tickets:
         store.drop(ticket)
     store.release_idle()
-    assert soon(lambda: store._mover.files[0].in_use == 0)
+    assert soon(lambda: store.open().mover.files[0].in_use == 0)
 
 
 def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> None:
@@ -250,7 +250,7 @@ def test_a_tensor_that_was_dropped_is_not_waited_for(tmp_path: pathlib.Path) -> 
 def test_nobody_waits_for_threads_that_ended_with_the_process(tmp_path: pathlib.Path) -> None:
     """A step may run at exit, after the threads of the store ended. What it puts stays in memory."""
     store, x = dh.OnDisk(tmp_path, in_flight=20_000), torch.linspace(-2, 2, 5000, requires_grad=True)
-    store._mover.close()
+    store.open().mover.close()
     with dh.saving(ALL, store):
         y = x.sin().cos().tan().sum()
     store.wait()
@@ -271,6 +271,6 @@ def test_the_failure_of_another_tensor_is_not_that_of_this_one(
     tiers.wait()
     monkeypatch.setattr(os, "pwrite", full)
     two = tiers.put(second)
-    assert soon(lambda: tiers.stores[0]._mover._failed is not None)
+    assert soon(lambda: tiers.stores[0].open().mover._failed is not None)
     assert torch.equal(tiers.get(one), first)
     assert torch.equal(tiers.get(two), second)

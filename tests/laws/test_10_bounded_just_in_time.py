@@ -38,7 +38,7 @@ class Slow(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.seconds / 2)
-        mover = ctx.store._mover
+        mover = ctx.store.open().mover
         with mover._lock:
             Slow.noted.append(sum(ticket.nbytes for ticket in mover._ahead if ticket.ahead is not None))
         time.sleep(ctx.seconds / 2)
@@ -120,7 +120,7 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     store = dh.OnDisk(tmp_path)
     for _ in range(2):
         _step(store, 0.05)
-    pool = store._mover.transfer.buffers
+    pool = store.open().mover.transfer.buffers
     assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
 
 
@@ -159,7 +159,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     del y
     (tier,) = store.report()
     assert tier.held == 0
-    mover = store._mover
+    mover = store.open().mover
     with mover._lock:
         mover._drain_releases()
         assert not mover._reads

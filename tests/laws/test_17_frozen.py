@@ -4,15 +4,18 @@
 
 This file shows it for every object that a user may share between attachments, models and threads: stores, codecs,
 pipelines, rules, statistics and sinks. None takes an assignment, none is another one after it was used, and what two
-attachments learn with one rule stays apart. The stores still carry their runtime beside their specification: what a
-user asked for does not change.
+attachments learn with one rule stays apart. A store has no other fields than those that the user asked for: what works
+for it in this process is held elsewhere.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import pathlib
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +25,9 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import sinks, stats
+from disthooks.errors import StoreError
 from tests.support.models import Tiny, identical, step, tokens
+from tests.support.stores.faulty import soon
 
 STORES: dict[str, Callable[[pathlib.Path], Any]] = {
     "OnCpu": lambda folder: dh.OnCpu("1 GiB"),
@@ -125,6 +130,97 @@ def test_a_store_is_the_same_one_after_use(kind: str, tmp_path: pathlib.Path) ->
     if kind != "Functions":  # equal by its functions, and a fresh one has the same
         assert store == STORES[kind](tmp_path)
         assert pickle.loads(pickle.dumps(store)) == store
+
+
+def _fields(store: Any) -> dict[str, Any]:
+    """All that the object holds, also that of the stores of a ``Tiered``."""
+    inner = [_fields(each) for each in getattr(store, "stores", ())]
+    return dict(vars(store)) | {f"store {number}": fields for number, fields in enumerate(inner)}
+
+
+def _same_fields(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether both have the same names and the same objects, not only equal ones."""
+    if now.keys() != before.keys():
+        return False
+    pairs = [(now[name], before[name]) for name in now]
+    return all(_same_fields(*pair) if isinstance(pair[0], dict) else pair[0] is pair[1] for pair in pairs)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_no_field_of_a_store_changes_by_use(kind: str, tmp_path: pathlib.Path) -> None:
+    store = STORES[kind](tmp_path)
+    before = _fields(store)
+    assert before.keys() - {"store 0", "store 1"} == _asked_for(store).keys()
+    ticket = store.put(torch.ones(5000))
+    store.get(ticket)
+    store.wait()
+    store.report()
+    store.drop(ticket)
+    with dh.saving(dh.pipeline(dh.AtLeast(0), store)):
+        y = torch.ones(5000, requires_grad=True).sin().sin().sum()
+    y.backward()
+    store.release_idle()
+    assert _same_fields(_fields(store), before)
+
+
+@pytest.mark.parametrize("kind", ["OnCpu", "OnDevice", "OnDisk", "Tiered"])
+def test_no_field_of_a_store_changes_by_an_error(kind: str, tmp_path: pathlib.Path) -> None:
+    full: dict[str, Callable[[], Any]] = {
+        "OnCpu": lambda: dh.OnCpu(100),
+        "OnDevice": lambda: dh.OnDevice(100),
+        "OnDisk": lambda: dh.OnDisk(tmp_path, 100),
+        "Tiered": lambda: dh.Tiered(dh.OnDevice(100), dh.OnDisk(tmp_path, 100)),
+    }
+    store = full[kind]()
+    before = _fields(store)
+    with pytest.raises(StoreError):
+        store.put(torch.ones(5000))
+    assert _same_fields(_fields(store), before)
+    assert store == full[kind]()
+
+
+@pytest.mark.parametrize("kind", ["OnCpu", "OnDevice", "OnDisk", "Tiered"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
+def test_a_copy_of_a_used_store_is_a_store_of_its_own(
+    kind: str, copied: Callable[[Any], Any], tmp_path: pathlib.Path
+) -> None:
+    """What works in this process belongs to the object: a copy counts its own bytes."""
+    store = STORES[kind](tmp_path)
+    ticket = store.put(torch.ones(5000))
+    other = copied(store)
+    assert other == store
+    assert [report.limit for report in other.report()] == [report.limit for report in store.report()]
+    # A shallow copy of a Tiered has the same stores, and these are shared.
+    own = kind != "Tiered" or other.stores[0] is not store.stores[0]
+    assert sum(report.held for report in other.report()) == (0 if own else sum(r.held for r in store.report()))
+    assert sum(report.held for report in store.report()) >= 20_000
+    again = other.put(torch.full((5000,), 2.0))
+    assert other.get(again).sum() == 10_000
+    assert store.get(ticket).sum() == 5000
+    other.drop(again)
+    store.drop(ticket)
+
+
+def test_what_works_for_a_store_is_one_thing_a_process(tmp_path: pathlib.Path) -> None:
+    """Two attachments of one object share its limit and its file; it is gone with the object and its last ticket."""
+    store = dh.OnDisk(tmp_path, "1 GiB")
+    opened = store.open()
+    assert store.open() is opened
+    assert dh.OnDisk(tmp_path, "1 GiB").open() is not opened
+    ticket = store.put(torch.arange(5000.0))
+    store.wait()
+    gone = weakref.ref(opened)
+    files = [weakref.ref(file) for file in opened.mover.files]
+    del opened
+    assert gone() is not None
+    found = store.get(ticket)
+    del store
+    assert all(file() is not None for file in files)  # the ticket reads from it
+    del ticket
+    gc.collect()
+    assert gone() is None
+    assert soon(lambda: [file() for file in files] == [None])  # a thread that wrote to it ends after a second
+    assert torch.equal(found, torch.arange(5000.0))
 
 
 @pytest.mark.parametrize("kind", STAGES)

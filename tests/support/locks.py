@@ -77,13 +77,15 @@ class Watched:
 def orders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
     """What is asked for under what, by everything that is made in this test."""
     from disthooks.saved import attach, module_class
-    from disthooks.saved.stores import device_copy, disk, pools
+    from disthooks.saved.stores import base, device_copy, disk, pools
 
     found = Orders()
     monkeypatch.setattr(_fork_safe, "make", lambda order, again: Watched(found, order, again))
     monkeypatch.setattr(module_class, "_lock", _fork_safe.shared_lock(Order.CLASSES))
     monkeypatch.setattr(attach, "_attaching", _fork_safe.shared_lock(Order.ATTACH))
-    monkeypatch.setattr(disk, "_lock", _fork_safe.shared_lock(Order.OPENING))
+    opening = _fork_safe.shared_lock(Order.OPENING)
+    for module in (base, disk):
+        monkeypatch.setattr(module, "opening", opening)
     pools.pool_of.cache_clear()
     device_copy.link_of.cache_clear()
     yield found

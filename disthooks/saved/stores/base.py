@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -258,6 +261,83 @@ class Store(ABC):
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``put`` takes ``tensor`` out of the memory that it is in."""
         return True
+
+
+Opened = TypeVar("Opened", bound=Store)
+
+#: Held while a store is opened.
+opening = shared_lock(Order.OPENING)
+
+# What works in this process for each spec that was used, by the identity of the spec. The second entry removes the
+# first one when the spec is gone: Python then calls ``_opened.pop(number, reference)``, a C function, so a destructor
+# may do it. Tickets hold what they need of what was opened.
+_opened: dict[int, tuple[Any, weakref.ref[Any]]] = {}
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_opened.clear)
+
+
+class StoreSpec(Store, Generic[Opened]):
+    """A store that is frozen and says only what the user asked for. ``open()`` gives what works in this process.
+
+    All attachments that use the same object share what it opens, and a forked process opens it anew. What is opened
+    lives as long as the spec or a ticket. Each ticket has a ``drop()`` that a destructor may call.
+    """
+
+    def open(self) -> Opened:
+        """The store that does the work in this process, opened at the first call."""
+        found = _opened.get(id(self))
+        if found is not None:
+            return cast(Opened, found[0])
+        with opening:
+            number = id(self)
+            if number not in _opened:
+                opened, gone = self._open(), functools.partial(_opened.pop, number)
+                _opened[number] = opened, weakref.ref(self, gone)
+            return cast(Opened, _opened[number][0])
+
+    @abstractmethod
+    def _open(self) -> Opened:
+        """Make the store that does the work; StoreError if it cannot work."""
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        return self.open().put(tensor)
+
+    def get(self, ticket: Any) -> torch.Tensor:
+        return self.open().get(ticket)
+
+    def drop(self, ticket: Any) -> None:
+        ticket.drop()  # a destructor calls this, and must not open anything
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.open().own(tensor)
+
+    def peek(self, ticket: Any) -> torch.Tensor | None:
+        return self.open().peek(ticket)
+
+    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
+        return self.open().put_from_host(tensor, stream)
+
+    def device_bytes(self) -> int:
+        return self.open().device_bytes()
+
+    def set_device_limit(self, nbytes: int) -> None:
+        self.open().set_device_limit(nbytes)
+
+    def pop_transfer_seconds(self, ticket: Any) -> float:
+        return self.open().pop_transfer_seconds(ticket)
+
+    def prefetch(self, ticket: Any) -> None:
+        self.open().prefetch(ticket)
+
+    def wait(self) -> None:
+        self.open().wait()
+
+    def release_idle(self) -> None:
+        self.open().release_idle()
+
+    def report(self) -> tuple[StoreReport, ...]:
+        return self.open().report()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 
@@ -17,7 +17,7 @@ from disthooks._streams import current_stream, event_on, on, on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.device_copy import Batch, Carried, Owed, Parcel, Throughput, join, link_of
 from disthooks.saved.stores.order import Lane, PerThread
 from disthooks.saved.stores.pools import pool_of
@@ -385,6 +385,11 @@ class _Held(NamedTuple):
     tensor: torch.Tensor
     device: torch.device
     nbytes: int
+    budget: ByteBudget
+
+    def drop(self) -> None:
+        """Give the bytes back to the limit."""
+        self.budget.release(self.nbytes)
 
 
 class _Sent(NamedTuple):
@@ -410,9 +415,137 @@ class _Sent(NamedTuple):
         self.drop()
 
 
+class OpenOnCpu(Store):
+    """An :class:`OnCpu` at work: the bytes under its limit, and a courier for each device.
+
+    Args:
+        budget: the bytes of all tensors.
+        in_flight: most bytes on each device.
+        pin: whether host memory is page-locked.
+    """
+
+    def __init__(self, budget: ByteBudget, in_flight: int, pin: bool) -> None:
+        self.budget, self._in_flight, self._pin = budget, in_flight, pin
+        self.couriers: dict[torch.device, Courier] = {}
+
+    def put(self, tensor: torch.Tensor) -> _Held | _Sent:
+        """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
+        if on_accelerator(tensor):
+            return self._send(tensor)
+        nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
+        self.budget.reserve(nbytes)
+        if tensor.is_cpu:
+            return _Held(tensor, tensor.device, nbytes, self.budget)
+        try:
+            return _Held(tensor.cpu(), tensor.device, nbytes, self.budget)
+        except BaseException:
+            self.budget.release(nbytes)
+            raise
+
+    def _send(self, tensor: torch.Tensor) -> _Sent:
+        courier = self.courier(tensor.device)
+        self._reserve(tensor.nbytes)
+        sent = None
+        try:
+            sent = _Sent(courier, courier.ticket(tensor), self.budget)
+            sent.ticket.owed = tensor.nbytes
+            courier.put(sent.ticket)
+        except BaseException as error:
+            if sent is None or not sent.ticket.owed:
+                self.budget.release(tensor.nbytes)
+            if sent is not None:
+                sent.drop()
+            if isinstance(error, OSError):
+                what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory left; give OnCpu a limit="
+                raise StoreError(what, wanted=tensor.nbytes) from error
+            raise
+        return sent
+
+    def _reserve(self, nbytes: int) -> None:
+        """Take ``nbytes`` of the limit. At the limit, wait until the copies of dropped tensors are done."""
+        while True:
+            try:
+                self.budget.reserve(nbytes)
+            except StoreError:
+                if not any(courier.wait_for_memory() for courier in list(self.couriers.values())):
+                    raise
+            else:
+                return
+
+    def get(self, ticket: _Held | _Sent) -> torch.Tensor:
+        """The tensor, on the device that it was saved on."""
+        if isinstance(ticket, _Sent):
+            return ticket.courier.get(ticket.ticket)
+        return ticket.tensor.to(ticket.device)
+
+    def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
+        """The tensor in CPU memory. The host waits until it has arrived."""
+        return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
+
+    def prefetch(self, ticket: _Held | _Sent) -> None:
+        """Begin to bring the tensor back to its device, if there is room."""
+        if isinstance(ticket, _Sent):
+            ticket.courier.prefetch(ticket.ticket)
+
+    def device_bytes(self) -> int:
+        """Bytes of saved tensors on the devices: those that ``in_flight`` limits."""
+        return sum(courier.device_bytes for courier in list(self.couriers.values()))
+
+    def set_device_limit(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on each device from now on."""
+        for courier in list(self.couriers.values()):
+            courier.set_device_limit(nbytes)
+
+    def drop(self, ticket: _Held | _Sent) -> None:
+        """Give the bytes back to the limit. The memory is freed when no copy needs it."""
+        ticket.drop()
+
+    def wait(self) -> None:
+        """Wait until all tensors that are to be copied to the CPU have arrived."""
+        for courier in list(self.couriers.values()):
+            courier.wait()
+
+    def release_idle(self) -> None:
+        """Free the host memory that no tensor uses."""
+        for courier in list(self.couriers.values()):
+            courier.release_idle()
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """One entry: the bytes held, and the bytes copied from and to all devices."""
+        return (_report(self.budget, list(self.couriers.values())),)
+
+    def courier(self, device: torch.device) -> Courier:
+        """The courier that copies tensors of ``device``, an accelerator, for this store."""
+        found = self.couriers.get(device)
+        if found is None:
+            made = Courier(device, self._in_flight, self._pin)
+            found = self.couriers.setdefault(device, made)  # another thread may have added one meanwhile
+        return found
+
+
+def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
+    flying = sum(courier.in_flight for courier in couriers)  # first, because it brings the other counts up to date
+    return StoreReport(
+        "OnCpu()",
+        held=budget.held,
+        limit=budget.limit,
+        in_flight=flying,
+        written=sum(courier.written for courier in couriers),
+        never_written=sum(courier.never_written for courier in couriers),
+        from_memory=sum(courier.from_memory for courier in couriers),
+        ahead=sum(courier.ahead for courier in couriers),
+        in_vain=sum(courier.in_vain for courier in couriers),
+        read=sum(courier.read for courier in couriers),
+        write_seconds=sum(courier.out.seconds for courier in couriers),
+        read_seconds=sum(courier.back.seconds for courier in couriers),
+        measured_write=max((courier.out.best or 0.0 for courier in couriers), default=0.0) or None,
+        measured_read=max((courier.back.best or 0.0 for courier in couriers), default=0.0) or None,
+    )
+
+
 @register("store")
 @dataclass(frozen=True)
-class OnCpu(Store):
+class OnCpu(StoreSpec["OpenOnCpu"]):
     """Keep saved tensors of a GPU in CPU memory. A tensor that is in CPU memory already stays there, without a copy.
 
     The copies run beside the computation, on streams of their own. A tensor is copied out as soon as it is saved;
@@ -448,140 +581,22 @@ class OnCpu(Store):
     limit: int | str | None = None
     pin_memory: bool | Literal["auto"] = field(default="auto", kw_only=True)
     in_flight: int | str = field(default="512 MiB", kw_only=True)
-    budget: ByteBudget = field(init=False, repr=False, compare=False)
-    _couriers: dict[torch.device, Courier] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.pin_memory not in (True, False, "auto"):
             raise UsageError(f"OnCpu: pin_memory must be True, False or 'auto', got {self.pin_memory!r}")
         parse_bytes(self.in_flight, "OnCpu in_flight")
-        object.__setattr__(self, "budget", ByteBudget(self.limit, "OnCpu"))
-        object.__setattr__(self, "_couriers", {})
+        ByteBudget(self.limit, "OnCpu")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.limit, self.pin_memory, self.in_flight)
+    @property
+    def budget(self) -> ByteBudget:
+        """The bytes in use in this process, and their limit."""
+        return self.open().budget
+
+    def _open(self) -> OpenOnCpu:
+        in_flight = parse_bytes(self.in_flight, "in_flight")
+        return OpenOnCpu(ByteBudget(self.limit, "OnCpu"), in_flight, self.pin_memory is not False)
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is elsewhere than in CPU memory."""
         return not tensor.is_cpu
-
-    def put(self, tensor: torch.Tensor) -> _Held | _Sent:
-        """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
-        if on_accelerator(tensor):
-            return self._send(tensor)
-        nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
-        self.budget.reserve(nbytes)
-        if tensor.is_cpu:
-            return _Held(tensor, tensor.device, nbytes)
-        try:
-            return _Held(tensor.cpu(), tensor.device, nbytes)
-        except BaseException:
-            self.budget.release(nbytes)
-            raise
-
-    def _send(self, tensor: torch.Tensor) -> _Sent:
-        courier = self.courier(tensor.device)
-        self._reserve(tensor.nbytes)
-        sent = None
-        try:
-            sent = _Sent(courier, courier.ticket(tensor), self.budget)
-            sent.ticket.owed = tensor.nbytes
-            courier.put(sent.ticket)
-        except BaseException as error:
-            if sent is None or not sent.ticket.owed:
-                self.budget.release(tensor.nbytes)
-            if sent is not None:
-                sent.drop()
-            if isinstance(error, OSError):
-                what = f"OnCpu: the system has no {format_bytes(tensor.nbytes)} of memory left; give OnCpu a limit="
-                raise StoreError(what, wanted=tensor.nbytes) from error
-            raise
-        return sent
-
-    def _reserve(self, nbytes: int) -> None:
-        """Take ``nbytes`` of the limit. At the limit, wait until the copies of dropped tensors are done."""
-        while True:
-            try:
-                self.budget.reserve(nbytes)
-            except StoreError:
-                if not any(courier.wait_for_memory() for courier in list(self._couriers.values())):
-                    raise
-            else:
-                return
-
-    def get(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor, on the device that it was saved on."""
-        if isinstance(ticket, _Sent):
-            return ticket.courier.get(ticket.ticket)
-        return ticket.tensor.to(ticket.device)
-
-    def peek(self, ticket: _Held | _Sent) -> torch.Tensor:
-        """The tensor in CPU memory. The host waits until it has arrived."""
-        return ticket.courier.in_host(ticket.ticket) if isinstance(ticket, _Sent) else ticket.tensor
-
-    def prefetch(self, ticket: _Held | _Sent) -> None:
-        """Begin to bring the tensor back to its device, if there is room."""
-        if isinstance(ticket, _Sent):
-            ticket.courier.prefetch(ticket.ticket)
-
-    def device_bytes(self) -> int:
-        """Bytes of saved tensors on the devices: those that ``in_flight`` limits."""
-        return sum(courier.device_bytes for courier in list(self._couriers.values()))
-
-    def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on each device from now on."""
-        for courier in list(self._couriers.values()):
-            courier.set_device_limit(nbytes)
-
-    def drop(self, ticket: _Held | _Sent) -> None:
-        """Give the bytes back to the limit. The memory is freed when no copy needs it."""
-        if isinstance(ticket, _Sent):
-            ticket.drop()
-        else:
-            self.budget.release(ticket.nbytes)
-
-    def wait(self) -> None:
-        """Wait until all tensors that are to be copied to the CPU have arrived."""
-        for courier in list(self._couriers.values()):
-            courier.wait()
-
-    def release_idle(self) -> None:
-        """Free the host memory that no tensor uses."""
-        for courier in list(self._couriers.values()):
-            courier.release_idle()
-
-    def report(self) -> tuple[StoreReport, ...]:
-        """One entry: the bytes held, and the bytes copied from and to all devices."""
-        return (_report(self.budget, list(self._couriers.values())),)
-
-    def courier(self, device: torch.device) -> Courier:
-        """The courier that copies tensors of ``device``, an accelerator, for this store."""
-        found = self._couriers.get(device)
-        if found is None:
-            made = Courier(device, parse_bytes(self.in_flight, "in_flight"), pin=self.pin_memory is not False)
-            found = self._couriers.setdefault(device, made)  # another thread may have added one meanwhile
-        return found
-
-
-def _report(budget: ByteBudget, couriers: Sequence[Courier]) -> StoreReport:
-    flying = sum(courier.in_flight for courier in couriers)  # first, because it brings the other counts up to date
-    return StoreReport(
-        "OnCpu()",
-        held=budget.held,
-        limit=budget.limit,
-        in_flight=flying,
-        written=sum(courier.written for courier in couriers),
-        never_written=sum(courier.never_written for courier in couriers),
-        from_memory=sum(courier.from_memory for courier in couriers),
-        ahead=sum(courier.ahead for courier in couriers),
-        in_vain=sum(courier.in_vain for courier in couriers),
-        read=sum(courier.read for courier in couriers),
-        write_seconds=sum(courier.out.seconds for courier in couriers),
-        read_seconds=sum(courier.back.seconds for courier in couriers),
-        measured_write=max((courier.out.best or 0.0 for courier in couriers), default=0.0) or None,
-        measured_read=max((courier.back.best or 0.0 for courier in couriers), default=0.0) or None,
-    )
-
-
-def _made(limit: int | str | None, pin_memory: Any, in_flight: int | str) -> OnCpu:
-    return OnCpu(limit, pin_memory=pin_memory, in_flight=in_flight)

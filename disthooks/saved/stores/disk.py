@@ -11,18 +11,18 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 
-from disthooks._fork_safe import Order, Workers, shared_lock
+from disthooks._fork_safe import Workers
 from disthooks._ranks import local_rank
 from disthooks._registry import register
 from disthooks._streams import on_accelerator, work_for
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec, opening
 from disthooks.saved.stores.device_copy import Incoming, let_go
 from disthooks.saved.stores.gpu_direct import GpuDirectWay
 from disthooks.saved.stores.order import AccessOrder, PerThread
@@ -379,15 +379,13 @@ _Directory = str | os.PathLike[str]
 
 _movers: weakref.WeakValueDictionary[Any, Mover] = weakref.WeakValueDictionary()
 
-_lock = shared_lock(Order.OPENING)
-
 
 def _mover(store: OnDisk) -> Mover:
     """The mover of this process for the directories and options of ``store``; a forked process gets its own."""
     directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
     process, asked = os.getpid(), (store.direct, store.in_flight, store.checksum, store.gpu_direct)
     key = (*map(os.path.realpath, directories), process, *asked)
-    with _lock:
+    with opening:
         found = _movers.get(key)
         if found is None:
             files = [file_in(directory, store.direct) for directory in directories]
@@ -397,9 +395,146 @@ def _mover(store: OnDisk) -> Mover:
         return found
 
 
+class _Stored(NamedTuple):
+    """A ticket with its mover and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
+
+    mover: Mover
+    ticket: Ticket
+    budget: ByteBudget
+
+    def drop(self) -> None:
+        """Drop the ticket, unless it is dropped already."""
+        owed, self.ticket.owed = self.ticket.owed, 0
+        self.budget.release(owed)
+        self.mover.drop(self.ticket)
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.drop()
+
+
+def _report(name: str, mover: Mover, budget: ByteBudget) -> StoreReport:
+    stats, measured = mover.stats, [file.measured for file in mover.files if file.measured is not None]
+    return StoreReport(
+        name,
+        held=budget.held,
+        limit=budget.limit,
+        in_flight=mover.in_flight,
+        written=stats.written,
+        never_written=stats.never_written,
+        from_memory=stats.from_memory,
+        ahead=stats.ahead,
+        in_vain=stats.in_vain,
+        read=stats.read,
+        write_seconds=stats.writing.seconds,
+        read_seconds=stats.reading.seconds,
+        measured_write=sum(each.write for each in measured) or None,
+        measured_read=sum(each.read for each in measured) or None,
+        why_buffered="; ".join(sorted({file.why_buffered for file in mover.files} - {""})),
+        why_staged=getattr(mover.transfer.directly, "why_staged", ""),
+    )
+
+
+class OpenOnDisk(Store):
+    """An :class:`OnDisk` at work: the mover of its directories, and the bytes under its limit.
+
+    Args:
+        mover: moves the tensors; specs of the same directories and options share it.
+        budget: the bytes of all tensors.
+        directories: for errors and reports.
+    """
+
+    def __init__(self, mover: Mover, budget: ByteBudget, directories: tuple[str, ...]) -> None:
+        self.mover, self.budget = mover, budget
+        self._path = directories[0] if len(directories) == 1 else str(directories)
+        self._name = f"OnDisk({directories[0] if len(directories) == 1 else directories!r})"
+        for file in mover.files:
+            file.budgets.add(budget)
+            file.parts = len(mover.files)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor``. A large one gets whole pages, which are written without another copy and used again."""
+        if not tensor.is_cpu or tensor.nbytes <= _MOST_UNPAGED:
+            return super().own(tensor)
+        try:
+            return self.mover.transfer.copied(tensor)
+        except OSError as error:
+            what = f"{self._name}: the system has no {format_bytes(tensor.nbytes)} of host memory left"
+            raise StoreError(what, path=self._path, wanted=tensor.nbytes) from error
+
+    def put(self, tensor: torch.Tensor) -> _Stored:
+        """Queue ``tensor`` to be written; wait if too many bytes are in flight."""
+        content = tensor.detach()
+        if not (content.is_cpu or on_accelerator(content)):
+            content = content.cpu()  # a device without streams: nothing is ordered there
+        content = content.contiguous()
+        return self._put(content, tensor.device, None)
+
+    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
+        """Queue ``tensor``, which is in host memory and belongs on the device of ``stream``, to be written."""
+        return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
+
+    def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
+        mover = self.mover
+        stored = _Stored(mover, mover.ticket(content, device), self.budget)
+        stored.ticket.at = home
+        try:
+            self.budget.reserve(content.nbytes, stored.ticket)
+            mover.put(stored.ticket)
+        except BaseException as error:
+            stored.drop()
+            if isinstance(error, OSError):
+                what = f"{self._name}: the system has no {format_bytes(content.nbytes)} of host memory left"
+                raise StoreError(what, path=self._path, wanted=content.nbytes) from error
+            raise
+        return stored
+
+    def get(self, ticket: _Stored) -> torch.Tensor:
+        """The tensor, on the device that it was saved on: the one that was put if it is in memory, else read."""
+        return ticket.mover.get(ticket.ticket)
+
+    def peek(self, ticket: _Stored) -> torch.Tensor | None:
+        """The tensor while it is not written; None after that."""
+        held = ticket.ticket.tensor
+        return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
+
+    def pop_transfer_seconds(self, ticket: _Stored) -> float:
+        """Seconds for which the tensor was written and read, since the last call."""
+        seconds, ticket.ticket.seconds = ticket.ticket.seconds, 0.0
+        return seconds
+
+    def prefetch(self, ticket: _Stored) -> None:
+        """Begin to read the tensor, because backward reads it soon."""
+        ticket.mover.prefetch(ticket.ticket)
+
+    def device_bytes(self) -> int:
+        """Bytes on devices: of tensors that are being copied from there, and of those that were read early."""
+        return self.mover.transfer.device_bytes
+
+    def set_device_limit(self, nbytes: int) -> None:
+        """Hold at most ``nbytes`` on devices from now on."""
+        self.mover.transfer.set_device_limit(nbytes)
+
+    def drop(self, ticket: _Stored) -> None:
+        """Let other tensors use its place in the file."""
+        ticket.drop()
+
+    def wait(self) -> None:
+        """Wait until all tensors are written; StoreError if one could not be."""
+        self.mover.wait()
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """One entry: the bytes and the speed of all tensors that go to these directories in this process."""
+        return (_report(self._name, self.mover, self.budget),)
+
+    def release_idle(self) -> None:
+        """End idle threads, and free idle memory and unused space in the file."""
+        self.mover.release_idle()
+
+
 @register("store")
 @dataclass(frozen=True)
-class OnDisk(Store):
+class OnDisk(StoreSpec["OpenOnDisk"]):
     """Keep saved tensors in one anonymous file of this process in ``directory``.
 
     Threads write the tensors during forward. They read them back before backward needs them, in the order in which
@@ -453,9 +588,6 @@ class OnDisk(Store):
     checksum: bool = field(default=False, kw_only=True)
     in_flight: int | str = field(default="64 MiB", kw_only=True)
     gpu_direct: bool | Literal["auto"] = field(default=False, kw_only=True)
-    budget: ByteBudget = field(init=False, repr=False, compare=False)
-    directories: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _mover: Mover = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.direct, bool) and self.direct != "auto":  # the type is tested because 1 == True
@@ -469,148 +601,17 @@ class OnDisk(Store):
         if not directories:
             raise UsageError("OnDisk: give at least one directory")
         object.__setattr__(self, "directory", directories if several else directories[0])
-        object.__setattr__(self, "directories", directories)
-        object.__setattr__(self, "budget", ByteBudget(self.limit, f"OnDisk({self.directory!r})", PAGE))
-        object.__setattr__(self, "_mover", _mover(self))
-        self._share_limit()
+        self.open()  # now, so that a directory that cannot be used is an error here
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.directory, self.limit, self.direct, self.checksum, self.in_flight, self.gpu_direct)
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The directories, as the user wrote them."""
+        return (self.directory,) if isinstance(self.directory, str) else cast("tuple[str, ...]", self.directory)
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of ``tensor``. A large one gets whole pages, which are written without another copy and used again."""
-        if not tensor.is_cpu or tensor.nbytes <= _MOST_UNPAGED:
-            return super().own(tensor)
-        try:
-            return self._own_mover().transfer.copied(tensor)
-        except OSError as error:
-            what = f"OnDisk({self.directory!r}): the system has no {format_bytes(tensor.nbytes)} of host memory left"
-            raise StoreError(what, path=str(self.directory), wanted=tensor.nbytes) from error
+    @property
+    def budget(self) -> ByteBudget:
+        """The bytes in use in this process, and their limit."""
+        return self.open().budget
 
-    def put(self, tensor: torch.Tensor) -> _Stored:
-        """Queue ``tensor`` to be written; wait if too many bytes are in flight."""
-        content = tensor.detach()
-        if not (content.is_cpu or on_accelerator(content)):
-            content = content.cpu()  # a device without streams: nothing is ordered there
-        content = content.contiguous()
-        return self._put(content, tensor.device, None)
-
-    def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
-        """Queue ``tensor``, which is in host memory and belongs on the device of ``stream``, to be written."""
-        return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
-
-    def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
-        mover = self._own_mover()
-        stored = _Stored(mover, mover.ticket(content, device), self.budget)
-        stored.ticket.at = home
-        try:
-            self.budget.reserve(content.nbytes, stored.ticket)
-            mover.put(stored.ticket)
-        except BaseException as error:
-            stored.drop()
-            if isinstance(error, OSError):
-                what = (
-                    f"OnDisk({self.directory!r}): the system has no {format_bytes(content.nbytes)} of host memory left"
-                )
-                raise StoreError(what, path=str(self.directory), wanted=content.nbytes) from error
-            raise
-        return stored
-
-    def get(self, ticket: _Stored) -> torch.Tensor:
-        """The tensor, on the device that it was saved on: the one that was put if it is in memory, else read."""
-        return ticket.mover.get(ticket.ticket)
-
-    def peek(self, ticket: _Stored) -> torch.Tensor | None:
-        """The tensor while it is not written; None after that."""
-        held = ticket.ticket.tensor
-        return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
-
-    def pop_transfer_seconds(self, ticket: _Stored) -> float:
-        """Seconds for which the tensor was written and read, since the last call."""
-        seconds, ticket.ticket.seconds = ticket.ticket.seconds, 0.0
-        return seconds
-
-    def prefetch(self, ticket: _Stored) -> None:
-        """Begin to read the tensor, because backward reads it soon."""
-        ticket.mover.prefetch(ticket.ticket)
-
-    def device_bytes(self) -> int:
-        """Bytes on devices: of tensors that are being copied from there, and of those that were read early."""
-        return self._own_mover().transfer.device_bytes
-
-    def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on devices from now on."""
-        self._own_mover().transfer.set_device_limit(nbytes)
-
-    def drop(self, ticket: _Stored) -> None:
-        """Let other tensors use its place in the file."""
-        ticket.drop()
-
-    def wait(self) -> None:
-        """Wait until all tensors are written; StoreError if one could not be."""
-        self._own_mover().wait()
-
-    def report(self) -> tuple[StoreReport, ...]:
-        """One entry: the bytes and the speed of all tensors that go to these directories in this process."""
-        return (_report(f"OnDisk({self.directory!r})", self._own_mover(), self.budget),)
-
-    def release_idle(self) -> None:
-        """End idle threads, and free idle memory and unused space in the file."""
-        self._own_mover().release_idle()
-
-    def _own_mover(self) -> Mover:
-        if self._mover.process != os.getpid():  # this process is a fork
-            object.__setattr__(self, "_mover", _mover(self))
-            self._share_limit()
-        return self._mover
-
-    def _share_limit(self) -> None:
-        for file in self._mover.files:
-            file.budgets.add(self.budget)
-            file.parts = len(self._mover.files)
-
-
-class _Stored(NamedTuple):
-    """A ticket with its mover and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
-
-    mover: Mover
-    ticket: Ticket
-    budget: ByteBudget
-
-    def drop(self) -> None:
-        """Drop the ticket, unless it is dropped already."""
-        owed, self.ticket.owed = self.ticket.owed, 0
-        self.budget.release(owed)
-        self.mover.drop(self.ticket)
-
-    @uncompiled()
-    def __del__(self) -> None:
-        self.drop()
-
-
-def _report(name: str, mover: Mover, budget: ByteBudget) -> StoreReport:
-    stats, measured = mover.stats, [file.measured for file in mover.files if file.measured is not None]
-    return StoreReport(
-        name,
-        held=budget.held,
-        limit=budget.limit,
-        in_flight=mover.in_flight,
-        written=stats.written,
-        never_written=stats.never_written,
-        from_memory=stats.from_memory,
-        ahead=stats.ahead,
-        in_vain=stats.in_vain,
-        read=stats.read,
-        write_seconds=stats.writing.seconds,
-        read_seconds=stats.reading.seconds,
-        measured_write=sum(each.write for each in measured) or None,
-        measured_read=sum(each.read for each in measured) or None,
-        why_buffered="; ".join(sorted({file.why_buffered for file in mover.files} - {""})),
-        why_staged=getattr(mover.transfer.directly, "why_staged", ""),
-    )
-
-
-def _made(
-    directory: Any, limit: int | str | None, direct: Any, checksum: bool, in_flight: int | str, gpu_direct: Any = False
-) -> OnDisk:
-    return OnDisk(directory, limit, direct=direct, checksum=checksum, in_flight=in_flight, gpu_direct=gpu_direct)
+    def _open(self) -> OpenOnDisk:
+        return OpenOnDisk(_mover(self), ByteBudget(self.limit, f"OnDisk({self.directory!r})", PAGE), self.directories)

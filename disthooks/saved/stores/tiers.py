@@ -7,7 +7,7 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,13 +17,61 @@ from disthooks._registry import register
 from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport
+from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.order import AccessOrder, PerThread
+
+
+class _There(NamedTuple):
+    """A tensor, and the stream that filled it if it is on an accelerator."""
+
+    tensor: torch.Tensor
+    stream: torch.Stream | None
+    nbytes: int
+    budget: ByteBudget
+
+    def drop(self) -> None:
+        """Give the bytes back to the limit."""
+        self.budget.release(self.nbytes)
+
+
+class OpenOnDevice(Store):
+    """An :class:`OnDevice` at work: the bytes under its limit.
+
+    Attributes:
+        below: the stores behind it in a :class:`Tiered`, by identity. The bytes that they hold on the device count
+            against the limit, too.
+    """
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self.below: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
+
+    def put(self, tensor: torch.Tensor) -> _There:
+        """Hold ``tensor`` itself."""
+        nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
+        self.budget.reserve(nbytes)
+        return _There(tensor, stream_of(tensor), nbytes, self.budget)
+
+    def get(self, ticket: _There) -> torch.Tensor:
+        """The tensor that was put, for the current stream."""
+        return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
+
+    def peek(self, ticket: _There) -> torch.Tensor:
+        """The tensor that was put."""
+        return ticket.tensor
+
+    def drop(self, ticket: _There) -> None:
+        """Give the bytes back to the limit."""
+        ticket.drop()
+
+    def report(self) -> tuple[StoreReport, ...]:
+        """One entry, with the bytes held."""
+        return (StoreReport("OnDevice()", held=self.budget.held, limit=self.budget.limit),)
 
 
 @register("store")
 @dataclass(frozen=True)
-class OnDevice(Store):
+class OnDevice(StoreSpec["OpenOnDevice"]):
     """Keep saved tensors on the device that they are on, up to a limit.
 
     Use it as the first store of a :class:`Tiered`, or behind codecs that make tensors smaller. It copies nothing. A
@@ -45,50 +93,21 @@ class OnDevice(Store):
     """
 
     limit: int | str | None = None
-    budget: ByteBudget = field(init=False, repr=False, compare=False)
-    #: The stores behind this one, by identity. The bytes that they hold on the device count against the limit, too.
-    below: weakref.WeakValueDictionary[int, Store] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", ByteBudget(self.limit, "OnDevice"))
-        object.__setattr__(self, "below", weakref.WeakValueDictionary())
+        ByteBudget(self.limit, "OnDevice")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OnDevice, (self.limit,)
+    @property
+    def budget(self) -> ByteBudget:
+        """The bytes in use in this process, and their limit."""
+        return self.open().budget
+
+    def _open(self) -> OpenOnDevice:
+        return OpenOnDevice(ByteBudget(self.limit, "OnDevice"))
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """False: the tensor stays where it is."""
         return False
-
-    def put(self, tensor: torch.Tensor) -> _There:
-        """Hold ``tensor`` itself."""
-        nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
-        self.budget.reserve(nbytes)
-        return _There(tensor, stream_of(tensor), nbytes)
-
-    def get(self, ticket: _There) -> torch.Tensor:
-        """The tensor that was put, for the current stream."""
-        return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
-
-    def peek(self, ticket: _There) -> torch.Tensor:
-        """The tensor that was put."""
-        return ticket.tensor
-
-    def drop(self, ticket: _There) -> None:
-        """Give the bytes back to the limit."""
-        self.budget.release(ticket.nbytes)
-
-    def report(self) -> tuple[StoreReport, ...]:
-        """One entry, with the bytes held."""
-        return (StoreReport("OnDevice()", held=self.budget.held, limit=self.budget.limit),)
-
-
-class _There(NamedTuple):
-    """A tensor, and the stream that filled it if it is on an accelerator."""
-
-    tensor: torch.Tensor
-    stream: torch.Stream | None
-    nbytes: int
 
 
 class Placed:
@@ -99,19 +118,28 @@ class Placed:
         ticket: the ticket of that tier.
         nbytes: bytes of the tensor.
         at: the stream that filled the tensor if it is on an accelerator; None otherwise.
+        tiers: where it was put.
         turn: its position in the order of reads.
         asked: whether the tier was told that backward reads the tensor soon.
     """
 
-    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "turn")
+    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "tiers", "turn")
 
-    def __init__(self, nbytes: int, at: Any = None) -> None:
+    def __init__(self, nbytes: int, at: Any = None, tiers: OpenTiered | None = None) -> None:
+        self.tiers = tiers
         self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
         self.tier = -1
         self.ticket: Any = None
         self.nbytes, self.at = nbytes, at
         self.turn: Turn | None = None
         self.asked = self.dropped = False
+
+    def drop(self) -> None:
+        """Release the tensor in the tier that it is in; destructors call this."""
+        self.dropped = True
+        if self.tiers is not None:
+            self.tiers.turns.drop(self)
+            _let_go(self.tiers.stores, self)
 
 
 class Turn:
@@ -219,78 +247,33 @@ _LOOK = 8  # tensors to look ahead in the order of reads
 _AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bring nearer
 
 
-def _tiered(stores: Sequence[Store]) -> Tiered:
-    return Tiered(*stores)
-
-
-@register("store", build=_tiered)
-@dataclass(frozen=True)
-class Tiered(Store):
-    """Several stores, the fastest first. If one is full, the tensors in it that backward reads last move to the next.
-
-    Backward reads the tensors that were saved first at its end, so the oldest tensors make room for a new one. If the
-    oldest tensor would have to be read from a disk to move it, the new tensor goes to the next store instead. A store
-    that fails counts as full until it is empty. A tensor that is still in memory when its write fails is not lost.
+class OpenTiered(Store):
+    """A :class:`Tiered` at work: which tensor is in which tier, and the order in which backward reads them.
 
     Args:
-        stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
-
-    Raises:
-        UsageError: if there are fewer than two stores, if one of them cannot be a tier (``Functions``, another
-            ``Tiered``), or if an ``OnDevice`` with stores behind it has no limit.
-        StoreError: in forward, if the last store is full too.
-
-    >>> tiers = Tiered(OnDevice(8), OnDevice(100))
-    >>> tickets = [tiers.put(torch.ones(1)) for _ in range(5)]
-    >>> [report.held for report in tiers.report()]
-    [8, 12]
-    >>> tiers.tier_of(tickets[0]), tiers.tier_of(tickets[4])
-    (1, 0)
+        stores: the tiers, the fastest first.
+        name: the spec, as text for errors.
     """
 
-    stores: tuple[Store, ...]
-    _queues: tuple[Queue, ...] = field(init=False, repr=False, compare=False)  # the tensors of each tier
-    _turns: Turns = field(init=False, repr=False, compare=False)
-    _largest: list[int] = field(init=False, repr=False, compare=False)  # bytes of the largest tensor so far
-    _broken: set[int] = field(init=False, repr=False, compare=False)  # tiers that failed, until they are empty
-
-    def __init__(self, *stores: Store) -> None:
-        if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
-            raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
-        if any(isinstance(store, OnDevice) and store.budget.limit is None for store in stores[:-1]):
-            raise UsageError(
-                f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "
-                "give it one, such as OnDevice('8 GiB')"
-            )
-        object.__setattr__(self, "stores", stores)
-        object.__setattr__(self, "min_bytes", max(store.min_bytes for store in stores))
-        object.__setattr__(self, "_queues", tuple(map(Queue, range(len(stores)))))
-        object.__setattr__(self, "_turns", Turns())
-        object.__setattr__(self, "_largest", [0])
-        object.__setattr__(self, "_broken", set())
+    def __init__(self, stores: tuple[Store, ...], name: str) -> None:
+        self.stores, self._name = stores, name
+        self.queues = tuple(map(Queue, range(len(stores))))  # the tensors of each tier
+        self.turns = Turns()
+        self._largest = 0  # bytes of the largest tensor so far
+        self._broken: set[int] = set()  # tiers that failed, until they are empty
         if isinstance(stores[0], OnDevice):
-            stores[0].below.update({id(store): store for store in stores[1:]})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Tiered, self.stores
-
-    def __repr__(self) -> str:
-        return f"Tiered({', '.join(map(repr, self.stores))})"
-
-    def leaves_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether any of the tiers takes ``tensor`` out of the memory that it is in."""
-        return any(store.leaves_memory(tensor) for store in self.stores)
+            stores[0].open().below.update({id(store): store for store in stores[1:]})
 
     def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier that takes it."""
-        placed = Placed(tensor.nbytes, stream_of(tensor))
-        self._turns.put(placed)
+        placed = Placed(tensor.nbytes, stream_of(tensor), self)
+        self.turns.put(placed)
         try:
             if placed.at is not None:
                 self._make_way(tensor.nbytes)
             self._place(placed, tensor, 0)
         except BaseException:
-            self.drop(placed)
+            placed.drop()
             raise
         if placed.at is not None and placed.tier > 0:
             self._leave_room(0)
@@ -298,7 +281,7 @@ class Tiered(Store):
 
     def get(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from the tier that it is in."""
-        following = self._turns.read(ticket, _LOOK)
+        following = self.turns.read(ticket, _LOOK)
         if ticket.at is not None:
             self._leave_room(0)
         with self._at(ticket):
@@ -327,9 +310,7 @@ class Tiered(Store):
 
     def drop(self, ticket: Placed) -> None:
         """Release the tensor in the tier that it is in."""
-        ticket.dropped = True
-        self._turns.drop(ticket)
-        self._let_go(ticket)
+        ticket.drop()
 
     def wait(self) -> None:
         """Wait until all tensors have arrived in their tiers."""
@@ -345,10 +326,6 @@ class Tiered(Store):
         """One entry for each tier."""
         return tuple(report for store in self.stores for report in store.report())
 
-    def tier_of(self, ticket: Placed) -> int:
-        """The number of the tier that a tensor is in now; the first is 0."""
-        return ticket.tier
-
     def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
         why = ""  # only the text of the error: its traceback would hold this frame, which would be a cycle
@@ -359,9 +336,9 @@ class Tiered(Store):
                 why = str(error)
                 continue
             placed.tier = tier
-            self._queues[tier].add(placed, self._turns.of(placed))
+            self.queues[tier].add(placed, self.turns.of(placed))
             return
-        raise StoreError(f"{self!r}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
+        raise StoreError(f"{self._name}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
     def _put_at(self, tier: int, tensor: torch.Tensor, at: torch.Stream | None) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
@@ -399,7 +376,7 @@ class Tiered(Store):
         """
         if tier + 1 == len(self.stores):
             return False
-        while (last := self._queues[tier].last()) is not None:
+        while (last := self.queues[tier].last()) is not None:
             with self._at(last):
                 if last.tier != tier:
                     continue  # another thread has moved it meanwhile
@@ -430,8 +407,8 @@ class Tiered(Store):
         limit = first.budget.limit if isinstance(first, OnDevice) else None
         if limit is None or not isinstance(first, OnDevice):
             return
-        self._largest[0] = max(self._largest[0], nbytes)
-        early = limit - min(limit // 8, 2 * self._largest[0])
+        self._largest = max(self._largest, nbytes)
+        early = limit - min(limit // 8, 2 * self._largest)
         with contextlib.suppress(StoreError):  # if the tiers below are full, `put` of the new tensor raises it
             while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
                 pass
@@ -446,7 +423,7 @@ class Tiered(Store):
         if not isinstance(first, OnDevice) or first.budget.limit is None:
             return
         room = first.budget.limit - first.budget.held - nbytes
-        below = list(first.below.values())
+        below = list(first.open().below.values())
         held = [store.device_bytes() for store in below]
         for store, own in zip(below, held, strict=True):
             store.set_device_limit(max(0, room - sum(held) + own))
@@ -465,7 +442,7 @@ class Tiered(Store):
                         self.stores[placed.tier].prefetch(placed.ticket)
                 finally:
                     placed.lock.release()
-                    self._let_go(placed)
+                    _let_go(self.stores, placed)
 
     @contextlib.contextmanager
     def _at(self, placed: Placed) -> Iterator[None]:
@@ -474,18 +451,80 @@ class Tiered(Store):
             with placed.lock:
                 yield
         finally:
-            self._let_go(placed)
+            _let_go(self.stores, placed)
 
-    def _let_go(self, placed: Placed) -> None:
-        """Let the tier of ``placed`` drop it if it was dropped.
 
-        If another thread holds its lock, that thread does this when it releases the lock.
-        """
-        while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
-            try:
-                tier, placed.tier = placed.tier, -1
-                if tier >= 0:
-                    self.stores[tier].drop(placed.ticket)
-                    placed.ticket = None
-            finally:
-                placed.lock.release()
+def _let_go(stores: Sequence[Store], placed: Placed) -> None:
+    """Let the tier of ``placed`` drop it if it was dropped.
+
+    If another thread holds its lock, that thread does this when it releases the lock.
+    """
+    while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
+        try:
+            tier, placed.tier = placed.tier, -1
+            if tier >= 0:
+                stores[tier].drop(placed.ticket)
+                placed.ticket = None
+        finally:
+            placed.lock.release()
+
+
+def _tiered(stores: Sequence[Store]) -> Tiered:
+    return Tiered(*stores)
+
+
+@register("store", build=_tiered)
+@dataclass(frozen=True)
+class Tiered(StoreSpec["OpenTiered"]):
+    """Several stores, the fastest first. If one is full, the tensors in it that backward reads last move to the next.
+
+    Backward reads the tensors that were saved first at its end, so the oldest tensors make room for a new one. If the
+    oldest tensor would have to be read from a disk to move it, the new tensor goes to the next store instead. A store
+    that fails counts as full until it is empty. A tensor that is still in memory when its write fails is not lost.
+
+    Args:
+        stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
+
+    Raises:
+        UsageError: if there are fewer than two stores, if one of them cannot be a tier (``Functions``, another
+            ``Tiered``), or if an ``OnDevice`` with stores behind it has no limit.
+        StoreError: in forward, if the last store is full too.
+
+    >>> tiers = Tiered(OnDevice(8), OnDevice(100))
+    >>> tickets = [tiers.put(torch.ones(1)) for _ in range(5)]
+    >>> [report.held for report in tiers.report()]
+    [8, 12]
+    >>> tiers.tier_of(tickets[0]), tiers.tier_of(tickets[4])
+    (1, 0)
+    """
+
+    stores: tuple[Store, ...]
+
+    def __init__(self, *stores: Store) -> None:
+        if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
+            raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
+        if any(isinstance(store, OnDevice) and store.budget.limit is None for store in stores[:-1]):
+            raise UsageError(
+                f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "
+                "give it one, such as OnDevice('8 GiB')"
+            )
+        object.__setattr__(self, "stores", stores)
+
+    @property
+    def min_bytes(self) -> int:  # type: ignore[override]
+        """The largest ``min_bytes`` of the stores."""
+        return max(store.min_bytes for store in self.stores)
+
+    def _open(self) -> OpenTiered:
+        return OpenTiered(self.stores, repr(self))
+
+    def __repr__(self) -> str:
+        return f"Tiered({', '.join(map(repr, self.stores))})"
+
+    def leaves_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether any of the tiers takes ``tensor`` out of the memory that it is in."""
+        return any(store.leaves_memory(tensor) for store in self.stores)
+
+    def tier_of(self, ticket: Placed) -> int:
+        """The number of the tier that a tensor is in now; the first is 0."""
+        return ticket.tier

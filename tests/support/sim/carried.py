@@ -44,7 +44,7 @@ def step(store: Any, x: torch.Tensor, length: int = 12) -> torch.Tensor:
 def is_clean(store: dh.OnCpu, device: torch.device) -> bool:
     """Whether nothing is held any more: on the device, in flight, under the limit."""
     torch.accelerator.synchronize(device)
-    courier = store.courier(device)
+    courier = store.open().courier(device)
     idle = courier.device_bytes == 0 and not (
         courier._staying or courier._batches or courier._flying or courier._coming
     )

@@ -50,7 +50,7 @@ def right(store: Any, numel: int = 5000, length: int = 12) -> bool:
 
 def clean(store: Any) -> bool:
     """Whether nothing is held, in flight or in the files any more: within seconds, for threads are at it."""
-    mover = store._mover
+    mover = store.open().mover
 
     def nothing() -> bool:
         busy = mover.in_flight or mover._ahead or any(mover._jobs.values())
