@@ -219,7 +219,7 @@ def test_what_works_for_a_store_is_one_thing_a_process(tmp_path: pathlib.Path) -
     del ticket
     gc.collect()
     assert gone() is None
-    assert soon(lambda: [file() for file in files] == [None])  # a thread that wrote to it ends after a second
+    assert soon(lambda: gc.collect() >= 0 and files[0]() is None)  # a thread that wrote to it ends after a second
     assert torch.equal(found, torch.arange(5000.0))
 
 
