@@ -315,3 +315,10 @@ def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     if torch.Size(size).numel() * itemsize * 2 >= nbytes:
         return None
     return StorageRegion(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))
+
+
+def words_of(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    """The first ``nbytes`` of ``storage`` as one row of int64; of uint8 if they are no whole number of words."""
+    dtype = torch.uint8 if nbytes % 8 else torch.int64
+    row = torch.empty(0, dtype=dtype, device=storage.device)
+    return row.set_(storage, 0, (nbytes // dtype.itemsize,), (1,))

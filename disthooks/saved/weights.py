@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from disthooks._streams import current_stream, event_on, on_accelerator
-from disthooks._tensors import Layout, exotic, is_waiting, storages_of
+from disthooks._hashing import Checksums
+from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
+from disthooks._tensors import Layout, exotic, is_waiting, storages_of, words_of
 from disthooks._torch import StorageRef, node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.packed import Packed
@@ -30,6 +32,9 @@ _VIEWS = re.compile(
     "(Alias|AsStrided|Permute|ReshapeAlias|Select|Slice|Split|SplitWithSizes|Squeeze|T|Transpose|Unbind|Unsqueeze|"
     "UnsafeView|View)Backward[0-9]"
 )
+
+#: A number that changes with any bit of a tensor, and with the order of its words.
+checksum = Checksums()
 
 #: The dtypes that autocast casts to. Autocast is off while an operator saves tensors, so it cannot be asked.
 NARROW = (torch.bfloat16, torch.float16)
@@ -134,6 +139,25 @@ class ModuleWeights:
         return None
 
 
+class _CastProof:
+    """What was proven of the cast of one weight.
+
+    Attributes:
+        kind: the layouts and dtypes of the weight and of its copy.
+        copy: the memory of the last copy, held weakly.
+        has_stayed: whether the last backward found the weight where forward had it, unchanged.
+    """
+
+    __slots__ = ("copy", "has_stayed", "kind")
+
+    def __init__(self, kind: tuple[Any, ...], copy: StorageRef) -> None:
+        self.kind, self.copy = kind, copy
+        self.has_stayed = False
+
+
+_proofs: Any = WeakIdKeyDictionary()  # by weight
+
+
 class AutocastCopy(Packed):
     """A narrow copy of a weight, which is dropped if it is proven that casting the weight again gives the same bits.
 
@@ -162,7 +186,10 @@ class AutocastCopy(Packed):
         return False  # weights are no activations: Recompute copies those that norms need
 
     def _offload(self, storage: torch.UntypedStorage) -> bool:
-        is_proven = self._ask_device(storage) if on_accelerator(self.alias) else self._compare(storage)
+        if not on_accelerator(self.alias):
+            is_proven: torch.Tensor | bool | None = self._compare(storage)
+        else:
+            is_proven = self._is_as_proven(storage) or self._ask_device(storage)
         self.is_undecided = is_proven is None
         if is_proven and self._is_same_weight():
             self.counters.count_recast(self.nbytes, self.module_name)
@@ -177,14 +204,15 @@ class AutocastCopy(Packed):
             return False
         # The state is taken before the weight is read: a write in between makes it another state, and the copy stays.
         self._weight_state = self._state_of_weight()
-        again, now = _bytes(self._cast().untyped_storage()), self.content(storage)
-        if again.shape != now.shape:
+        again = self._cast().untyped_storage()
+        if again.nbytes() != storage.nbytes():
             return False
-        self._checksum = checksum(again)
-        return (again == now).all()
+        one, two = words_of(again, again.nbytes()), words_of(storage, storage.nbytes())
+        self._checksum = checksum(one)
+        return torch.equal(one, two) if one.is_cpu else (one == two).all()
 
     def _ask_device(self, storage: torch.UntypedStorage) -> bool | None:
-        """The same for an accelerator, whose answer is read when it is there. None until then."""
+        """The same for an accelerator. None if its answer is not there yet; the first answer for a weight is awaited."""
         if self._answer is None:
             is_same = self._compare(storage)
             if isinstance(is_same, bool):
@@ -192,7 +220,31 @@ class AutocastCopy(Packed):
             answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(is_same, non_blocking=True)
             self._answer = answer, event_on(current_stream(is_same.device))
         answer, done = self._answer
-        return bool(answer) if done.query() else None
+        if self._weight not in _proofs and not self.is_constant and not is_capturing(self.alias.device):
+            done.synchronize()
+        if not done.query():
+            return None
+        if answer and not self.is_constant:
+            _proofs[self._weight] = _CastProof(self._kind(), StorageRef(storage))
+        return bool(answer)
+
+    def _is_as_proven(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a cast of this weight was proven before, and the graph shows that this is a new one."""
+        proof = _proofs.get(self._weight)
+        if proof is None or self.is_constant or self.alias._version or self._answer is not None:
+            return False
+        was_there = proof.copy.address == storage._cdata and proof.copy.get() is not None
+        if was_there or self._kind() != proof.kind or not self._is_weight_there():
+            return False
+        self._weight_state, proof.copy = self._state_of_weight(), StorageRef(storage)
+        if not proof.has_stayed:
+            self._checksum = checksum(words_of(storage, storage.nbytes()))
+        return True
+
+    def _kind(self) -> tuple[Any, ...]:
+        """Everything that selects the kernel of the cast and the layout of its result."""
+        weight = self._weight
+        return weight.dtype, weight.shape, weight.stride(), self.first_layout, self.nbytes, self.alias.device
 
     def _restore(self) -> torch.Tensor:
         if not self._is_weight_there():
@@ -200,13 +252,21 @@ class AutocastCopy(Packed):
         again = self._cast()
         # On a GPU reading the checksum waits for the device, so it is read only if the weight was moved or changed.
         is_trusted = on_accelerator(self.alias) and self._is_same_weight()
-        storage = again.untyped_storage()
-        if not is_trusted and (storage.nbytes() != self.nbytes or bool(checksum(_bytes(storage)) != self._checksum)):
+        proof = _proofs.get(self._weight)
+        if proof is not None:
+            proof.has_stayed = is_trusted
+        if not is_trusted and not self._has_checksum(again.untyped_storage()):
             raise MutationError(
                 f"a weight was changed between the forward of {self.module_name!r} and its backward, and autocast's "
                 "copy of it was dropped: call backward before the optimizer steps, or the model is converted"
             )
         return again
+
+    def _has_checksum(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the bytes of ``storage`` are those that were dropped. If there is no checksum, nobody knows."""
+        if self._checksum is None or storage.nbytes() != self.nbytes:
+            return False
+        return bool(checksum(words_of(storage, self.nbytes)) == self._checksum)
 
     def _is_same_weight(self) -> bool:
         """Whether the weight lies where it lay when it was compared, at the same version."""
@@ -221,22 +281,3 @@ class AutocastCopy(Packed):
 
     def _cast(self) -> torch.Tensor:
         return self._weight.detach().to(self.alias.device, self.alias.dtype, copy=True)
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def checksum(content: torch.Tensor) -> torch.Tensor:
-    """A number, on the device, that changes with any bit of ``content`` (1-D, uint8) and with the order of its words.
-
-    >>> x = torch.arange(64, dtype=torch.uint8)
-    >>> bool(checksum(x) == checksum(x.clone())), bool(checksum(x) == checksum(x.roll(8)))
-    (True, False)
-    """
-    words = content[: content.numel() // 8 * 8].view(torch.int64)
-    factors = torch.arange(1, words.numel() + 1, device=content.device) * -7046029254386353131  # the golden ratio, odd
-    factors ^= factors >> 32
-    rest = content[words.numel() * 8 :].to(torch.int64)
-    places = torch.arange(1, rest.numel() + 1, device=content.device) * 257
-    return (words * (factors | 1)).sum() + (rest * places).sum()

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from disthooks._fork_safe import Order, shared_lock
 from disthooks._registry import register
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
+from disthooks._tensors import words_of
 from disthooks.errors import DisthooksError, StoreError, UsageError
 
 
@@ -314,13 +315,8 @@ def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
 
 def _has_bits_of(original: torch.Tensor, computed: torch.Tensor) -> Any:
     """Whether two tensors have the same bits: -0.0 differs from 0.0, and a NaN equals itself."""
-    one, two = _bits(computed), _bits(original)
-    if one.shape != two.shape:
+    if computed.nbytes != original.nbytes:
         return torch.zeros((), dtype=torch.bool, device=original.device)
+    # The memory of a store may be longer than the tensor.
+    one, two = (words_of(each.untyped_storage(), each.nbytes) for each in (computed, original))
     return torch.equal(one, two) if original.is_cpu else (one == two).all()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    dtype = torch.uint8 if tensor.nbytes % 8 else torch.int64  # the memory of a store may be longer than the tensor
-    bits = torch.empty(0, dtype=dtype, device=tensor.device)
-    return bits.set_(tensor.untyped_storage(), 0, (tensor.nbytes // dtype.itemsize,), (1,))
