@@ -212,7 +212,7 @@ class AutocastCopy(Packed):
         return torch.equal(one, two) if one.is_cpu else (one == two).all()
 
     def _ask_device(self, storage: torch.UntypedStorage) -> bool | None:
-        """The same for an accelerator. None if its answer is not there yet; the first answer for a weight is awaited."""
+        """The same for an accelerator; None if it has not answered. The first answer for a weight is awaited."""
         if self._answer is None:
             is_same = self._compare(storage)
             if isinstance(is_same, bool):

@@ -105,7 +105,7 @@ def test_a_weight_that_is_changed_before_backward_is_an_error(device: torch.devi
             loss = model(x).square().sum()
         with torch.no_grad():
             model[2].weight.mul_(2)
-        with pytest.raises((MutationError, RuntimeError), match="changed between|modified by an inplace"):
+        with pytest.raises((MutationError, RuntimeError), match=r"changed between|modified by an inplace"):
             loss.backward()
 
 
