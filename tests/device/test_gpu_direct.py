@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pathlib
 import pickle
 import sys
@@ -17,6 +18,9 @@ import torch
 import disthooks as dh
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores import gpu_direct
+from disthooks.saved.stores.gpu_direct import GpuDirectBackend
+from disthooks.saved.stores.scratch_file import ScratchFile
+from disthooks.testing import BackendTests
 from tests.support.sim import kvikio_like, simulated
 
 ALL = dh.AtLeast(0)
@@ -157,3 +161,29 @@ def test_memory_that_the_device_is_not_done_with(kvikio: object, tmp_path: pathl
         del another
         assert torch.equal(store.get(ticket).cpu(), truth)
         store.drop(ticket)
+
+
+class TestBackend(BackendTests):
+    """The conformance tests of backends, with memory of the device."""
+
+    test_law_9_forks = None  # a fork cannot use the device at all
+
+    @pytest.fixture
+    def backend(self, kvikio: object, tmp_path: pathlib.Path, device: torch.device) -> GpuDirectBackend:
+        self.device = device
+        file = ScratchFile(str(tmp_path), "auto")
+        direct, why = gpu_direct.opened([file], checksum=False)
+        if direct is None:
+            pytest.skip(why)
+        return GpuDirectBackend(direct, file, capacity=2 << 20)
+
+    def lose(self, backend: GpuDirectBackend) -> None:
+        os.ftruncate(backend.file.fileno(), 0)
+
+    def memory(self, backend: object, data: bytes) -> torch.Tensor:
+        memory = torch.tensor(list(data), dtype=torch.uint8, device=self.device)
+        torch.accelerator.synchronize()  # kvikio waits for no stream
+        return memory
+
+    def data(self, memory: torch.Tensor) -> bytes:
+        return bytes(memory.cpu().tolist())

@@ -10,6 +10,7 @@ import torch
 
 from disthooks._fork_safe import Order, shared_lock
 from disthooks.errors import StoreError
+from disthooks.saved.stores.backend import InFile
 from disthooks.saved.stores.pools import PAGE
 from disthooks.saved.stores.scratch_file import ScratchFile
 
@@ -153,3 +154,25 @@ class GpuDirectWay:
                     self._found, self.why_staged = opened(self._files, self._checksum)
                     self._looked = True
         return self._found
+
+
+class GpuDirectBackend(InFile[torch.Tensor]):
+    """A scratch file that moves the memory of a GPU: its memory is a contiguous tensor on that GPU.
+
+    Its user waits for the streams that use the memory, before a write and before a read. See :class:`GpuDirect`.
+
+    Args:
+        direct: GPUDirect Storage for ``file``.
+        file: the file.
+        capacity: most bytes in use in the file; None for no limit.
+    """
+
+    def __init__(self, direct: GpuDirect, file: ScratchFile, capacity: int | None = None) -> None:
+        super().__init__(file, capacity)
+        self._direct = direct
+
+    def _write_at(self, offset: int, memory: torch.Tensor) -> None:
+        self._direct.write(self.file, memory, offset)
+
+    def _read_at(self, offset: int, memory: torch.Tensor) -> None:
+        self._direct.read(self.file, memory, offset)

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import itertools
 import math
-import os
 import sys
 import time
 import weakref
@@ -20,6 +19,7 @@ import torch
 from disthooks._fork_safe import Order, shared_lock
 from disthooks._streams import current_stream, event_on, handed_over, on
 from disthooks.errors import StoreError
+from disthooks.saved.stores.backend import check_process
 from disthooks.saved.stores.base import IOStats
 from disthooks.saved.stores.device_copy import (
     Incoming,
@@ -337,12 +337,7 @@ class Transfer:
             StoreError: if they cannot be read, or if other bytes were read than were written.
         """
         file = slab.file
-        if file.process != os.getpid():
-            raise StoreError(
-                f"OnDisk({file.directory!r}): process {file.process} stored this tensor, and {os.getpid()} is a fork "
-                "of it. The parent may have changed the file. Run the backward in the process that ran the forward",
-                path=file.directory,
-            )
+        check_process(file)
         wanted = [ticket for ticket in slab.members if not ticket.dropped]
         if not wanted:
             return []
