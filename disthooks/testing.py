@@ -9,7 +9,7 @@ Subclass one of the classes in a test file of yours, and give it the fixture tha
 
 pytest then runs every test of the class on your object. The name of a test has the number of the law of disthooks that
 it checks. The tests of rules and statistics start two processes with gloo once, and use them until pytest ends.
-disthooks runs the same tests on its own kinds. No other module of disthooks imports pytest.
+disthooks runs the same tests on its own kinds. Nothing else in disthooks imports pytest.
 """
 
 # [Note: two ranks for the tests]
@@ -28,34 +28,30 @@ disthooks runs the same tests on its own kinds. No other module of disthooks imp
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import copy
 import dataclasses
 import gc
 import io
-import itertools
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import pickle
-import signal
-import sys
 import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from disthooks._backend_tests import MOST, BackendTests, in_threads
 from disthooks.config import Plan, from_config
-from disthooks.errors import ConfigError, StoreError
+from disthooks.errors import ConfigError
 from disthooks.grads.attach import gradients
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.sinks.base import RecordWriter
@@ -64,13 +60,12 @@ from disthooks.grads.stats.norms import Norm
 from disthooks.saved.attach import saving
 from disthooks.saved.codecs.base import Codec, relative_error
 from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
-from disthooks.saved.stores.backend import Backend
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.tiers import OnDevice
 
 __all__ = ["BackendTests", "CodecTests", "RuleTests", "SinkTests", "StatTests", "StoreTests"]
 
-WORLD, STEPS, MOST = 2, 4, 120.0  # ranks; steps of a training; seconds after which a rank counts as hung
+WORLD, STEPS = 2, 4  # ranks; steps of a training
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -177,13 +172,6 @@ def _check_file(key: str, value: Any) -> None:
     assert type(made) is (Pipeline if key in ("store", "codec") else type(value))
 
 
-def _in_threads(work: Callable[[int], None], count: int = 4) -> None:
-    """Run ``work`` in several threads at once. An error in one of them is raised here."""
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        for done in [pool.submit(work, number) for number in range(count)]:
-            done.result(MOST)
-
-
 class CodecTests:
     """Tests of a :class:`disthooks.saved.codecs.Codec`. The subclass gives the fixture ``codec``.
 
@@ -241,7 +229,7 @@ class CodecTests:
                 decoded = codec.decode(encoded, spec)
                 assert codec.lossy or same_bits(decoded, tensor), "law 7: what several threads encode gets mixed up"
 
-        _in_threads(work)
+        in_threads(work)
 
     def test_law_17_frozen(self, codec: Codec) -> None:
         """The codec is frozen, can be pickled, and using it changes nothing of it."""
@@ -326,7 +314,7 @@ class StoreTests:
                 assert same_bits(store.get(ticket), tensor)
                 store.drop(ticket)
 
-        _in_threads(work)
+        in_threads(work)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
     def test_law_9_forks(self, store: Store) -> None:
@@ -370,180 +358,6 @@ def _exit_code(child: int) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         alarm.cancel()
-
-
-class BackendTests:
-    """Tests of a :class:`disthooks.saved.stores.backend.Backend`. The subclass gives the fixture ``backend``.
-
-    The other methods say how to see and to change what lies at its place. A test that needs one which the subclass does
-    not give is skipped.
-    """
-
-    @pytest.fixture
-    def backend(self) -> Backend[Any]:
-        """The backend to test; a new one, with nothing in it, for each test."""
-        raise NotImplementedError("give the fixture 'backend': def backend(self): return YourBackend()")
-
-    def reopen(self, backend: Backend[Any]) -> Backend[Any]:
-        """A backend at the same place, as another process would open it. It is called in a child process."""
-        pytest.skip("the subclass has no 'reopen'")
-
-    def traces(self, backend: Backend[Any]) -> Collection[Any]:
-        """What lies at the place of the backend, such as the names of files or objects."""
-        pytest.skip("the subclass has no 'traces'")
-
-    def lose(self, backend: Backend[Any]) -> None:
-        """Remove all bytes from the place, behind the back of the backend."""
-        pytest.skip("the subclass has no 'lose'")
-
-    def memory(self, backend: Backend[Any], data: bytes) -> Any:
-        """Memory that the backend takes, with the bytes ``data``."""
-        # Anonymous memory begins at a page.
-        found = memoryview(mmap.mmap(-1, max(1, len(data))))[: len(data)]
-        found[:] = data
-        return found
-
-    def data(self, memory: Any) -> bytes:
-        """The bytes of ``memory``."""
-        return bytes(memory)
-
-    def _wrote(self, backend: Backend[Any], number: int, pages: int = 1) -> tuple[Any, bytes]:
-        """A key and its bytes, which depend on ``number`` alone."""
-        nbytes = pages * max(backend.alignment, 512)
-        data = bytes(torch.randint(256, (nbytes,), generator=torch.Generator().manual_seed(number)).tolist())
-        return backend.write(self.memory(backend, data)), data
-
-    def _check(self, backend: Backend[Any], key: Any, data: bytes) -> None:
-        memory = self.memory(backend, bytes(len(data)))
-        backend.read(key, memory)
-        assert self.data(memory) == data, "law 1, exact: other bytes were read than were written"
-
-    def test_law_1_bits(self, backend: Backend[Any]) -> None:
-        """What is read has the bits of what was written, each time, and a write does not change its memory."""
-        for pages in (1, 2, 7, 300):
-            key, data = self._wrote(backend, pages, pages)
-            self._check(backend, key, data)
-            self._check(backend, key, data)
-            backend.free(key)
-        memory = self.memory(backend, b"\x05" * max(backend.alignment, 512))
-        key, before = backend.write(memory), self.data(memory)
-        assert self.data(memory) == before
-        memory[:] = 0 if isinstance(memory, torch.Tensor) else bytes(memory.nbytes)
-        self._check(backend, key, before)  # the memory of a write is free when the write is done
-        backend.free(key)
-
-    def test_law_4_any_order(self, backend: Backend[Any]) -> None:
-        """Keys are read and freed in any order, and what is written into freed space changes no other key."""
-        held = {number: self._wrote(backend, number, 1 + number % 5) for number in range(30)}
-        for number in range(0, 30, 3):
-            backend.free(held.pop(number)[0])
-        held |= {number: self._wrote(backend, number, 1 + number % 7) for number in range(30, 45)}
-        for number in reversed(held):
-            self._check(backend, *held[number])
-        for key, _ in held.values():
-            backend.free(key)
-
-    def test_law_6_nothing_left(self, backend: Backend[Any]) -> None:
-        """After ``free`` nothing of the bytes is there."""
-        before = sorted(map(str, self.traces(backend)))
-        keys = [self._wrote(backend, number)[0] for number in range(5)]
-        for key in keys:
-            backend.free(key)
-        backend.release_idle()
-        assert sorted(map(str, self.traces(backend))) == before
-
-    def test_law_6_killed(self, backend: Backend[Any]) -> None:
-        """Nothing is left of a process that is killed, if ``leaves_nothing``."""
-        if not backend.leaves_nothing or type(self).reopen is BackendTests.reopen:
-            pytest.skip("the backend does not promise it, or the subclass has no 'reopen'")
-        before = sorted(map(str, self.traces(backend)))
-
-        def child() -> None:
-            again = self.reopen(backend)
-            self._wrote(again, 1), self._wrote(again, 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        assert os.WTERMSIG(_in_child(child)) == signal.SIGKILL
-        assert sorted(map(str, self.traces(backend))) == before
-
-    def test_law_7_threads(self, backend: Backend[Any]) -> None:
-        """Several threads write, read and free at once."""
-
-        def work(number: int) -> None:
-            for turn in range(5):
-                held = [self._wrote(backend, 100 * number + 10 * turn + each, 1 + each) for each in range(4)]
-                for key, data in held:
-                    self._check(backend, key, data)
-                    backend.free(key)
-
-        _in_threads(work, max(4, backend.at_once))
-
-    def test_law_9_errors(self, backend: Backend[Any]) -> None:
-        """A read of bytes that are gone is a StoreError that says where and how many, and never other bytes."""
-        key, data = self._wrote(backend, 1, 4)
-        self.lose(backend)
-        with pytest.raises(StoreError) as caught:
-            backend.read(key, self.memory(backend, bytes(len(data))))
-        assert caught.value.path
-        assert caught.value.wanted == len(data)
-
-    def test_law_9_forks(self, backend: Backend[Any]) -> None:
-        """A fork reads the same bytes or gets a StoreError, opens a backend of its own, and changes nothing here."""
-        key, data = self._wrote(backend, 1, 3)
-
-        def child() -> None:
-            with contextlib.suppress(StoreError):
-                self._check(backend, key, data)
-            with contextlib.suppress(StoreError):
-                self._check(backend, *self._wrote(backend, 2, 3))
-            with contextlib.suppress(pytest.skip.Exception):
-                again = self.reopen(backend)
-                self._check(again, *self._wrote(again, 3, 3))
-
-        assert _in_child(child) == 0
-        self._check(backend, key, data)
-        later = self._wrote(backend, 4, 3)
-        self._check(backend, key, data)
-        for each in (key, later[0]):
-            backend.free(each)
-
-    def test_law_10_bounded(self, backend: Backend[Any]) -> None:
-        """More than ``capacity`` is a StoreError that changes nothing, and freed space is used again."""
-        if backend.capacity is None:
-            pytest.skip("the backend has no capacity")
-        held: list[tuple[Any, bytes]] = []
-        numbers = itertools.count()
-
-        def fill() -> None:
-            for _ in range(backend.capacity or 0):
-                held.append(self._wrote(backend, next(numbers), 2))
-
-        for _ in range(2):
-            with pytest.raises(StoreError) as caught:
-                fill()
-            assert caught.value.wanted
-            assert sum(len(data) for _, data in held) <= backend.capacity
-            for key, data in held:
-                self._check(backend, key, data)
-            while held:
-                backend.free(held.pop()[0])
-
-
-def _in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a fork of this process, and return its wait status. A fork that hangs is ended by a signal."""
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            signal.alarm(int(MOST / 2))
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1]
 
 
 class RuleTests:

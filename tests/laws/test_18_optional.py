@@ -120,7 +120,7 @@ MAY = {
     "typer": ("cli",),
     "rich": ("cli",),
     "triton": ("saved/codecs",),
-    "pytest": ("testing.py",),
+    "pytest": ("testing.py", "_backend_tests.py"),
 }
 
 
