@@ -31,7 +31,7 @@ from disthooks.engines.base import Engine, Shard
 from disthooks.errors import AttachError, MatchError
 from disthooks.grads.rules.base import Rule
 from disthooks.grads.stats.base import Local, Measure, Stat
-from disthooks.grads.stats.scan import compute_facts
+from disthooks.grads.stats.scan import compute
 
 #: The float64 vector of the SUM and the int64 vector of the MAX, of one rank or merged over all ranks.
 Vectors = tuple[torch.Tensor, torch.Tensor]
@@ -69,12 +69,16 @@ class VectorLayout:
     def pack(self, local: Local) -> Vectors:
         """Measure this rank's gradients, and put the numbers into the two vectors, on ``local.device``."""
         facts = frozenset(fact for measure in self.uses for fact in measure.facts)
-        # One reading of the gradients finds the facts for all measures (decision 59). If only a norm is needed, its
-        # measure reads them once by itself, which is faster.
-        if not facts <= {"squares"}:
-            wanted = {i for measure, indices in self.uses.items() if measure.facts for i in indices}
+        # One reading of the gradients finds the facts and the counts for all measures (decision 59). If only a norm is
+        # needed, its measure reads them once by itself, which is faster.
+        rows = {m: m.count_rows(local) for m, indices in self.uses.items() if len(indices) == len(self.shards)}
+        counting = next((measure for measure, asked in rows.items() if asked), None)
+        if facts and (counting or not facts <= {"squares"}):
+            wanted = {i for measure, indices in self.uses.items() if measure.facts or counting for i in indices}
             grads = [grad if i in wanted else None for i, grad in enumerate(local.grads)]
-            local = local._replace(computed_facts=compute_facts(local._replace(grads=grads), facts))
+            found, counts = compute(local._replace(grads=grads), facts, rows[counting] if counting else None)
+            counted = {counting: counts} if counting else {}
+            local = local._replace(computed_facts=found, computed_counts=counted)
         vectors: dict[str, list[torch.Tensor]] = {
             "sum": [torch.zeros(0, dtype=torch.float64, device=local.device)],
             "max": [torch.zeros(0, dtype=torch.int64, device=local.device)],

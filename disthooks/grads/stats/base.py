@@ -50,6 +50,13 @@ class LocalStats(NamedTuple):
     accumulated: torch.Tensor | None = None
 
 
+class CountRows(NamedTuple):
+    """Which gradients are counted together: for each the row that it is added to, and how many rows there are."""
+
+    of: Sequence[int]
+    many: int
+
+
 class Local(NamedTuple):
     """The values of this rank that a measure may read. The sequences have one entry for each parameter.
 
@@ -68,6 +75,8 @@ class Local(NamedTuple):
         scale: the factor of gradients before their reduction (a scalar tensor); None for 1.
         computed_facts: the facts that are computed already, so that no measure computes them again: for each fact a
             float64 tensor on ``device`` with one number for each parameter.
+        computed_counts: the counts of magnitudes that were made by the same reading, for the measure that asked for
+            them by :meth:`Measure.count_rows`.
     """
 
     shards: Sequence[Shard]
@@ -81,6 +90,7 @@ class Local(NamedTuple):
     before: Sequence[torch.Tensor | None] = ()
     scale: torch.Tensor | None = None
     computed_facts: Mapping[Fact, torch.Tensor] = MappingProxyType({})
+    computed_counts: Mapping[Measure, torch.Tensor] = MappingProxyType({})
 
     def of(self, indices: Sequence[int]) -> Local:
         """The values of the parameters with these ``indices``, which are in ascending order."""
@@ -91,7 +101,7 @@ class Local(NamedTuple):
             for name in ("shards", "grads", "local_stats", "unreduced", "before")
         }
         facts = {fact: take(values, indices) for fact, values in self.computed_facts.items()}
-        return self._replace(**picked, computed_facts=facts)
+        return self._replace(**picked, computed_facts=facts, computed_counts={})
 
 
 class Measure:
@@ -120,6 +130,10 @@ class Measure:
     def accumulates(self, shards: Sequence[Shard]) -> Sequence[int]:
         """Indices in ``shards`` of the parameters whose whole gradients before the reduction it needs."""
         return ()
+
+    def count_rows(self, local: Local) -> CountRows | None:
+        """Which gradients are counted together, if it needs counts of magnitudes; one reading finds them and facts."""
+        return None
 
     def local(self, local: Local) -> torch.Tensor:
         """The numbers of this rank, 1-D on ``local.device``: float64 if they are added, int64 for the largest."""

@@ -3,16 +3,9 @@
 ``UnitSquares``, the squared norms of output units, is here too: rules that clip each unit need it.
 """
 
-# [Note: bins of magnitudes]
-# The bins of the histogram are the same in every step, every run and on every rank, so counts of ranks add up and are
-# exact. The first bits of a float after its sign are its exponent and the first digits of its mantissa. Shifted to the
-# right, they are an integer that says the octave and the quarter of the octave: the bin, without a logarithm or a
-# search. The codes of float32 and float64 differ, so each dtype is counted by its own codes, and the counts are put
-# into the same bins afterwards.
-
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +16,7 @@ from disthooks.engines.base import Engine, Part, Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import (
+    CountRows,
     Fact,
     Found,
     Local,
@@ -36,17 +30,9 @@ from disthooks.grads.stats.base import (
     real,
     row_norms,
 )
+from disthooks.grads.stats.magnitudes import BINS, edges
 from disthooks.grads.stats.norms import norms
-from disthooks.grads.stats.scan import compute_facts
-
-_LOWEST, _HIGHEST = -64, 32  # the powers of two between which octaves have bins
-_PARTS = 4  # bins in an octave
-BINS = (_HIGHEST - _LOWEST) * _PARTS + 2
-# Elements that are counted at a time. CUDA's histc counts in float32, which has all integers up to 2**24 only.
-_BLOCK = {"cpu": 2**19, "cuda": 2**24}
-# For each dtype: the integer of the same size, how far its bits are shifted so that the exponent and two digits of the
-# mantissa are left, and the bias of the exponent. See [Note: bins of magnitudes].
-_BITS = {torch.float32: (torch.int32, 21, 127), torch.float64: (torch.int64, 50, 1023)}
+from disthooks.grads.stats.scan import compute_facts, scan
 
 
 @dataclass(frozen=True)
@@ -55,7 +41,7 @@ class MagnitudeCounts(Measure):
 
     The first bin counts zeros and magnitudes below 2**-64. The last bin counts magnitudes of 2**32 and more, infinity
     and NaN. Between them each octave has four bins of the same width, so the width of a bin is at most a quarter of its
-    lower edge. See [Note: bins of magnitudes].
+    lower edge. See [Note: bins of magnitudes] in magnitudes.py.
 
     Attributes:
         each: True for counts of each parameter, False for counts of each scope.
@@ -72,36 +58,33 @@ class MagnitudeCounts(Measure):
     def width(self, shard: Shard | None) -> int:
         return BINS
 
-    def local(self, local: Local) -> torch.Tensor:
+    def count_rows(self, local: Local) -> CountRows:
         if self.each:
-            rows = [_counts([grad], local.device) for grad in local.grads]
-            return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, device=local.device)
-        # Scopes overlap. Gradients that belong to the same scopes are counted together, so each is read once.
-        alike: dict[frozenset[int], list[torch.Tensor | None]] = {}
+            return CountRows(range(len(local.grads)), len(local.grads))
+        sets = self._scopes_of(local)
+        rows = {scopes: row for row, scopes in enumerate(dict.fromkeys(sets))}
+        return CountRows([rows[scopes] for scopes in sets], len(rows))
+
+    def local(self, local: Local) -> torch.Tensor:
+        counts = local.computed_counts.get(self)
+        if counts is None:
+            counts = scan(local.grads, frozenset(), local.device, self.count_rows(local)).counts
+        if self.each:
+            return counts.flatten()
+        total = torch.zeros(len(local.scopes), BINS, dtype=torch.float64, device=local.device)
+        for row, scopes in enumerate(dict.fromkeys(self._scopes_of(local))):
+            for scope in scopes:
+                total[scope] += counts[row]
+        return total.flatten()
+
+    @staticmethod
+    def _scopes_of(local: Local) -> list[frozenset[int]]:
+        """The scopes of each gradient. Scopes overlap, so gradients of the same scopes are counted in one row."""
         belongs: list[set[int]] = [set() for _ in local.grads]
         for scope, places in enumerate(local.scopes):
             for place in places:
                 belongs[place].add(scope)
-        for grad, scopes in zip(local.grads, belongs, strict=True):
-            alike.setdefault(frozenset(scopes), []).append(grad)
-        total = torch.zeros(len(local.scopes), BINS, dtype=torch.float64, device=local.device)
-        for shared, grads in alike.items():
-            found = _counts(grads, local.device)
-            for scope in shared:
-                total[scope] += found
-        return total.flatten()
-
-
-def edges() -> torch.Tensor:
-    """The edges of the bins, a float64 vector of ``BINS + 1``: 0, 2**-64, 1.25 * 2**-64, ... 2**32, infinity.
-
-    >>> edges()[[0, 1, 2, 5, -2, -1]].tolist() == [0.0, 2.0**-64, 1.25 * 2.0**-64, 2.0**-63, 2.0**32, float("inf")]
-    True
-    """
-    octaves = torch.arange(_LOWEST, _HIGHEST, dtype=torch.float64).exp2()
-    parts = 1 + torch.arange(_PARTS, dtype=torch.float64) / _PARTS
-    ends = torch.tensor([2.0**_HIGHEST, torch.inf], dtype=torch.float64)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), (octaves[:, None] * parts).flatten(), ends])
+        return [frozenset(scopes) for scopes in belongs]
 
 
 def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
@@ -133,50 +116,6 @@ def quantile(counts: torch.Tensor, q: float) -> torch.Tensor:
     found = torch.where(high.isinf(), torch.inf, low + share * (high - low))
     found = torch.where(at == 0, 0.0, found)
     return torch.where(upto[..., -1:] > 0, found, torch.nan).squeeze(-1)
-
-
-def _counts(grads: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """How many elements of all ``grads`` together are in each bin. See [Note: bins of magnitudes]."""
-    codes: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-    for block in _blocks(grads):
-        block = block if block.dtype == torch.float64 else block.float()  # halves are exact in float32
-        # How many elements have each code of an exponent and two digits.
-        integer, shift, bias = _BITS[block.dtype]
-        code, many = block.abs().view(integer).bitwise_right_shift_(shift), (2 * bias + 2) * _PARTS
-        if block.is_cpu:
-            found = torch.bincount(code.short(), minlength=many)  # of int16 it is twice as fast as of int32
-        else:
-            # The size of bincount's result depends on the largest code: on an accelerator the host would wait for it.
-            found = torch.histc(code.float(), bins=many, min=0, max=many).double()
-        key = (block.device, block.dtype)
-        codes[key] = codes[key].add_(found) if key in codes else found
-    total = torch.zeros(BINS, dtype=torch.float64, device=device)
-    for (_, dtype), counts in codes.items():
-        bias = _BITS[dtype][2]
-        first, last = (bias + _LOWEST) * _PARTS, (bias + _HIGHEST) * _PARTS
-        under, over = counts[:first].sum(), counts[last:].sum()
-        total += onto(torch.cat([under[None], counts[first:last], over[None]]).double(), device)
-    return total
-
-
-def _blocks(grads: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """The elements in blocks that stay in the cache: parts of a large gradient, or many small gradients joined."""
-    small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
-    for grad in grads:
-        if grad is None or not grad.numel():
-            continue
-        flat, most = real(grad).reshape(-1), _BLOCK.get(grad.device.type, _BLOCK["cuda"])
-        if 2 * flat.numel() > most:
-            yield from torch.split(flat, most)
-            continue
-        key = (flat.device, flat.dtype)
-        waiting, size = small.get(key, ([], 0))
-        if size + flat.numel() > most:
-            yield torch.cat(waiting)
-            waiting, size = [], 0
-        waiting.append(flat)
-        small[key] = waiting, size + flat.numel()
-    yield from (torch.cat(waiting) for waiting, _ in small.values())
 
 
 @dataclass(frozen=True)

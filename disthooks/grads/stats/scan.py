@@ -5,24 +5,28 @@ another measure needed the same fact. The second half of the file has the measur
 """
 
 # [Note: one reading of the gradients]
-# Several kernels read each gradient, one for each fact. Gradients are cut into blocks that stay in the cache of a CPU,
-# so only the first kernel waits for memory (decision 59). Small gradients of one size are put side by side, so one
-# kernel reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are float64), and
-# the sums of the rows are added in float64: so a long sum loses no digits, and no element is converted.
+# On a GPU one Triton kernel reads each gradient once for all facts and for the histogram (kernels.py). The rest of this
+# note is about torch operations, which read gradients on the CPU, in float64, or where Triton does not work.
+# Several operations read each gradient, one for each fact. Gradients are cut into blocks that stay in the cache of a
+# CPU, so only the first operation waits for memory (decision 59). Small gradients of one size are put side by side, so
+# one operation reads many of them. Rows of 1024 elements are summed in float32 (in float64 if the gradients are
+# float64), and the sums of the rows are added in float64: so a long sum loses no digits, and no element is converted.
 # On the CPU the host may look at a result without waiting, so rare cases (an overflow, a cancellation, an element that
-# is not finite) are found there from the sums, and only then the blocks are read again. On an accelerator the host
-# would have to wait, so those cases are always computed.
+# is not finite, a zero) are found there from the sums and the counts, and only then the blocks are read again. On an
+# accelerator the host would have to wait, so those cases are always computed.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
+from disthooks.grads.stats import fused
 from disthooks.grads.stats.base import (
+    CountRows,
     Fact,
     Local,
     LocalFact,
@@ -37,11 +41,12 @@ from disthooks.grads.stats.base import (
     take,
     wide,
 )
+from disthooks.grads.stats.magnitudes import BINS, MagnitudeCounter
 
 Facts = frozenset[Fact]
 
 _ROW = 1024
-_BLOCK = {"cpu": 2**19, "cuda": 2**24}  # elements of a block; on the CPU 2 MiB of float32
+_BLOCK = {"cpu": 2**18, "cuda": 2**24}  # elements of a block; on the CPU 2 MiB of float32
 # The facts of one row, in the order of the rows of a table. Facts that are sums come first. "high" is the maximum of g
 # and "low" is the maximum of -g, so both are merged by a maximum.
 _ORDER: tuple[Fact, ...] = ("count", "sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
@@ -66,14 +71,20 @@ def compute_facts(local: Local, facts: Facts) -> Mapping[Fact, torch.Tensor]:
 
     For complex gradients these are facts of the magnitudes; the inner products are of the real and imaginary parts.
     """
+    return compute(local, facts).facts
+
+
+def compute(local: Local, facts: Facts, counting: CountRows | None = None) -> Scan:
+    """The facts of :func:`compute_facts`, and the counts of magnitudes that the same reading makes."""
     missing = facts - local.computed_facts.keys()
     final = missing & set(_ORDER)
-    found = scan(local.grads, final, local.device) if final else {}
+    none: Scan = Scan({}, torch.zeros(0, BINS, dtype=torch.float64, device=local.device))
+    found, counts = scan(local.grads, final, local.device, counting) if final or counting else none
     if "own" in missing:
         found["own"] = own(local.local_stats, local.device)
     if missing & {"dot", "accumulated", "final"}:
         found |= zip(("dot", "accumulated", "final"), products(local), strict=True)
-    return {**local.computed_facts, **found}
+    return Scan({**local.computed_facts, **found}, counts)
 
 
 def own(local_stats: Sequence[LocalStats], device: torch.device) -> torch.Tensor:
@@ -108,36 +119,94 @@ def products(local: Local) -> torch.Tensor:
     return torch.stack(found, dim=1) if found else zero[:, None][:, :0]
 
 
-def scan(grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.device) -> dict[Fact, torch.Tensor]:
-    """The ``facts`` of every gradient: for each fact a float64 vector on ``device``.
+class Scan(NamedTuple):
+    """The numbers that one reading of gradients has found.
+
+    Attributes:
+        facts: for each fact a float64 vector with one number for each gradient.
+        counts: for each row of :class:`CountRows` how many elements are in each bin, float64; no rows if nothing was
+            to be counted.
+    """
+
+    facts: dict[Fact, torch.Tensor]
+    counts: torch.Tensor
+
+
+def scan(
+    grads: Sequence[torch.Tensor | None], facts: Facts, device: torch.device, counting: CountRows | None = None
+) -> Scan:
+    """Read ``grads`` for the ``facts`` of each, and count magnitudes in the rows of ``counting``.
 
     A gradient that is None or has no elements gets the facts of no elements: 0, and minus infinity for "high" and
-    "low". See [Note: one reading of the gradients].
+    "low". The results are on ``device``. See [Note: one reading of the gradients].
 
-    >>> found = scan([torch.tensor([3.0, -4.0]), None], frozenset({"sum", "abs", "high"}), torch.device("cpu"))
+    >>> found = scan([torch.tensor([3.0, -4.0]), None], frozenset({"sum", "abs", "high"}), torch.device("cpu")).facts
     >>> {fact: values.tolist() for fact, values in found.items()}
     {'sum': [-1.0, 0.0], 'abs': [7.0, 0.0], 'high': [3.0, -inf]}
     """
     # "m2" of a gradient needs the sums of its rows, also if nobody asked for "sum".
     names = [fact for fact in _ORDER if fact in facts or (fact == "sum" and "m2" in facts)]
-    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-    for i, grad in enumerate(grads):
-        if grad is not None and (size := grad.numel()):
-            groups.setdefault((grad.device, grad.dtype, size), []).append(i)
-    reader, tables, order = _Reader(names), [], []
-    for (where, _, size), members in groups.items():
-        # As many gradients of this size as fit into one block are read together; a large gradient is read by itself.
-        many = max(1, _block(where) // size)
-        for at in range(0, len(members), many):
-            places = members[at : at + many]
-            tables.append(onto(reader.table([grads[i] for i in places]), device))  # type: ignore[misc]
-            order += places
+    given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
+    fit = [fused.usable(grad) for _, grad in given]
+    parts = _by_kernels([pair for pair, fits in zip(given, fit, strict=True) if fits], names, counting)
+    parts += _by_operations([pair for pair, fits in zip(given, fit, strict=True) if not fits], names, counting)
     # The last column has the facts of no elements; gradients that were not read take it.
-    nothing = torch.tensor([[_NOTHING.get(fact, 0.0)] for fact in names], dtype=torch.float64)
+    nothing = torch.tensor([[_NOTHING.get(fact, 0.0) for fact in names]], dtype=torch.float64).T
+    order = [i for part in parts for i in part.places]
     place = {i: at for at, i in enumerate(order)}
-    table = torch.cat([*tables, moved(nothing, device)], dim=1)
+    table = torch.cat([*(onto(part.table, device) for part in parts), moved(nothing, device)], dim=1)
     picked = take(table, [place.get(i, len(order)) for i in range(len(grads))])
-    return dict(zip(names, picked, strict=True))
+    counts = torch.zeros(counting.many if counting else 0, BINS, dtype=torch.float64, device=device)
+    for part in parts:
+        if part.counts is not None:
+            counts += onto(part.counts, device)
+    return Scan(dict(zip(names, picked, strict=True)), counts)
+
+
+class _Part(NamedTuple):
+    """The numbers of some gradients: a row for each fact and a column for each gradient; and counts of magnitudes."""
+
+    places: Sequence[int]
+    table: torch.Tensor
+    counts: torch.Tensor | None
+
+
+Given = Sequence[tuple[int, torch.Tensor]]  # gradients, each with its place among all of them
+
+
+def _by_kernels(given: Given, names: Sequence[Fact], counting: CountRows | None) -> list[_Part]:
+    """Read gradients that the kernels take: one reading for all facts and counts, in a few launches."""
+    parts = []
+    for device in dict.fromkeys(grad.device for _, grad in given):
+        places, grads = zip(*[(i, grad) for i, grad in given if grad.device == device], strict=True)
+        rows = counting and CountRows([counting.of[i] for i in places], counting.many)
+        facts, counts = fused.read(grads, rows)
+        columns = dict(zip(fused.FACTS, facts, strict=True))
+        if "count" in names:
+            sizes = torch.tensor([grad.numel() for grad in grads], dtype=torch.float64)
+            columns["count"] = moved(sizes, device)
+        parts.append(_Part(places, torch.stack([columns[name] for name in names]) if names else facts[:0], counts))
+    return parts
+
+
+def _by_operations(given: Given, names: list[Fact], counting: CountRows | None) -> list[_Part]:
+    """Read gradients by torch operations. As many of one size as fit into one block are read together."""
+    counter = MagnitudeCounter() if counting else None
+    reader, parts = _Reader(names, counter), list[_Part]()
+    groups: dict[tuple[torch.device, torch.dtype, int, int], list[tuple[int, torch.Tensor]]] = {}
+    for i, grad in given:
+        row = counting.of[i] if counting else 0
+        groups.setdefault((grad.device, grad.dtype, grad.numel(), row), []).append((i, grad))
+    for (device, _, size, row), members in groups.items():
+        many = max(1, _block(device) // size)
+        for at in range(0, len(members), many):
+            places, grads = zip(*members[at : at + many], strict=True)
+            parts.append(_Part(places, reader.table(grads, row), None))
+    if counting and counter:
+        for device in dict.fromkeys(grad.device for _, grad in given):
+            none = torch.zeros(len(names), 0, dtype=torch.float64, device=device)
+            parts.append(_Part((), none, counter.counts(counting.many, device)))
+    return parts
 
 
 class _Reader:
@@ -146,27 +215,30 @@ class _Reader:
     Kernels read the blocks and give numbers for each row. The facts of a gradient are made of the facts of its rows.
     """
 
-    def __init__(self, names: list[Fact]) -> None:
-        self.names, wanted = names, set(names)
+    def __init__(self, names: list[Fact], counter: MagnitudeCounter | None) -> None:
+        self.names, self.counter, wanted = names, counter, set(names)
         # For each kernel the facts that need it, the name of its result, and the function.
         kernels: list[tuple[set[Fact], Fact, Callable[[torch.Tensor], torch.Tensor]]] = [
             ({"sum", "m2", "nonfinite"}, "sum", _row_sums),
             ({"squares", "m2"}, "squares", row_norms),
-            ({"high"}, "high", lambda rows: rows.amax(-1)),
-            ({"low"}, "low", lambda rows: rows.amin(-1)),
         ]
         self._kernels = [(name, kernel) for needed_by, name, kernel in kernels if needed_by & wanted]
-        self._sizes = bool({"abs", "zeros"} & wanted)
+        self._extremes = wanted & _LARGEST
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def table(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient."""
+    def table(self, grads: Sequence[torch.Tensor], row: int) -> torch.Tensor:
+        """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient.
+
+        Their magnitudes are counted in ``row``, if there is a counter.
+        """
         blocks = self._blocks(grads)
         # Rows have 1024 elements, and the last one has the rest.
         size, many = grads[0].numel(), -(-grads[0].numel() // _ROW)
         widths = torch.full((many,), _ROW, dtype=torch.float64, device=grads[0].device)
         widths[-1:].fill_(size - _ROW * (many - 1))
-        parts = [self._read(block.to(wide(block.dtype))) for block in blocks]
+        parts = [self._read(self._widened(block), row) for block in blocks]
+        if not self.names:
+            return torch.zeros(0, len(grads), dtype=torch.float64, device=widths.device)
         found = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
         if "m2" in self.names:
             found["sum"], m2 = _moments(blocks, found["sum"], found["squares"].square(), widths)
@@ -190,7 +262,7 @@ class _Reader:
             sums[self.names.index("m2")] += (distances.square() * widths).sum(-1)
         return torch.cat([sums, extremes])
 
-    def _blocks(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _blocks(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of shape (gradients, rows, 1024); the last view has the elements that do not fill a row."""
         flat = [real(grad).reshape(-1) for grad in grads]
         if len(flat) == 1:
@@ -205,20 +277,44 @@ class _Reader:
         blocks = [together[:, at : min(at + step, body)].view(len(flat), -1, _ROW) for at in range(0, body, step)]
         return blocks + ([together[:, None, body:]] if body < size else [])
 
-    def _read(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _read(self, rows: torch.Tensor, row: int) -> dict[str, torch.Tensor]:
         """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
         found: dict[str, torch.Tensor] = {name: kernel(rows) for name, kernel in self._kernels}
-        if self._sizes:
-            cpu = rows.device.type == "cpu"
-            sizes = torch.abs(rows, out=self._room("abs", rows.shape, rows.dtype)) if cpu else rows.abs()
-            if "abs" in self.names:
-                found["abs"] = _row_sums(sizes) if cpu else sizes.sum(-1, dtype=torch.float64)
-            if "zeros" in self.names:
-                # The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are
-                # counted five times as fast. This overwrites the magnitudes, which nothing needs any more.
-                bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
-                found["zeros"] = bits.clamp_(max=1).sum(-1, dtype=bits.dtype)
+        if self._extremes == _LARGEST and rows.is_cpu and len(rows) == 1:
+            # One gradient alone: its extremes are found in one pass, and each of its rows may have them.
+            low, high = torch.aminmax(rows)
+            found["high"], found["low"] = high.expand(rows.shape[:-1]), low.expand(rows.shape[:-1])
+        else:
+            found |= {name: rows.amax(-1) if name == "high" else rows.amin(-1) for name in self._extremes}
+        if "abs" in self.names:
+            sizes = self._sizes(rows)
+            found["abs"] = _row_sums(sizes) if rows.is_cpu else sizes.sum(-1, dtype=torch.float64)
+        smallest = None
+        if self.counter is not None:
+            codes = self.counter.add(row, sizes if "abs" in self.names else self._sizes(rows))
+            smallest = codes[0]
+        if "zeros" in self.names:
+            found["zeros"] = self._nonzeros(rows, smallest)
         return found
+
+    def _nonzeros(self, rows: torch.Tensor, smallest: torch.Tensor | None) -> torch.Tensor:
+        """How many elements of each row are not zero. ``smallest`` are those with the code of zero, if known."""
+        if smallest is not None and smallest.is_cpu and not int(smallest):
+            return torch.full(rows.shape[:-1], rows.shape[-1], dtype=torch.int32)
+        # The bits of a magnitude, read as an integer, are zero only if the magnitude is zero. Integers are counted five
+        # times as fast. This overwrites the magnitudes.
+        sizes = self._sizes(rows)
+        bits = sizes.view(torch.int32 if sizes.dtype == torch.float32 else torch.int64)
+        return bits.clamp_(max=1).sum(-1, dtype=torch.int32)
+
+    def _sizes(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.abs(rows, out=self._room("abs", rows.shape, rows.dtype)) if rows.is_cpu else rows.abs()
+
+    def _widened(self, block: torch.Tensor) -> torch.Tensor:
+        dtype = wide(block.dtype)
+        if not block.is_cpu or block.dtype == dtype:
+            return block.to(dtype)
+        return self._room("wide", block.shape, dtype).copy_(block)
 
     def _room(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of ``shape`` in memory that this reader uses again for each block.
