@@ -1,20 +1,11 @@
-"""What plans of offloading would cost on a GPU, without one: tapes of two models on a modelled clock.
+"""What ways of saving tensors would cost on a GPU, without one: tapes of two models on a modelled clock.
 
     python benchmarks/simulated.py                      # a table, and benchmarks/results/simulated.json
     python benchmarks/simulated.py --link 25 --device 2 # a slower link and device memory, in GB/s and TB/s
 
-No figure here was measured on a GPU. The sizes and the order of the saved tensors are recorded (``tapes.py``); the time
-of a step is assumed; the link, device memory and the stores are models (``tests/support/sim/clock.py`` and
-``policies.py``). What is not modelled: the host's time, kernels that share device memory with copies, fragments and
-workspaces in device memory, and that a recomputed tensor may need its input earlier than the tape reads it.
-
-Where figures differ from the audit's model of a step, these are the reasons. The ResNet's peak less its saved bytes is
-2 to 3 GB lower here, so more of each peak is left for saved tensors, and rows at 10, 20 and 30 GB are faster. The audit
-took slopes of real runs, where operators have buffers of their own; whether a GPU has them is not known. The decoder
-saves 21.1 GB instead of 20, because the logarithms of the softmax (1 GB in float32) are saved too, and more memory is
-needed around the loss: at -50% more is sent. ``Tiered`` leaves a window below its limit empty, and so has to send more
-bytes for the same peak than the plan; it waits for a whole copy at its first read from the host, and brings few tensors
-ahead: the decoder's rows are slower than the audit's.
+No figure here was measured on a GPU. ``ASSUMED`` says what is assumed, recorded and computed, and it is in the JSON.
+The rows of ``OnCpu``, ``OnDisk`` and ``Tiered`` replay the library's own plan (``disthooks.saved.stores.plan``). Rows
+with "before" are models of the stores that had no plan (commit 12e9d58).
 """
 
 from __future__ import annotations
@@ -23,23 +14,42 @@ import argparse
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import disthooks as dh
+from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Policy, Rates, Result, Saved, Tape, largest_limit, replay
-from tests.support.sim.policies import EverythingOut, FirstSavedFirst, NearTheLimit
+from tests.support.sim.planned import MIB, Planned
+from tests.support.sim.policies import EverythingOut, NearTheLimit, SaveOnCpu, StashOfFive
 
 HERE = pathlib.Path(__file__).parent
 GB = 1e9
 TAPES = {"ResNet-152 fp32": "resnet152", "decoder bf16": "decoder"}
+ASSUMED = [
+    "Sizes, the order of saves and reads, and what Recompute drops are recorded (tapes.py); those below 64 KiB stay.",
+    "The times of forward and backward are assumed (about.forward_s, about.backward_s), and so are all rates.",
+    "Operators take the longer of their bytes and their products, scaled to these times; copies do not slow them down.",
+    "The host needs host_operator_s for each operator and host_tensor_s for each storage in a store, each way.",
+    "The host is not ahead when a step begins. When it waits for a copy, so does the computation.",
+    "Device memory is the sum of live bytes: no fragments, no workspaces; a copied tensor's memory is free at once.",
+    "A recomputed tensor is made when backward first reads it; inputs that this needs earlier are not brought earlier.",
+    "Codecs run at 0.7 of the speed of device memory; Recompute makes 3 passes over a tensor.",
+    "save_on_cpu and OffloadActivations copy each storage once, which is a lower bound: torch copies each save.",
+    "Not modelled: torchtune's way (as TRL's), TransformerEngine's, page-locking of host memory, other processes.",
+]
 #: Bytes of peak memory to reach, by name; a share of nothing's where it is under 2.
 PEAKS = {
     "ResNet-152 fp32": {f"{n} GB": n * GB for n in (5, 10, 20, 30)},
     "decoder bf16": {"-30%": 0.7, "-50%": 0.5},
 }
+#: With a disk as third place: the peak, and bytes of host memory.
+WITH_DISK = {"ResNet-152 fp32": ("20 GB", 8 * GB), "decoder bf16": ("-50%", 4 * GB)}
+#: The default limits of ``OnCpu`` and ``OnDisk`` for bytes in flight.
+IN_FLIGHT, STAGING = 512 * MIB, 64 * MIB
 #: Passes over a tensor that is computed again: two operands are read and the result is written.
 PASSES = 3
 #: The share of the speed of device memory that the codecs' kernels are wanted to reach (``targets.py``).
@@ -55,6 +65,15 @@ AUDIT = {
     ("decoder bf16", "Recompute", "-50%"): (1.43, 1.15),
     ("decoder bf16", "Recompute and products", "-50%"): (1.19, 1.07),
 }
+#: The largest ratio that is wanted, for the plan of a row.
+WANTED = {
+    ("decoder bf16", "Recompute, Tiered at -30%"): 1.03,
+    ("decoder bf16", "Recompute and products, Tiered at -50%"): 1.10,
+    ("ResNet-152 fp32", "Recompute, Tiered at 30 GB"): 1.15,
+    ("ResNet-152 fp32", "Quantize(4), Tiered at 5 GB"): 1.15,
+}
+#: Steps of a replay: the tape of the first one is not known, the plan of the third has learned the order of reads.
+STEPS = 3
 
 
 # -- codecs, as factors of bytes and seconds of the device
@@ -73,17 +92,16 @@ def recomputed(rates: Rates) -> Codec:
     return change
 
 
-def quantized(rates: Rates) -> Codec:
-    """``Quantize(4)``: the bytes are those of the codec itself; integers stay as they are."""
+def encoded(codec: Any, rates: Rates) -> Codec:
+    """A codec of the library: the bytes are those that it makes of a sample; integers stay as they are."""
     shares = {}
     for dtype in (torch.float32, torch.bfloat16):
         sample = torch.ones(1 << 18, dtype=dtype).view(512, 512)
-        shares[str(dtype).removeprefix("torch.")] = (
-            sum(t.nbytes for t in dh.Quantize(4).encode(sample)[0]) / sample.nbytes
-        )
+        name = str(dtype).removeprefix("torch.")
+        shares[name] = sum(t.nbytes for t in codec.encode(sample)[0]) / sample.nbytes
 
     def change(saved: Saved) -> Saved:
-        if saved.dtype not in shares or not saved.stored:
+        if shares.get(saved.dtype, 1) == 1 or not saved.stored:
             return saved
         stored = round(shares[saved.dtype] * saved.nbytes)
         seconds = (saved.nbytes + stored) / (OF_MEMORY * rates.device)
@@ -115,61 +133,127 @@ def both(first: Codec, second: Codec) -> Codec:
 
 def codecs(tape: Tape, rates: Rates) -> dict[str, Codec]:
     """By name, for the rows of one tape."""
-    found = {
-        "": lambda saved: saved,
-        "Recompute": recomputed(rates),
-        "Quantize(4)": quantized(rates),
-        "Recompute, Quantize(4)": both(recomputed(rates), quantized(rates)),
-    }
+    four = encoded(dh.Quantize(4), rates)
+    found = {"": lambda saved: saved, "Recompute": recomputed(rates), "Quantize(4)": four}
+    found["Recompute, Quantize(4)"] = both(recomputed(rates), four)
     if "product_flops" in tape.about:
         found["Recompute and products"] = products(tape, rates)
+    else:
+        found["Cast(bfloat16)"] = encoded(dh.Cast(torch.bfloat16), rates)
     return found
+
+
+def block_of(module: str) -> str:
+    """The block of a module: a layer of the decoder, a bottleneck of the ResNet; empty outside of blocks."""
+    parts = module.split(".")
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return parts[0] if len(parts) > 1 and parts[0] not in ("", "0") else ""
 
 
 # -- rows
 
 
-def row(result: Result, plain: Result) -> dict[str, Any]:
-    """The figures of one way; seconds, bytes and shares."""
+def row(results: Sequence[Result], plain: Result) -> dict[str, Any]:
+    """The figures of one way: of its last step, with the largest peak of all steps; seconds, bytes and shares."""
+    result = results[-1]
     return {
         "ratio": round(result.step_s / plain.step_s, 3),
+        "first_ratio": round(results[0].step_s / plain.step_s, 3),
         "forward_s": round(result.forward_s, 4),
         "backward_s": round(result.backward_s, 4),
         "compute_s": round(result.compute_s, 4),
         "stalled_s": round(result.stalled_s, 4),
-        "peak_bytes": result.peak,
+        "host_s": round(result.host_s, 4),
+        "peak_bytes": max(each.peak for each in results),
+        "host_peak_bytes": max(each.host_peak for each in results),
         "held_bytes": result.held,
         "sent_bytes": result.sent,
+        "written_bytes": result.written,
         "link_out_busy": round(result.link_out, 3),
         "link_back_busy": round(result.link_back, 3),
     }
 
 
-def limited(tape: Tape, kind: str, peak: float, rates: Rates, plain: Result) -> dict[str, Any]:
+def steps_of(tape: Tape, policy: Policy, rates: Rates) -> list[Result]:
+    """So many steps that the policy has learned what it can."""
+    return [replay(tape, policy, rates) for _ in range(STEPS)]
+
+
+def limited(tape: Tape, make: Callable[[int], Policy], peak: float, rates: Rates, plain: Result) -> dict[str, Any]:
     """A way with as large a limit as its own peak leaves room for."""
-    makes: dict[str, Callable[[int], Policy]] = {
-        "Tiered": NearTheLimit,
-        "first saved goes first": lambda limit: FirstSavedFirst(tape, limit),
-    }
-    limit = largest_limit(tape, makes[kind], peak, rates)
+    limit = largest_limit(lambda limit: steps_of(tape, make(limit), rates), peak, 2 * tape.nbytes)
     if limit is None:
         return {"not_reached": f"its peak is above {peak / GB:.2f} GB even with nothing left on the device"}
-    return row(replay(tape, makes[kind](limit), rates), plain) | {"limit_bytes": limit}
+    return row(steps_of(tape, make(limit), rates), plain) | {"limit_bytes": limit}
 
 
 def rows(tape: Tape, rates: Rates) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every way of one tape."""
     plain = replay(tape, Policy(), rates)
-    yield "nothing", row(plain, plain)
+    peaks = {name: wanted * plain.peak if wanted < 2 else wanted for name, wanted in PEAKS[tape.name].items()}
+    inputs = checkpointed(tape, block_of)
+
+    def full(tape: Tape, policy: Policy) -> dict[str, Any]:
+        return row(steps_of(tape, policy, rates), plain)
+
+    yield "nothing", full(tape, Policy())
+    yield "checkpoint per block", full(inputs, Policy())
+    yield "torch save_on_cpu", full(tape, SaveOnCpu())
+    yield "trl OffloadActivations", full(tape, StashOfFive())
+    yield "OnCpu before", full(tape, EverythingOut(IN_FLIGHT))
     for name, codec in codecs(tape, rates).items():
         coded, front = tape.coded(codec), f"{name}, " if name else ""
         if name:
-            yield f"{front}OnDevice", row(replay(coded, Policy(), rates), plain)
-        yield f"{front}OnCpu", row(replay(coded, EverythingOut(), rates), plain)
-        for peak_name, wanted in PEAKS[tape.name].items():
-            peak = wanted * plain.peak if wanted < 2 else wanted
-            for kind in ("Tiered", "first saved goes first"):
-                yield f"{front}{kind} at {peak_name}", limited(coded, kind, peak, rates, plain)
+            yield f"{front}OnDevice", full(coded, Policy())
+        yield f"{front}OnCpu", full(coded, Planned([IN_FLIGHT, None]))
+        yield f"{front}OnDisk", full(coded, Planned([IN_FLIGHT, STAGING, None], STAGING // 8))
+        for peak_name, peak in peaks.items():
+            yield f"{front}Tiered before at {peak_name}", limited(coded, NearTheLimit, peak, rates, plain)
+            yield (
+                f"{front}Tiered at {peak_name}",
+                limited(coded, lambda limit: Planned([limit, None]), peak, rates, plain),
+            )
+    yield "OnCpu around checkpoints", full(inputs, Planned([IN_FLIGHT, None]))
+    yield from _with_disk(tape, rates, plain, peaks)
+
+
+def _with_disk(tape: Tape, rates: Rates, plain: Result, peaks: Mapping[str, float]) -> Iterator[tuple[str, Any]]:
+    """Device, host and disk."""
+    peak_name, host = WITH_DISK[tape.name]
+    coded = tape.coded(codecs(tape, rates)["Recompute"])
+
+    def make(limit: int) -> Policy:
+        return Planned([limit, int(host), None])
+
+    name = f"Recompute, Tiered at {peak_name}, {host / GB:.0f} GB of host, disk"
+    yield name, limited(coded, make, peaks[peak_name], rates, plain)
+
+
+def lengths(tape: Tape, rates: Rates, limit: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Batches of other lengths with the limit of the row at -30%; ratios of sums, after the first four steps.
+
+    All is proportional to the tokens, attention too.
+    """
+    coded, dice = tape.coded(codecs(tape, rates)["Recompute"]), random.Random(0)
+    tokens = tape.about["tokens"]
+    series = {
+        "one length": [tokens] * 24,
+        "two lengths in turn": [tokens, 5000] * 12,
+        "random lengths": [dice.randint(tokens // 2, tokens) for _ in range(24)],
+    }
+    for name, each in series.items():
+        plain = [replay(tape.scaled(n / tokens), Policy(), rates).step_s for n in each]
+        for policy in (Planned([limit, None]), NearTheLimit(limit)):
+            results = [replay(coded.scaled(n / tokens), policy, rates) for n in each]
+            yield (
+                f"{name}, {policy.name}",
+                {
+                    "ratio": round(sum(result.step_s for result in results[4:]) / sum(plain[4:]), 3),
+                    "peak_bytes": max(result.peak for result in results),
+                    "sent_bytes": sum(result.sent for result in results[4:]) // len(results[4:]),
+                },
+            )
 
 
 def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -177,29 +261,48 @@ def beside_audit(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]
     table = []
     for (workload, codec, peak), audit in AUDIT.items():
         front = f"{codec}, " if codec else ""
-        kinds = ("Tiered", "first saved goes first")
-        here = [found[workload]["rows"][f"{front}{kind} at {peak}"].get("ratio") for kind in kinds]
+        here = [
+            found[workload]["rows"][f"{front}{kind} at {peak}"].get("ratio") for kind in ("Tiered before", "Tiered")
+        ]
         table.append({"row": f"{workload}, {front}{peak}", "audit": list(audit), "here": here})
     return table
 
 
-def run(rates: Rates, folder: pathlib.Path = HERE / "tapes") -> dict[str, Any]:
+def beside_wanted(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The ratios that are wanted, and those of the same rows here."""
+    pairs = ((workload, name, most) for (workload, name), most in WANTED.items())
+    here = [(f"{work}, {name}", most, found[work]["rows"][name].get("ratio")) for work, name, most in pairs]
+    return [{"row": name, "wanted": most, "here": ratio} for name, most, ratio in here]
+
+
+def read(name: str, folder: pathlib.Path = HERE / "tapes") -> Tape:
+    """A tape with its assumed times."""
+    tape = Tape.read(folder / f"{TAPES[name]}.json")
+    return tape.timed(tape.about["forward_s"], tape.about["backward_s"])
+
+
+def run(rates: Rates) -> dict[str, Any]:
     """All of it, as it is written."""
     workloads: dict[str, Any] = {}
-    for name, file in TAPES.items():
-        tape = Tape.read(folder / f"{file}.json")
-        tape = tape.timed(tape.about["forward_s"], tape.about["backward_s"])
+    for name in TAPES:
+        tape = read(name)
         about = tape.about | {"saved_bytes": tape.nbytes, "storages": len(tape.saved)}
         workloads[name] = {"about": about, "rows": dict(rows(tape, rates))}
-    about = "Simulated: modelled clock, link and stores; assumed time of a step. Nothing here ran on a GPU."
-    rates_ = dataclasses.asdict(rates)
+    decoder = workloads["decoder bf16"]
+    limit = decoder["rows"]["Recompute, Tiered at -30%"]["limit_bytes"]
+    decoder["lengths"] = dict(lengths(read("decoder bf16"), rates, limit))
     return {
         "simulated": True,
-        "about": about,
-        "rates": rates_,
+        "about": "Simulated: modelled clock, link and stores; assumed time of a step. Nothing here ran on a GPU.",
+        "assumed": ASSUMED,
+        "rates": dataclasses.asdict(rates),
         "workloads": workloads,
         "audit": beside_audit(workloads),
+        "wanted": beside_wanted(workloads),
     }
+
+
+# -- the table
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -207,23 +310,29 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield found["about"]
     for name, part in found["workloads"].items():
         yield f"\n{name}: " + ", ".join(f"{key} {value}" for key, value in part["about"].items())
-        columns = ("ratio", "forward ms", "backward ms", "stalled ms", "peak GB", "sent GB", "link out", "link back")
+        columns = ("ratio", "first", "forward ms", "backward ms", "stalled ms", "peak GB", "sent GB", "out", "back")
         yield f"{'':56}" + "".join(f"{each:>12}" for each in columns)
         for way, one in part["rows"].items():
             yield f"{way:56}" + (_figures(one) if "ratio" in one else f"  {one['not_reached']}")
-    yield f"\n{'the audit, and here':56}{'Tiered':>16}{'the plan':>16}"
+        for way, one in part.get("lengths", {}).items():
+            figures = f"peak {one['peak_bytes'] / GB:.2f} GB, {one['sent_bytes'] / GB:.2f} GB sent a step"
+            yield f"{way:56}{one['ratio']:12.3f}   {figures}"
+    yield f"\n{'the audit, and here':56}{'Tiered before':>16}{'the plan':>16}"
     for each in found["audit"]:
         pairs = (
             f"{audit:.2f}, {'-' if here is None else f'{here:.2f}'}"
             for audit, here in zip(each["audit"], each["here"], strict=True)
         )
         yield f"{each['row']:56}" + "".join(f"{pair:>16}" for pair in pairs)
+    yield ""
+    yield from (f"{each['row']:56} wanted {each['wanted']:.2f}, here {each['here']}" for each in found["wanted"])
 
 
 def _figures(one: Mapping[str, Any]) -> str:
     times = "".join(f"{1e3 * one[key]:12.1f}" for key in ("forward_s", "backward_s", "stalled_s"))
     sizes = "".join(f"{one[key] / GB:12.2f}" for key in ("peak_bytes", "sent_bytes"))
-    return f"{one['ratio']:12.3f}{times}{sizes}{one['link_out_busy']:12.3f}{one['link_back_busy']:12.3f}"
+    ratios = f"{one['ratio']:12.3f}{one['first_ratio']:12.3f}"
+    return f"{ratios}{times}{sizes}{one['link_out_busy']:12.3f}{one['link_back_busy']:12.3f}"
 
 
 def main() -> None:
@@ -232,7 +341,8 @@ def main() -> None:
     parser.add_argument("--device", type=float, default=4.3, help="TB/s of device memory")
     parser.add_argument("--json", type=pathlib.Path, default=HERE / "results" / "simulated.json")
     options = parser.parse_args()
-    rates = Rates(device=options.device * 1e12, to_host=options.link * GB, to_device=options.link * GB)
+    link = options.link * GB
+    rates = Rates(options.device * 1e12, link, link, host_operator_s=6e-6, host_tensor_s=40e-6)
     found = run(rates)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(lines(found)))

@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self._module = [""]
         self._weights = {id(p.untyped_storage()): p.untyped_storage() for p in (*model.parameters(), *model.buffers())}
         self.flops = 0.0
+        self.operators = [0]  # in forward, and in backward
         for tensor in (*model.parameters(), *model.buffers()):
             self._follow(tensor)
         for name, module in model.named_modules():
@@ -96,6 +97,7 @@ class Recorder(TorchDispatchMode):
             flops = float(count(*args, **(kwargs or {}), out_val=result)) if count else 0.0
             nbytes = sum({id(t.untyped_storage()): t.nbytes for t in tensors}.values())
             self.flops += flops
+            self.operators[-1] += 1
             self._tell_rest()
             self.steps.append(("run", self._rates.operator(nbytes, flops)))
         return result
@@ -191,7 +193,9 @@ def record(name: str, model: nn.Module, loss: Callable[[], torch.Tensor], about:
         result = loss()
         about = about | {"forward_flops": recorder.flops}
         recorder.steps.append(("backward", 0))
+        recorder.operators.append(0)
         result.backward()
+    about |= {"operators": recorder.operators}
     return Tape(name, tuple(recorder.saved), tuple(_merged(recorder.steps)), about)
 
 

@@ -39,7 +39,9 @@ from typing import NamedTuple
 # the most time in both directions, and the link can begin with it at the first put. Of T bytes under a limit of L the
 # first T - L are sent, and no others. A store that begins to send when its limit is near has to move the same bytes in
 # less time, and waits. On the modelled clock (benchmarks/results/simulated.json) the difference for a decoder at half
-# its peak is a factor of two in the added time.
+# its peak is a factor of two in the added time. The order in which the last backward read is mostly the reverse of the
+# saves. Planning by it and not by the reverse saves the decoder at -30% another 0.7% of a step: one storage, which was
+# saved early, is read early.
 
 
 @dataclass(frozen=True)

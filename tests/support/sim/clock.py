@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Rates:
         flops: floating point operations a second of a matrix product.
         copy_s: seconds that each copy takes besides its bytes.
         host_call_s: seconds of the host for each item that it gives to a stream; 0 ignores the host.
+        host_operator_s: seconds of the host for each operator of a tape that says how many it has.
+        host_tensor_s: seconds of the host for each storage that a policy keeps in a store, each way.
     """
 
     device: float = 4.3e12
@@ -46,6 +48,8 @@ class Rates:
     flops: float = 400e12
     copy_s: float = 10e-6
     host_call_s: float = 0.0
+    host_operator_s: float = 0.0
+    host_tensor_s: float = 0.0
 
     def operator(self, nbytes: float, flops: float = 0.0) -> float:
         """Seconds of an operator that reads and writes ``nbytes`` and computes ``flops``: the longer of the two."""
@@ -134,7 +138,8 @@ class Machine:
         self.host = 0.0  # seconds, how far the host has come
         self.compute, self.out, self.back = Stream("compute"), Stream("to host"), Stream("to device")
         self.disk_out, self.disk_in = Stream("to disk"), Stream("from disk")
-        self.memory = Memory()
+        self.memory, self.host_memory = Memory(), Memory()
+        self.moved: dict[str, int] = {}  # bytes by the name of the stream that copied them
 
     def run(self, stream: Stream, seconds: float, *after: Event) -> Event:
         """Give ``stream`` an item; the host pays for the call and does not wait."""
@@ -159,19 +164,24 @@ class Machine:
 
     def to_host(self, nbytes: int, *after: Event) -> Event:
         """Copy ``nbytes`` to host memory."""
-        return self.run(self.out, self.rates.copy_s + nbytes / self.rates.to_host, *after)
+        return self._copy(self.out, nbytes, self.rates.to_host, after)
 
     def to_device(self, nbytes: int, *after: Event) -> Event:
         """Copy ``nbytes`` to device memory."""
-        return self.run(self.back, self.rates.copy_s + nbytes / self.rates.to_device, *after)
+        return self._copy(self.back, nbytes, self.rates.to_device, after)
 
     def to_disk(self, nbytes: int, *after: Event) -> Event:
         """Write ``nbytes`` of host memory."""
-        return self.run(self.disk_out, self.rates.copy_s + nbytes / self.rates.disk_write, *after)
+        return self._copy(self.disk_out, nbytes, self.rates.disk_write, after)
 
     def from_disk(self, nbytes: int, *after: Event) -> Event:
         """Read ``nbytes`` into host memory."""
-        return self.run(self.disk_in, self.rates.copy_s + nbytes / self.rates.disk_read, *after)
+        return self._copy(self.disk_in, nbytes, self.rates.disk_read, after)
+
+    def _copy(self, stream: Stream, nbytes: int, speed: float, after: Sequence[Event]) -> Event:
+        self.moved[stream.name] = self.moved.get(stream.name, 0) + nbytes
+        # Another thread gives copies to the streams, so they do not wait until the computing thread comes to them.
+        return stream.run(self.rates.copy_s + nbytes / speed, 0.0, after)
 
 
 # -- the tape
@@ -256,6 +266,18 @@ class Tape:
             steps.append((kind, value * scale[phase] if kind == "run" else value))
         return dataclasses.replace(self, steps=tuple(steps))
 
+    def scaled(self, share: float) -> Tape:
+        """The tape of a batch with ``share`` of the tokens. Weights stay, all else and all times are proportional."""
+        weights = min(value for kind, value in self.steps if kind == "rest")
+        scale = {"run": lambda value: value * share, "rest": lambda value: weights + share * (value - weights)}
+        steps = tuple((kind, scale[kind](value) if kind in scale else value) for kind, value in self.steps)
+
+        def change(each: Saved) -> Saved:
+            sizes = {"nbytes": int(share * each.nbytes), "stored": int(share * each.stored)}
+            return dataclasses.replace(each, **sizes, encode_s=share * each.encode_s, restore_s=share * each.restore_s)
+
+        return dataclasses.replace(self.coded(change), steps=steps)
+
     def coded(self, change: Callable[[Saved], Saved]) -> Tape:
         """The tape with ``change`` of each saved storage: what a codec makes of it."""
         return dataclasses.replace(self, saved=tuple(map(change, self.saved)))
@@ -311,6 +333,7 @@ class Policy:
     """
 
     name = "nothing"
+    is_store = False  # whether the host works for each storage that is put or read
 
     def begin(self, machine: Machine) -> None:
         """A step begins on ``machine``."""
@@ -336,9 +359,10 @@ class Policy:
         event = machine.to_host(sum(block.nbytes for block in blocks), machine.compute.record())
         for block in blocks:
             block.sent = event
+            machine.host_memory.allocate(block.nbytes, event.time - block.nbytes / machine.rates.to_host)
             if block.saved.is_whole and block.in_forward:
                 continue  # forward reads it still: it is freed by `release`
-            self._free(block, event.time)
+            self.free(block, event.time)
         return event
 
     def bring(self, blocks: Sequence[Block]) -> Event:
@@ -351,12 +375,15 @@ class Policy:
         )
         for block in blocks:
             block.brought = event
+            if block.sent is not None:
+                machine.host_memory.free(block.nbytes, event.time)
             if not block.is_resident:
                 block.is_resident = True
                 machine.memory.allocate(block.nbytes, began)
         return event
 
-    def _free(self, block: Block, at: float) -> None:
+    def free(self, block: Block, at: float) -> None:
+        """The device memory of ``block`` is given back at the second ``at``."""
         if block.is_resident:
             block.is_resident = False
             self.machine.memory.free(block.nbytes, at)
@@ -371,8 +398,11 @@ class Result:
         compute_s: seconds in which the computation works, codecs and recomputation included.
         stalled_s: seconds in which the computation waits for copies.
         peak: most bytes of device memory.
+        host_peak: most bytes of saved storages in host memory.
+        host_s: seconds in which the host works.
         held: bytes of saved storages on the device when backward begins.
         sent, brought: bytes over the link.
+        written, read: bytes to a disk and from it.
         link_out, link_back: the share of forward in which the link sends, and of backward in which it brings.
     """
 
@@ -381,9 +411,13 @@ class Result:
     compute_s: float
     stalled_s: float
     peak: int
+    host_peak: int
+    host_s: float
     held: int
     sent: int
     brought: int
+    written: int
+    read: int
     link_out: float
     link_back: float
 
@@ -400,7 +434,11 @@ class _Replay:
         self.machine, self.policy = machine, policy
         self.blocks = [Block(i, saved) for i, saved in enumerate(tape.saved)]
         self.rest = self.held = 0
-        self.forward_s = 0.0
+        self.forward_s = self.host_s = 0.0
+        # Seconds of the host for each second of operators, in forward and in backward.
+        counts = tape.about.get("operators", (0, 0))
+        seconds = zip(counts, tape.seconds(), strict=True)
+        self.launching = [count * machine.rates.host_operator_s / max(each, 1e-30) for count, each in seconds]
         self.is_decoded: set[int] = set()
         self.in_full: set[int] = set()  # storages that a codec keeps in another size, and that are there in full
         policy.begin(machine)
@@ -412,6 +450,14 @@ class _Replay:
 
     def _run(self, seconds: float) -> None:
         self.machine.run(self.machine.compute, seconds)
+        self._host(seconds * self.launching[self.forward_s > 0])
+        # The host gives operators to the stream one by one, so the last one cannot end before the host has done so.
+        self.machine.compute.now = max(self.machine.compute.now, self.machine.host)
+
+    def _host(self, seconds: float) -> None:
+        """The host works."""
+        self.machine.host += seconds
+        self.host_s += seconds
 
     def _rest(self, nbytes: float) -> None:
         memory, now = self.machine.memory, self.machine.compute.now
@@ -429,6 +475,8 @@ class _Replay:
             machine.run(machine.compute, saved.encode_s)
         machine.memory.allocate(block.nbytes, machine.compute.now)
         block.is_resident = True
+        if self.policy.is_store and block.nbytes:
+            self._host(machine.rates.host_tensor_s)
         self.policy.put(block)
 
     def _release(self, block: Block) -> None:
@@ -436,7 +484,7 @@ class _Replay:
         if block.number in self.in_full:
             self._free_full(block)
         elif block.sent is not None and block.brought is None:
-            self.policy._free(block, max(block.sent.time, self.machine.compute.now))
+            self.policy.free(block, max(block.sent.time, self.machine.compute.now))
 
     def _backward(self, _: Any) -> None:
         self.forward_s = self.machine.compute.now
@@ -447,6 +495,8 @@ class _Replay:
         machine = self.machine
         if block.in_forward:
             self._release(block)
+        if self.policy.is_store and block.nbytes:
+            self._host(machine.rates.host_tensor_s)
         self.policy.get(block)
         if block.brought is not None:
             machine.wait_event(machine.compute, block.brought)
@@ -459,7 +509,7 @@ class _Replay:
         if block.number in self.in_full:
             self._free_full(block)
         event = block.brought or block.sent or Event()
-        self.policy._free(block, max(event.time, self.machine.compute.now))
+        self.policy.free(block, max(event.time, self.machine.compute.now))
         block.is_dropped = True
         self.policy.drop(block)
 
@@ -476,9 +526,13 @@ class _Replay:
             compute_s=machine.compute.busy,
             stalled_s=machine.compute.stalled,
             peak=machine.memory.peak,
+            host_peak=machine.host_memory.peak,
+            host_s=self.host_s,
             held=self.held,
-            sent=sum(block.nbytes for block in self.blocks if block.sent),
-            brought=sum(block.nbytes for block in self.blocks if block.brought),
+            sent=machine.moved.get(machine.out.name, 0),
+            brought=machine.moved.get(machine.back.name, 0),
+            written=machine.moved.get(machine.disk_out.name, 0),
+            read=machine.moved.get(machine.disk_in.name, 0),
             link_out=machine.out.busy_within(0.0, self.forward_s) / max(self.forward_s, 1e-30),
             link_back=machine.back.busy_within(self.forward_s, end) / max(backward, 1e-30),
         )
@@ -489,30 +543,25 @@ def replay(tape: Tape, policy: Policy, rates: Rates | None = None) -> Result:
     return _Replay(tape, policy, Machine(rates)).result()
 
 
-def reads(tape: Tape) -> Iterator[int]:
-    """The numbers of the storages in the order in which backward reads them first."""
-    return (int(value) for kind, value in tape.steps if kind == "get")
-
-
-def largest_limit(tape: Tape, make: Callable[[int], Policy], peak: float, rates: Rates | None = None) -> int | None:
-    """The largest limit in bytes with which the policy that ``make`` makes stays within ``peak`` bytes.
+def largest_limit(replayed: Callable[[int], Sequence[Result]], peak: float, most: int) -> int | None:
+    """The largest limit in bytes with which no step has more than ``peak`` bytes.
 
     Args:
-        tape: the step.
-        make: a policy for a limit in bytes.
+        replayed: the results of some steps with a limit.
         peak: most bytes of device memory, all included.
-        rates: of the machine.
+        most: no larger limit is tried.
 
     Returns:
         The limit, within 16 MiB; None if even a limit of nothing does not do it.
     """
-    low, high = 0, 2 * tape.nbytes  # twice: a policy may begin to send before its limit
-    if replay(tape, make(low), rates).peak > peak:
-        return None
-    if replay(tape, make(high), rates).peak <= peak:
-        return high
+
+    def fits(limit: int) -> bool:
+        return all(result.peak <= peak for result in replayed(limit))
+
+    low, high = 0, most
+    if not fits(low) or fits(high):
+        return high if fits(high) else None
     while high - low > 16 << 20:
         middle = (low + high) // 2
-        fits = replay(tape, make(middle), rates).peak <= peak
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

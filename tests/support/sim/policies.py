@@ -1,7 +1,7 @@
-"""Ways to offload on the modelled clock (``clock.py``): today's stores, and the plan that is made from the last tape.
+"""Ways without a plan on the modelled clock (``clock.py``): the stores before there was one, and those of others.
 
-They are models of the stores, not the stores: what each sends, when, and what it waits for. Bytes are those that a
-store gets, and a limit is in bytes.
+They are models: what each sends, when, and what it waits for. Bytes are those that a store gets, and a limit is in
+bytes. ``planned.py`` has the way of the plan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from tests.support.sim.clock import Block, Event, Policy, Tape, reads
+from tests.support.sim.clock import Block, Event, Machine, Policy
 
 MIB = 1 << 20
 
@@ -21,8 +21,13 @@ class _Link(Policy):
         most: bytes of tensors on the device that are sent or were brought ahead; one tensor may be larger.
     """
 
+    is_store = True
+
     def __init__(self, most: int) -> None:
         self.most = most
+
+    def begin(self, machine: Machine) -> None:
+        super().begin(machine)
         self._flying: collections.deque[Block] = collections.deque()  # sent; the oldest first
         self._ahead: dict[int, Block] = {}  # brought before they are read
         self._order: list[Block] = []  # in which they were put
@@ -62,13 +67,13 @@ def _sent(block: Block) -> Event:
 
 
 class EverythingOut(_Link):
-    """``OnCpu()``: each tensor is sent when it is saved, and brought back before it is read, in the reverse order.
+    """``OnCpu()`` before the plan: each tensor is sent when it is saved, and brought back in the reverse order.
 
     Args:
         in_flight: as of the store, bytes.
     """
 
-    name = "OnCpu"
+    name = "OnCpu before"
 
     def __init__(self, in_flight: int = 512 * MIB) -> None:
         super().__init__(in_flight)
@@ -91,7 +96,7 @@ class EverythingOut(_Link):
 
 
 class NearTheLimit(_Link):
-    """``Tiered(OnDevice(limit), OnCpu())`` as it is: it sends the oldest near the limit, and looks a little ahead.
+    """``Tiered(OnDevice(limit), OnCpu())`` before the plan: it sends the oldest near the limit, and looks little ahead.
 
     The window before the limit is an eighth of it, or two of the largest tensor if that is less. In backward it looks
     at the next 8 tensors, and brings those whose bytes together are at most 32 MiB. From the first tensor on that
@@ -102,7 +107,7 @@ class NearTheLimit(_Link):
         in_flight: of the ``OnCpu``, bytes.
     """
 
-    name = "Tiered"
+    name = "Tiered before"
     look, ahead = 8, 32 * MIB
 
     def __init__(self, limit: int, in_flight: int = 512 * MIB) -> None:
@@ -164,98 +169,41 @@ class NearTheLimit(_Link):
             self._here.remove(block)
 
 
-class FirstSavedFirst(Policy):
-    """The plan: of ``T`` bytes that the last tape saved, the first ``T - limit`` are sent from the first put on.
+class SaveOnCpu(Policy):
+    """``torch.autograd.graph.save_on_cpu(pin_memory=True)``: copies stand in the stream of the computation.
 
-    The last saved stays, because backward reads it first. Groups come back from the start of backward on, in the order
-    in which the last backward read them, into the memory that backward frees.
-
-    Args:
-        tape: the last one of the same signature.
-        limit: bytes of saved tensors on the device, those on their way included. If copies are late, the computation
-            waits for them rather than pass the limit.
-        group: bytes of a copy at least, but for the last one.
+    A storage is copied once here. torch copies it once for each save, and parameters too, so this is a lower bound.
     """
 
-    name = "first saved goes first"
-
-    def __init__(self, tape: Tape, limit: int, group: int = 64 * MIB) -> None:
-        self.limit, self.group = limit, group
-        self._sends = _first(tape, tape.nbytes - limit)
-        self._turn = {number: turn for turn, number in enumerate(reads(tape))}
-        self._open: list[Block] = []  # the group that is being filled
-        self._groups: list[list[Block]] = []  # sent, and not yet asked back
-        self._flying: collections.deque[list[Block]] = collections.deque()
-        self._bytes = 0  # of saved tensors on the device, as the computation sees it
+    name = "torch save_on_cpu"
+    is_store = True
 
     def put(self, block: Block) -> None:
-        if not block.nbytes:
-            return
-        self._bytes += block.nbytes
-        if block.number in self._sends:
-            self._open.append(block)
-            if sum(each.nbytes for each in self._open) >= self.group or len(self._groups_left()) == 0:
-                self._flush()
-        self._settle()
-        while self._bytes > self.limit and self._flying:
-            self.machine.wait_event(self.machine.compute, _sent(self._flying[0][0]))
-            self._settle()
-
-    def _groups_left(self) -> set[int]:
-        """Storages that are to be sent and were not put yet."""
-        self._sends -= {block.number for block in self._open}
-        return self._sends
-
-    def _flush(self) -> None:
-        if self._open:
-            self.send(self._open)
-            self._flying.append(self._open)
-            self._groups.append(self._open)
-            self._open = []
-
-    def _settle(self) -> None:
-        now = self.machine.compute.now
-        while self._flying and _sent(self._flying[0][0]).time <= now:
-            self._bytes -= sum(block.nbytes for block in self._flying.popleft())
-
-    def begin_backward(self) -> None:
-        self._flush()
-        # What is read first comes last, so that it is taken from the end.
-        self._groups.sort(key=lambda group: -min(self._turn.get(block.number, 0) for block in group))
-        self._refill()
-
-    def _refill(self) -> None:
-        """Ask groups back as long as they fit into what is free."""
-        self._settle()
-        while self._groups and self._bytes + sum(block.nbytes for block in self._groups[-1]) <= self.limit:
-            self._ask(self._groups.pop())
-
-    def _ask(self, group: list[Block]) -> None:
-        wanted = [block for block in group if not block.is_dropped]
-        if group in self._flying:  # its memory is given back before it is taken again
-            self.machine.wait_event(self.machine.compute, _sent(group[0]))
-            self._settle()
-        if wanted:
-            self.bring(wanted)
-            self._bytes += sum(block.nbytes for block in wanted)
+        if block.nbytes:
+            self.machine.wait_event(self.machine.compute, self.send([block]))
 
     def get(self, block: Block) -> None:
         if block.sent is not None and block.brought is None:
-            group = next(group for group in self._groups if block in group)
-            self._groups.remove(group)
-            self._ask(group)
-
-    def drop(self, block: Block) -> None:
-        if block.sent is None or block.brought is not None:
-            self._bytes -= block.nbytes
-        self._refill()
+            self.bring([block])
 
 
-def _first(tape: Tape, nbytes: int) -> set[int]:
-    """The storages that were saved first, as many as have at least ``nbytes`` bytes together."""
-    found, left = set(), nbytes
-    for kind, value in tape.steps:
-        if kind == "put" and left > 0 and tape.saved[int(value)].stored:
-            found.add(int(value))
-            left -= tape.saved[int(value)].stored
-    return found
+class StashOfFive(Policy):
+    """TRL's ``OffloadActivations``: five copies at most are on their way, and nothing is read ahead."""
+
+    name = "trl OffloadActivations"
+    is_store = True
+    most = 5
+
+    def begin(self, machine: Machine) -> None:
+        super().begin(machine)
+        self._stash: collections.deque[Event] = collections.deque()
+
+    def put(self, block: Block) -> None:
+        if len(self._stash) == self.most:
+            self.machine.wait_event(self.machine.compute, self._stash.popleft())
+        if block.nbytes:
+            self._stash.append(self.send([block]))
+
+    def get(self, block: Block) -> None:
+        if block.sent is not None and block.brought is None:
+            self.bring([block])
