@@ -317,6 +317,14 @@ def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     return StorageRegion(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))
 
 
+def memory_under(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory from the first element of ``tensor`` to its last, as one row of bytes."""
+    layout, itemsize = Layout.of(tensor), tensor.element_size()
+    nbytes = (layout.end() - layout.offset) * itemsize if tensor.numel() else 0
+    row = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return row.set_(tensor.untyped_storage(), layout.offset * itemsize, (nbytes,), (1,))
+
+
 def words_of(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
     """The first ``nbytes`` of ``storage`` as one row of int64; of uint8 if they are no whole number of words."""
     dtype = torch.uint8 if nbytes % 8 else torch.int64

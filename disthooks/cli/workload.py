@@ -304,7 +304,7 @@ def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedRep
 def figures(report: SavedReport) -> dict[str, Any]:
     """The figures of ``report`` that are shown. Weights are not in ``kept``, because no store would take them."""
     weights = report.kept_by.get("parameter", 0)
-    keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "passed", "errors")
+    keys = ("calls", "stored", "moved", "shared", "recomputed", "recast", "rerun", "rerun_flops", "passed", "errors")
     return {key: getattr(report, key) for key in keys} | {"kept": report.kept - weights, "weights": weights}
 
 

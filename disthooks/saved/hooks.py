@@ -297,6 +297,7 @@ class SavedTensorHooks:
             is_same = packed.has_contents_of(part, layout)
         else:
             is_same = not (packed.is_volatile or packed.is_constant)
+        is_same = is_same and packed.is_intact  # or what computes it again is gone, as a weight that FSDP has freed
         if is_same:
             packed.saved_at = saved_at
         return is_same

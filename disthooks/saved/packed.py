@@ -43,7 +43,7 @@ import torch
 
 from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
-from disthooks._tensors import Layout, StorageRegion
+from disthooks._tensors import Layout, StorageRegion, memory_under
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.report import Counters
@@ -99,11 +99,8 @@ class InPlace:
             return self.tensor
         # See [Note: what a function of the user's own is given]. The copy has the same strides, so it takes the
         # elements between those of the tensor, too.
-        tensor, layout, itemsize = self.tensor, Layout.of(self.tensor), self.tensor.element_size()
-        nbytes = (layout.end() - layout.offset) * itemsize if tensor.numel() else 0
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        raw.set_(tensor.untyped_storage(), layout.offset * itemsize, (nbytes,), (1,))
-        return layout.over(raw.clone().untyped_storage(), layout.offset)
+        layout = Layout.of(self.tensor)
+        return layout.over(memory_under(self.tensor).clone().untyped_storage(), layout.offset)
 
 
 @functools.cache
@@ -306,6 +303,7 @@ class Packed(Witness, ABC):
     Attributes:
         counters: of the attachment.
         cost: how many operators run to restore the contents.
+        products: how many of them are matrix products.
         is_constant: whether no gradient flows to what was saved.
         is_volatile: whether it may be changed without a count while it is in memory.
         is_withdrawn: whether no other saved tensor may share it any more.
@@ -330,6 +328,7 @@ class Packed(Witness, ABC):
         "is_untyped",
         "is_volatile",
         "is_withdrawn",
+        "products",
     )
 
     def __init__(
@@ -342,7 +341,7 @@ class Packed(Witness, ABC):
         module_name: str,
     ) -> None:
         super().__init__(alias, storage, region, first_layout, module_name)
-        self.counters, self.cost = counters, 0
+        self.counters, self.cost, self.products = counters, 0, 0
         self.is_constant = self.is_volatile = self.is_withdrawn = False
         self.is_offloaded = self.is_private = self.is_undecided = self.is_sealed = False
         self.is_untyped = True

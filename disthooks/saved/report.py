@@ -6,6 +6,7 @@ Bytes and times are counted for each module. The errors of codecs and the warnin
 from __future__ import annotations
 
 import collections
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,8 @@ from disthooks._tensors import format_bytes
 from disthooks.saved.stores.base import Store, StoreReport
 
 _WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
-_FEW = 3  # how many modules a text names
+_FEW = 3  # how many modules or steps a text names
+_STEPS = 16  # how many steps a report has figures of
 _MUCH = 0.1  # seconds; shorter waits get no advice
 
 
@@ -111,6 +113,11 @@ class SavedReport:
         recast: bytes of autocast's copies of weights that were dropped; backward casts the weights again.
         recomputed: bytes that :class:`~disthooks.Recompute` dropped; backward computes them again.
         recomputed_by: ``recomputed`` by the operators that compute them: "batch_norm > relu", "cast", ...
+        recomputed_in_steps: ``recomputed`` in each of the last 16 steps. A step begins with the first call after a
+            tensor came back.
+        rerun: how many operators ran again in backward; views do not count.
+        rerun_flops: the floating-point operations of the matrix products among them.
+        proof_waits: how many times forward waited for a device, to prove that a tensor can be computed again.
         differed: bytes that are stored because computing them again gave other bits, by module and operators.
         recompute_idle: how many attachments have a :class:`~disthooks.Recompute` that has found no operator it knows.
         loaded: bytes that the store gave back.
@@ -140,6 +147,10 @@ class SavedReport:
     recast: int = 0
     recomputed: int = 0
     recomputed_by: dict[str, int] = field(default_factory=dict)
+    recomputed_in_steps: tuple[int, ...] = ()
+    rerun: int = 0
+    rerun_flops: int = 0
+    proof_waits: int = 0
     differed: dict[str, int] = field(default_factory=dict)
     recompute_idle: int = 0
     loaded: int = 0
@@ -169,6 +180,9 @@ class SavedReport:
                 summed[name] = {
                     site: mine.get(site, SiteReport()) + theirs.get(site, SiteReport()) for site in mine | theirs
                 }
+            elif name == "recomputed_in_steps":
+                both = itertools.zip_longest(reversed(mine), reversed(theirs), fillvalue=0)
+                summed[name] = tuple(map(sum, both))[::-1]
             elif name == "unreturned":
                 summed[name] = max(mine, theirs)
             elif isinstance(mine, dict):
@@ -194,6 +208,9 @@ class SavedReport:
             how = ", ".join(f"{name} {format_bytes(count)}" for name, count in _largest(self.recomputed_by))
             dropped = f"dropped, to be computed again: {format_bytes(self.recomputed)}"
             lines.append(dropped + (f" ({how})" if how else ""))
+            products = f", products of {self.rerun_flops:.3g} flops among them" if self.rerun_flops else ""
+            each = ", ".join(map(format_bytes, self.recomputed_in_steps[-_FEW:]))
+            lines.append(f"  in the last steps: {each}; {self.rerun} operators ran again{products}")
         if self.errors:
             worst = ", ".join(f"{codec} {error:.2g}" for codec, error in sorted(self.errors.items()))
             lines.append(f"largest relative error in a sample of tensors: {worst}")
@@ -415,6 +432,9 @@ class Counters:
         self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)
         self._kept: collections.Counter[str] = collections.Counter()
         self._recomputed: collections.Counter[str] = collections.Counter()
+        self._recomputed_in_steps: collections.deque[int] = collections.deque([0], maxlen=_STEPS)
+        self._has_returned = False  # whether a tensor came back since the step began
+        self._rerun = self._rerun_flops = self._proof_waits = 0
         self._differed: collections.Counter[str] = collections.Counter()
         self._passed: collections.Counter[str] = collections.Counter()
         self._called: set[str] = set()  # names of modules
@@ -451,6 +471,7 @@ class Counters:
             module.loaded += loaded
             module.unpack_seconds += seconds
             module.copy_seconds += copied
+            self._has_returned = True
 
     def count_codecs(self, seconds: float, module_name: str = "") -> None:
         """Count the seconds that codecs took."""
@@ -477,7 +498,20 @@ class Counters:
         """Count bytes that were dropped because the operators ``how`` compute them again."""
         with self.lock:
             self._recomputed[how] += nbytes
+            self._recomputed_in_steps[-1] += nbytes
             self._modules[module_name].recomputed += nbytes
+
+    def count_rerun(self, operators: int, flops: int) -> None:
+        """Count the operators that computed one tensor again."""
+        with self.lock:
+            self._rerun += operators
+            self._rerun_flops += flops
+            self._has_returned = True
+
+    def count_proof_wait(self) -> None:
+        """Count that the host waited for a device, to prove a place of Recompute."""
+        with self.lock:
+            self._proof_waits += 1
 
     def count_differed(self, place: str, nbytes: int) -> None:
         """Count bytes that are stored because computing them again gave other bits; ``place`` says where."""
@@ -489,6 +523,9 @@ class Counters:
         with self.lock:
             self._calls += 1
             self._called.add(module_name)
+            if self._has_returned:
+                self._has_returned = False
+                self._recomputed_in_steps.append(0)
 
     def count_inner(self) -> None:
         """Count a call whose saved tensors another attachment inside of this one takes (the inner one wins)."""
@@ -549,6 +586,10 @@ class Counters:
                 recast=total.recast,
                 recomputed=total.recomputed,
                 recomputed_by=dict(self._recomputed),
+                recomputed_in_steps=tuple(self._recomputed_in_steps) if self._recomputed else (),
+                rerun=self._rerun,
+                rerun_flops=self._rerun_flops,
+                proof_waits=self._proof_waits,
                 differed=dict(self._differed),
                 recompute_idle=int(is_recompute_idle and not self._recomputed),
                 loaded=total.loaded,

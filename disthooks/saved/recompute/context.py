@@ -74,7 +74,7 @@ class RecomputeContext:
 
     def __init__(self, pipeline: OpenPipeline, module_name: str, module: nn.Module | None) -> None:
         self._pipeline, self._counters, self._module_name = pipeline, pipeline.counters, module_name
-        self._norms = Norms(module)
+        self._norms = Norms(module, module_name)
         known = list(pipeline.verifications.values())
         is_settled = bool(known) and all(each.is_settled for each in known)
         compares_all = cast(Recompute, pipeline.recompute).check == "always"
@@ -97,8 +97,8 @@ class RecomputeContext:
 
     def plan(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
         """The program that computes the output of ``edge``, not verified yet; None if the graph has none."""
-        steps = cast(Recompute, self._pipeline.recompute).steps
-        return Planner(self._counters, self._norms, steps).program(edge, layout, device)
+        asked = cast(Recompute, self._pipeline.recompute)
+        return Planner(self._counters, self._norms, asked.steps, asked.products).program(edge, layout, device)
 
     def program(self, origin: Origin, original: torch.Tensor) -> Program | None:
         """The program that computes the tensor of ``origin``; None if none is proven to give ``original``'s bits."""
@@ -108,7 +108,10 @@ class RecomputeContext:
         if program is None or not program.has_its_inputs():
             return None
         verification = self._verification(program.name, program.key)
+        waits = verification.waits
         variant = verification.choose_variant(program.run_exact, program.variants, original)
+        if verification.waits != waits:
+            self._counters.count_proof_wait()
         if variant is None:
             if verification.is_different:
                 self._counters.count_differed(verification.where, original.nbytes)
@@ -208,7 +211,7 @@ class Recomputed(StoredContent):
             original = origin.layout.over(storage)
             program = origin.context.program(origin, original)
             if program is not None:
-                self._program, self.cost = program, program.cost
+                self._program, self.cost, self.products = program, program.cost, program.products
                 self.counters.count_recomputed(program.name, self.nbytes, self.module_name)
                 return True
             self._narrow = origin.context.narrow(origin, original)
@@ -236,7 +239,9 @@ class Recomputed(StoredContent):
 
     def _restore(self) -> torch.Tensor:
         if self._program is not None:
-            return self._program.run()
+            result = self._program.run()
+            self.counters.count_rerun(self._program.operators, self._program.flops)
+            return result
         if self._narrow is not None:
             self._narrow.verification.raise_if_broken(self.alias.device)
         content = super()._restore()

@@ -2,10 +2,11 @@
 
 To add a formula, write a function of a :class:`NodeReader` under ``@formula(name of the node)`` that returns a
 :class:`Call`, and a line in ``tests/unit/saved/test_formulas.py``. The function raises ``NotComputable`` if the graph
-does not have everything that it needs. This file has only functions of an element or of a row, and norms whose
-statistics are saved: a sum that threads or blocks share may have other bits the next time. ``key`` has everything that
-selects a kernel, besides the tensors. If several variants may give the bits of the original, list them in ``runs``: the
-variant that is proven is used. See [Note: how recompute is proven] in ``verify.py``.
+does not have everything that it needs. This file has functions of an element or of a row, and norms whose statistics
+are saved: a sum that threads or blocks share may have other bits the next time. Matrix products are such sums. A user
+has to ask for them, and their libraries give the same bits for the same call. ``key`` has everything that selects a
+kernel, besides the tensors. If several variants may give the bits of the original, list them in ``runs``: the variant
+that is proven is used. See [Note: how recompute is proven] in ``verify.py``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Call(NamedTuple):
         runs: functions of the tensors in ``args``, one for each variant, the likeliest first.
         key: all other arguments.
         cost: how many operators read or write all elements; a view costs nothing.
+        is_product: whether it is a matrix product of the last two of ``args``. A weight among them is not copied.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Call(NamedTuple):
     runs: tuple[Run, ...]
     key: tuple[Any, ...] = ()
     cost: int = 1
+    is_product: bool = False
 
 
 Finder = Callable[[Saved | None], Norm]
@@ -258,6 +261,32 @@ def group_norm(node: NodeReader, find: Finder) -> Call:
         return torch.native_group_norm(x, weight, bias, *numbers)[0]
 
     return Call("group_norm", [node.operand(0, "input"), weight, bias], (run,), numbers)
+
+
+# -- matrix products, for ``Recompute(products=...)``; the same call with the same shapes
+
+
+@formula("MmBackward0", "BmmBackward0")
+def mm(node: NodeReader, find: Finder) -> Call:
+    """``F.linear`` without a bias, ``x @ y``."""
+    run = {"MmBackward0": torch.mm, "BmmBackward0": torch.bmm}[node.name]
+    return Call(run.__name__, [node.operand(0, "self"), node.operand(1, "mat2")], (run,), is_product=True)
+
+
+@formula("AddmmBackward0", "BaddbmmBackward0")
+def addmm(node: NodeReader, find: Finder) -> Call:
+    """``F.linear`` with a bias. It is not computable if the bias is frozen, because the graph does not have it."""
+    alpha, beta = node.number("alpha"), node.number("beta")
+    is_batch = node.name == "BaddbmmBackward0"
+    factors = ("batch1", "batch2") if is_batch else ("mat1", "mat2")
+    run: Run = torch.baddbmm if is_batch else torch.addmm
+    return Call(
+        "baddbmm" if is_batch else "addmm",
+        [node.input(0), node.operand(1, factors[0]), node.operand(2, factors[1])],
+        (lambda bias, x, y: run(bias, x, y, beta=beta, alpha=alpha),),
+        (alpha, beta),
+        is_product=True,
+    )
 
 
 # -- casts and copies

@@ -103,7 +103,7 @@ class NodeReader:
     """
 
     def __init__(self, edge: Edge) -> None:
-        self._node = edge.node
+        self._node, self.name = edge.node, node_name(edge.node)
         metadata = edge.node._input_metadata[edge.number]
         self.dtype: torch.dtype = metadata.dtype
         self.shape: tuple[int, ...] = tuple(metadata.shape)

@@ -4,9 +4,18 @@ A :class:`Program` has inputs, which disthooks or autograd holds, and operators 
 follows the autograd graph back from a value until every input that it needs is held.
 """
 
+# [Note: weights of products]
+# The weight of a matrix product is too large to be copied, and it is in memory anyway. So the program refers to it. In
+# backward it has to be there with the same bytes. A counted change shows in its version, as without hooks. A write
+# without a count, by `.data`, does not, and an engine may free the weight and gather it again elsewhere. So a checksum
+# is taken in forward. On a CPU it is compared in backward. On a device it is compared only if the weight was moved, and
+# the host reads the answer later. A unit of FSDP frees its weights when its forward ends: an operator outside of the
+# unit that saves the product stores it, because the weight is not there when contents are taken.
+
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +23,7 @@ import torch
 from torch import nn
 
 from disthooks._streams import handed_over, stream_of
-from disthooks._tensors import Layout, exotic
+from disthooks._tensors import Layout, exotic, memory_under
 from disthooks._torch import node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
@@ -22,6 +31,7 @@ from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, Saved, Source, annotation, leaf_of
 from disthooks.saved.recompute.verify import Verification
 from disthooks.saved.report import Counters
+from disthooks.saved.weights import AutocastCopy, checksum
 
 
 class Step(NamedTuple):
@@ -32,12 +42,16 @@ class Step(NamedTuple):
         runs: functions of the arguments, one for each variant that may give the bits of the original, likeliest first.
         args: numbers of values: ``0, 1, ...`` are results of steps, ``-1, -2, ...`` are inputs, None is no tensor.
         key: everything that selects a kernel, besides the arguments.
+        cost: how many operators read or write all elements.
+        is_product: whether it is a matrix product of its last two arguments.
     """
 
     name: str
     runs: tuple[Callable[..., torch.Tensor], ...]
     args: tuple[int | None, ...]
     key: tuple[Any, ...]
+    cost: int = 1
+    is_product: bool = False
 
 
 class Vector:
@@ -52,7 +66,54 @@ class Vector:
         return self.tensor if self._made_on is None else handed_over(self.tensor, self._made_on)
 
 
-Input = Handle | InPlace | Vector
+class Weight:
+    """A weight of a matrix product. See [Note: weights of products].
+
+    Args:
+        tensor: the weight, or a view of it, as the product got it.
+        module_name: the module whose forward it is, for errors.
+    """
+
+    def __init__(self, tensor: torch.Tensor, module_name: str) -> None:
+        self.tensor, self.version, self.module_name = tensor.detach(), tensor._version, module_name
+        self._address, self._checksum = self.tensor.data_ptr(), checksum(memory_under(self.tensor))
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it is in memory, and no change was counted."""
+        return self.tensor._version == self.version and not _is_freed(self.tensor)
+
+    def get(self, later: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """The weight as it was.
+
+        Args:
+            later: takes an answer of the device, whether the weight is the same, that the host does not wait for.
+
+        Raises:
+            MutationError: if it was changed.
+            StoreError: if it was freed.
+        """
+        tensor = self.tensor
+        if _is_freed(tensor):
+            raise StoreError(
+                f"Recompute: a weight of {self.module_name!r} is not in memory in backward, and a matrix product is to "
+                "be computed again with it. Leave that module out of Recompute(products=...)"
+            )
+        is_same: torch.Tensor | bool = tensor._version == self.version
+        if is_same and tensor.is_cpu:
+            is_same = bool(checksum(memory_under(tensor)) == self._checksum)
+        elif is_same and tensor.data_ptr() != self._address:
+            later(checksum(memory_under(tensor)) == self._checksum)
+        if not is_same:
+            raise MutationError(
+                f"a weight was changed between the forward of {self.module_name!r} and its backward, and Recompute "
+                "computes a matrix product again with it: call backward before the optimizer steps, or leave that "
+                "module out of Recompute(products=...)"
+            )
+        return tensor
+
+
+Input = Handle | InPlace | Vector | Weight
 #: Operators that move elements, or compute each element by itself: their bits do not depend on the layout of arguments.
 _ANYWHERE = {"relu", "neg", "mul", "div", "cast", "clone", "view", "expand", "transpose", "t", "permute", "alias"}
 
@@ -66,18 +127,38 @@ class Program:
         layout: the layout of the result.
         device: the device of the result.
         cost: how many operators run, including those that compute the inputs.
+        products: how many of them are matrix products.
 
     Attributes:
+        flops: the floating-point operations of its own products, once it has run.
         variant: the variant that was proven.
         verification: the verification that proved it; None before.
     """
 
-    __slots__ = ("_threads", "cost", "device", "inputs", "layout", "steps", "variant", "verification")
+    __slots__ = (
+        "_threads",
+        "cost",
+        "device",
+        "flops",
+        "inputs",
+        "layout",
+        "products",
+        "steps",
+        "variant",
+        "verification",
+    )
 
     def __init__(
-        self, inputs: Sequence[Input], steps: Sequence[Step], layout: Layout, device: torch.device, cost: int
+        self,
+        inputs: Sequence[Input],
+        steps: Sequence[Step],
+        layout: Layout,
+        device: torch.device,
+        cost: int,
+        products: int = 0,
     ) -> None:
-        self.inputs, self.steps, self.cost = tuple(inputs), tuple(steps), cost
+        self.inputs, self.steps, self.cost, self.products = tuple(inputs), tuple(steps), cost, products
+        self.flops = 0
         self.layout, self.device = layout, device
         self.variant = 0
         self.verification: Verification | None = None
@@ -89,6 +170,11 @@ class Program:
     def name(self) -> str:
         """The names of the operators, in the order in which they run."""
         return " > ".join(step.name for step in self.steps)
+
+    @property
+    def operators(self) -> int:
+        """How many operators it runs itself. Views do not count."""
+        return sum(step.cost for step in self.steps)
 
     @property
     def variants(self) -> int:
@@ -120,7 +206,7 @@ class Program:
         """
         if self.verification is not None:
             self.verification.raise_if_broken(self.device)
-        return self._run([_tensor_of(each) for each in self.inputs], self.variant)
+        return self._run([self._tensor_of(each) for each in self.inputs], self.variant)
 
     def run_exact(self, variant: int) -> torch.Tensor | None:
         """The tensor that ``variant`` computes from the exact inputs, for a comparison; None if one of them is gone.
@@ -128,9 +214,17 @@ class Program:
         Inputs that come back from a store for this are freed again.
         """
         inputs = [
-            exact(each.packed, each.layout) if isinstance(each, Handle) else _tensor_of(each) for each in self.inputs
+            exact(each.packed, each.layout) if isinstance(each, Handle) else self._tensor_of(each)
+            for each in self.inputs
         ]
         return None if any(each is None for each in inputs) else self._run(inputs, variant)
+
+    def _tensor_of(self, each: Input) -> torch.Tensor:
+        if not isinstance(each, Weight):
+            return _tensor_of(each)
+        if self.verification is None:
+            return each.tensor  # as it is in forward
+        return each.get(functools.partial(self.verification.compare_later, self.variant))
 
     def _run(self, inputs: list[Any], variant: int) -> torch.Tensor:
         """Run ``variant`` on ``inputs``. The list is emptied, so that each input is freed after its last use."""
@@ -140,12 +234,16 @@ class Program:
         last_use = {arg: number for number, step in enumerate(self.steps) for arg in step.args}
         inputs.clear()
         with plainly(self.device.type, self._threads if self.device.type == "cpu" else None):
+            flops = 0
             for number, step in enumerate(self.steps):
                 run = step.runs[min(variant, len(step.runs) - 1)]
                 values[number] = run(*(values[arg] for arg in step.args))
+                if step.is_product:
+                    flops += 2 * values[number].numel() * values[step.args[-2]].shape[-1]
                 for arg in step.args:
                     if arg is not None and last_use[arg] == number:
                         values.pop(arg, None)
+            self.flops = flops
             result: torch.Tensor = values.pop(len(self.steps) - 1)
             # No copy is needed if the result has memory of its own and the layout of the original.
             storage = result.untyped_storage()
@@ -183,10 +281,12 @@ def _is_intact(each: Input) -> bool:
     """Whether an input has the contents that it had when the program was planned."""
     if isinstance(each, Handle):
         return each.packed.is_intact
+    if isinstance(each, Weight):
+        return each.is_intact
     return isinstance(each, Vector) or each.tensor._version == each.version
 
 
-def _tensor_of(each: Input) -> torch.Tensor:
+def _tensor_of(each: Handle | InPlace | Vector) -> torch.Tensor:
     """The tensor of an input, brought back from the store if it is there."""
     if isinstance(each, Vector):
         return each.get()
@@ -241,15 +341,18 @@ class Norms:
     """The norms of a module by their weights, and copies of these weights, for one forward.
 
     A weight may be freed before backward (FSDP, ZeRO), or changed by an optimizer step. So it is copied; it is small.
+    The weight of a matrix product is not: see [Note: weights of products].
 
     Args:
         module: the module whose forward it is; None for code that belongs to no module.
+        module_name: its name, for errors.
     """
 
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module | None, module_name: str = "") -> None:
+        self._module, self._module_name = module, module_name
         self._with_eps: list[nn.Module] | None = None  # the modules that have an eps, once they are needed
         self._vectors: dict[tuple[int, int, int], tuple[torch.Tensor, Vector]] = {}
+        self._weights: dict[tuple[Any, ...], Weight] = {}
 
     def of(self, weight: Saved | None) -> Norm:
         """The eps and the bias of the norm that owns ``weight``; the graph has neither.
@@ -293,6 +396,21 @@ class Norms:
             self._vectors[key] = tensor, Vector(plain)
         return self._vectors[key][1]
 
+    def weight(self, tensor: torch.Tensor) -> Weight:
+        """``tensor``, a weight or a view of one, for a matrix product.
+
+        Raises:
+            NotComputable: if its memory was freed.
+        """
+        plain = tensor.detach()
+        if exotic(plain) is not None or plain.numel() == 0 or _is_freed(plain):
+            raise NotComputable
+        key = plain.untyped_storage()._cdata, Layout.of(plain), plain._version
+        found = self._weights.get(key)
+        if found is None or not found.is_intact:
+            found = self._weights[key] = Weight(plain, self._module_name)
+        return found
+
 
 def _eps_of(module: Any) -> Any:
     """The eps of a norm, under one of its two names; "" if ``module`` has none."""
@@ -307,10 +425,12 @@ class Planner:
             those of another one may be approximate.
         norms: the norms of this forward.
         limit: the largest number of operators that the program may run.
+        most_products: how many of them may be matrix products.
     """
 
-    def __init__(self, counters: Counters, norms: Norms, limit: int) -> None:
+    def __init__(self, counters: Counters, norms: Norms, limit: int, most_products: int = 0) -> None:
         self._counters, self._norms, self._limit = counters, norms, limit
+        self._most_products, self._products = most_products, 0
         self._inputs: list[Input] = []
         self._steps: list[Step] = []
         self._values: dict[Any, int] = {}
@@ -325,10 +445,15 @@ class Planner:
             return None
         if not any(isinstance(each, Handle | InPlace) for each in self._inputs):
             return None
-        return Program(self._inputs, self._steps, layout, device, self._cost)
+        return Program(self._inputs, self._steps, layout, device, self._cost, self._products)
 
-    def _computed(self, edge: Edge) -> int:
-        """Add the step that computes ``edge``, and the steps before it. Returns the number of its result."""
+    def _computed(self, edge: Edge, is_factor: bool = False) -> int:
+        """Add the step that computes ``edge``, and the steps before it. Returns the number of its result.
+
+        Args:
+            edge: the value.
+            is_factor: whether the value, or a view of it, is a factor of a matrix product.
+        """
         read = FORMULAS.get(node_name(edge.node))
         self._looked += 1
         if read is None or edge.number or self._looked > _MOST_NODES:
@@ -336,52 +461,57 @@ class Planner:
         reader = NodeReader(edge)
         call = read(reader, self._norms.of)
         self._calls.append(call)
-        self._pay(call.cost)
-        args = tuple(self._value(source) for source in call.args)
-        self._steps.append(Step(call.name, call.runs, args, (*call.key, reader.shape, reader.dtype)))
+        self._pay(call.cost, int(call.is_product))
+        is_factor = call.is_product or (is_factor and not call.cost)
+        args = tuple(self._value(source, is_factor) for source in call.args)
+        key = (*call.key, reader.shape, reader.dtype)
+        self._steps.append(Step(call.name, call.runs, args, key, call.cost, call.is_product))
         return len(self._steps) - 1
 
-    def _value(self, source: Source | None) -> int | None:
+    def _value(self, source: Source | None, is_factor: bool) -> int | None:
         """The number of the value of ``source``, which becomes an input or a step when it is first needed."""
         if source is None:
             return None
-        key = ("saved", id(source.held), source.must_copy) if isinstance(source, Saved) else source
+        name = "factor" if is_factor else "saved"
+        key = (name, id(source.held), source.must_copy) if isinstance(source, Saved) else (name, source)
         number = self._values.get(key)
         if number is not None:
             return number
         if isinstance(source, Saved):
-            number = self._held(source.held, source.must_copy)
-        elif isinstance(
-            leaf := leaf_of(source), nn.Parameter
-        ):  # a write may leave the version of another leaf as it was
-            number = self._input(self._norms.vector(leaf))
+            number = self._held(source.held, source.must_copy, is_factor)
+        elif isinstance(leaf := leaf_of(source), nn.Parameter):
+            # A write may leave the version of another leaf as it was.
+            is_matrix = is_factor and leaf.dim() > 1
+            number = self._input(self._norms.weight(leaf) if is_matrix else self._norms.vector(leaf))
         else:
             held = annotation(source)
             if held is not None:
                 with contextlib.suppress(NotComputable):  # if the held value cannot be used, it may be computed
-                    number = self._held(held, False)
+                    number = self._held(held, False, is_factor)
             if number is None:
-                number = self._computed(source)
+                number = self._computed(source, is_factor)
         self._values[key] = number
         return number
 
-    def _held(self, held: Handle | InPlace, must_copy: bool) -> int:
+    def _held(self, held: Handle | InPlace, must_copy: bool, is_factor: bool) -> int:
         """Add an input for a value that is held. Returns its number."""
         if isinstance(held, InPlace):
             tensor = held.tensor
             if tensor._version != held.version:
                 raise NotComputable
             if must_copy or isinstance(tensor, nn.Parameter) or held.reason == "parameter":  # or a view of a parameter
-                return self._input(self._norms.vector(tensor))
+                is_matrix = is_factor and tensor.dim() > 1
+                return self._input(self._norms.weight(tensor) if is_matrix else self._norms.vector(tensor))
             if exotic(tensor) is not None:
                 raise NotComputable
             return self._input(held)
         packed = held.packed
-        if packed.counters is not self._counters or not packed.is_source or not packed.is_intact:
+        is_source = packed.is_source or (is_factor and isinstance(packed, AutocastCopy))
+        if packed.counters is not self._counters or not is_source or not packed.is_intact:
             raise NotComputable
         if packed.is_changed or packed.alias._version != packed.version:
             raise NotComputable  # the graph does not say whether the operator ran before or after the change
-        self._pay(packed.cost)
+        self._pay(packed.cost, packed.products)
         # autograd's own handle remembers its last read, so the program gets a handle of its own.
         source = packed.handle(held.layout)
         source.saved_bytes_before -= _NEAR_READERS * packed.nbytes
@@ -391,7 +521,8 @@ class Planner:
         self._inputs.append(held)
         return -len(self._inputs)
 
-    def _pay(self, cost: int) -> None:
+    def _pay(self, cost: int, products: int) -> None:
         self._cost += cost
-        if self._cost > self._limit:
+        self._products += products
+        if self._cost > self._limit or self._products > self._most_products:
             raise NotComputable

@@ -40,6 +40,10 @@ class Recompute:
 
     Args:
         steps: the largest number of operators that may run to compute one tensor from stored ones. Views are free.
+        products: how many of these operators may be matrix products (``nn.Linear``, ``x @ y``). A product takes as long
+            as it took in forward: ``report().rerun_flops`` counts it. With 1 a decoder drops the outputs of its linear
+            layers, also those whose inputs are computed again. Attach it to the modules where it is worth it, such as
+            ``"*.mlp"``. The weights have to be in memory and unchanged in backward, else backward raises an error.
         check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place. If a trusted place differs
             later, it raises a ``StoreError``: then something that the graph does not show changes the result. On a GPU
             the host does not wait for these later comparisons, so the error comes in backward or in a later step.
@@ -62,10 +66,13 @@ class Recompute:
 
     steps: int = 6
     check: Literal["sampled", "always"] = "sampled"
+    products: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
             raise UsageError(f"Recompute: steps must be a positive int, got {self.steps!r}")
+        if not isinstance(self.products, int) or self.products < 0:
+            raise UsageError(f"Recompute: products must be an int that is not negative, got {self.products!r}")
         if self.check not in ("sampled", "always"):
             raise UsageError(f"Recompute: check must be 'sampled' or 'always', got {self.check!r}")
 
@@ -126,6 +133,7 @@ class Verification:
         is_proven: whether some variant was always right, and enough numbers were compared.
         is_different: whether no variant is right; then the tensors of this place are stored.
         is_broken: whether a trusted place differed, so that tensors dropped before may come back wrong.
+        waits: how many times the host waited for a device's answer.
     """
 
     __slots__ = (
@@ -138,6 +146,7 @@ class Verification:
         "is_broken",
         "is_different",
         "is_proven",
+        "waits",
         "where",
     )
 
@@ -147,6 +156,7 @@ class Verification:
         self.is_proven = self.is_different = self.is_broken = False
         self._candidates: list[int] | None = None  # variants that were always right; None before the first comparison
         self._numbers = 0  # the count of different numbers that were compared
+        self.waits = 0
         self._tensors = 0  # the count of tensors of this place
         self._pending: _PendingComparison | None = None
 
@@ -206,11 +216,28 @@ class Verification:
             return self._decide(compared, [int(each) for each in answers])
         numbers = torch.stack([each.to(torch.int64) for each in answers])
         if self._always or (not is_trusted and self._tensors <= _WAITED):
+            self.waits += 1
             return self._decide(compared, numbers.tolist())
-        answer = torch.empty(len(answers), dtype=torch.int64, device="cpu", pin_memory=True)
-        answer.copy_(numbers, non_blocking=True)
-        self._pending = _PendingComparison(compared, answer, event_on(current_stream(original.device)))
+        self._read_later(compared, numbers)
         return self._first_candidate() if is_trusted else None
+
+    def compare_later(self, variant: int, is_same: torch.Tensor) -> None:
+        """Take the answer of a device, a bool, whether what ``variant`` needs is the same as in forward.
+
+        Raises:
+            StoreError: if it is not, and every tensor is compared. Otherwise the error comes later.
+        """
+        if self._always and not is_same:
+            raise self._error()
+        if not self._always and self._pending is None:
+            self._read_later(
+                [variant], torch.stack([is_same.to(torch.int64), torch.zeros_like(is_same, dtype=torch.int64)])
+            )
+
+    def _read_later(self, compared: list[int], numbers: torch.Tensor) -> None:
+        answer = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
+        answer.copy_(numbers, non_blocking=True)
+        self._pending = _PendingComparison(compared, answer, event_on(current_stream(numbers.device)))
 
     def _first_candidate(self) -> int | None:
         candidates = self._candidates  # read once: another thread may change the attribute
