@@ -1,0 +1,125 @@
+"""The example of an object store: its backend and its store pass the conformance tests, on a real S3 over HTTP too."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import uuid
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import disthooks as dh
+from disthooks.errors import StoreError
+from disthooks.saved.stores.backend import Backend
+from disthooks.testing import BackendTests, StoreTests
+from tests.support import ROOT
+from tests.support.stores.faulty import soon
+
+fsspec = pytest.importorskip("fsspec")
+sys.path.insert(0, str(ROOT / "examples"))
+from object_store import Objects, OnObjects  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """The URL of a bucket of a server in this process."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"KEY": "test", "SECRET": "test", "ENDPOINT_URL": f"http://{host}:{port}"}.items():
+            patch.setitem(fsspec.config.conf.setdefault("s3", {}), name.lower(), value)
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("scratch")
+        yield "s3://scratch"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"file://{tmp_path}"
+
+
+def objects(url: str) -> list[str]:
+    files, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    found: list[str] = files.find(root)
+    return found
+
+
+class TestObjects(BackendTests):
+    @pytest.fixture
+    def backend(self, url: str) -> Objects:
+        return Objects(url)
+
+    def reopen(self, backend: Backend[Any]) -> Objects:
+        return Objects(backend.url)
+
+    def traces(self, backend: Backend[Any]) -> Collection[str]:
+        return objects(backend.url)
+
+    def lose(self, backend: Backend[Any]) -> None:
+        files, _ = fsspec.core.url_to_fs(backend.url, skip_instance_cache=True)
+        for path in objects(backend.url):
+            files.rm_file(path)
+
+
+class TestOnObjects(StoreTests):
+    @pytest.fixture
+    def store(self, url: str) -> OnObjects:
+        return OnObjects(url, in_flight="64 KiB")
+
+
+def test_nothing_is_left_of_a_training(url: str) -> None:
+    store = OnObjects(url)
+    x = torch.randn(64, 4096, requires_grad=True)
+    truth = torch.autograd.grad(x.exp().sin().square().sum(), x)[0]
+    for _ in range(2):
+        with dh.saving(dh.pipeline(dh.AtLeast(0), store)) as saved:
+            loss = x.exp().sin().square().sum()
+        store.wait()
+        assert saved.report().moved >= 2 * x.nbytes
+        assert len(objects(url)) * x.nbytes == saved.report().stored
+        assert torch.equal(torch.autograd.grad(loss, x)[0], truth)
+        del loss
+        assert soon(lambda: not objects(url))
+    assert store.report()[0].held == 0
+
+
+def test_objects_of_a_process_go_with_it(url: str) -> None:
+    backend = Objects(url)
+    backend.write(memoryview(b"x"))
+    del backend
+    assert soon(lambda: not objects(url))
+
+
+def test_a_write_that_fails_is_said_once_and_the_tensor_is_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, tensor = OnObjects(url), torch.randn(100)
+
+    def full(self: Objects, memory: memoryview) -> str:
+        raise StoreError("no room", path=url, wanted=memory.nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "write", full)
+        ticket = store.put(tensor)
+        with pytest.raises(StoreError, match="no room"):
+            store.wait()
+    store.wait()
+    assert store.get(ticket) is tensor
+    store.drop(ticket)
+
+
+def test_a_configuration_names_it(url: str) -> None:
+    ((_, stages),) = dh.from_config({"save": [{"modules": "*", "store": {"kind": "OnObjects", "url": url}}]}).saves
+    assert stages.store == OnObjects(url)
+
+
+def test_errors_say_where() -> None:
+    with pytest.raises(StoreError, match="nowhere") as caught:
+        OnObjects("nowhere://bucket").put(torch.ones(3))
+    assert caught.value.path == "nowhere://bucket"
