@@ -223,6 +223,10 @@ class Store(ABC):
         """The tensor if it is still in memory, so that another store can take it without a read; None otherwise."""
         return None
 
+    def put_away(self, tensor: torch.Tensor) -> Any:
+        """Like :meth:`put`, for a tensor that shall leave its device now, even if backward reads it soon."""
+        return self.put(tensor)
+
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
         """Like :meth:`put`, for a tensor in host memory that another store has copied from the device of ``stream``."""
         return self.put(tensor.to(stream.device))
@@ -314,6 +318,9 @@ class StoreSpec(Store, Generic[Opened]):
 
     def peek(self, ticket: Any) -> torch.Tensor | None:
         return self.open().peek(ticket)
+
+    def put_away(self, tensor: torch.Tensor) -> Any:
+        return self.open().put_away(tensor)
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
         return self.open().put_from_host(tensor, stream)

@@ -47,7 +47,7 @@ class Courier(ForkSafe[Carried]):
 
     def __init__(self, device: torch.device, most: int, pin: bool) -> None:
         super().__init__(Order.MOVER)
-        self.device, self.most, self._own_most = device, most, most
+        self.device, self.most = device, most
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -66,10 +66,11 @@ class Courier(ForkSafe[Carried]):
         """A ticket for ``tensor``, to be given to :meth:`put`."""
         return Carried(tensor.detach(), self._own())
 
-    def put(self, ticket: Carried) -> None:
+    def put(self, ticket: Carried, may_stay: bool = True) -> None:
         """Send the tensor of ``ticket`` to the host, add it to a batch, or keep it if backward reads it soon.
 
-        A copy begins when the work that is queued on the current stream now is done.
+        With ``may_stay=False`` it is not kept. A copy begins when the work that is queued on the current stream now is
+        done.
 
         Raises:
             OSError: if there is no host memory for the tensor, or for another one that has to make room for it.
@@ -81,7 +82,7 @@ class Courier(ForkSafe[Carried]):
                 return
             ticket.counted = ticket.nbytes
             self._bytes += ticket.nbytes
-            if ticket.lane.is_back_soon(ticket, self.most):
+            if may_stay and ticket.lane.is_back_soon(ticket, self.most):
                 self._staying[ticket] = None
             elif ticket.nbytes > SMALL:
                 self._ship([ticket])
@@ -176,13 +177,13 @@ class Courier(ForkSafe[Carried]):
             return self._bytes + self._coming_bytes
 
     def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on the device, or ``most`` if that is less.
+        """Hold at most ``nbytes`` on the device, in place of ``in_flight``.
 
         If copies are still under way, the computation on the device waits for them; the host does not.
         """
         with self._lock:
             self._drain_releases()
-            self.most = min(self._own_most, nbytes)
+            self.most = nbytes
             while self._bytes + self._coming_bytes > self.most and self._relieve(None):
                 pass
 
@@ -431,7 +432,7 @@ class OpenOnCpu(Store):
     def put(self, tensor: torch.Tensor) -> _Held | _Sent:
         """Copy ``tensor`` to the CPU; hold the tensor itself if it is there already."""
         if on_accelerator(tensor):
-            return self._send(tensor)
+            return self._send(tensor, may_stay=True)
         nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
         self.budget.reserve(nbytes)
         if tensor.is_cpu:
@@ -442,14 +443,18 @@ class OpenOnCpu(Store):
             self.budget.release(nbytes)
             raise
 
-    def _send(self, tensor: torch.Tensor) -> _Sent:
+    def put_away(self, tensor: torch.Tensor) -> _Held | _Sent:
+        """Like :meth:`put`, but a copy begins even if backward reads the tensor soon."""
+        return self._send(tensor, may_stay=False) if on_accelerator(tensor) else self.put(tensor)
+
+    def _send(self, tensor: torch.Tensor, may_stay: bool) -> _Sent:
         courier = self.courier(tensor.device)
         self._reserve(tensor.nbytes)
         sent = None
         try:
             sent = _Sent(courier, courier.ticket(tensor), self.budget)
             sent.ticket.owed = tensor.nbytes
-            courier.put(sent.ticket)
+            courier.put(sent.ticket, may_stay)
         except BaseException as error:
             if sent is None or not sent.ticket.owed:
                 self.budget.release(tensor.nbytes)

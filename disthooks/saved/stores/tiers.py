@@ -1,4 +1,13 @@
-"""Several stores in a row: a saved tensor stays in the first, or moves to the next one if the first is full."""
+"""Several stores in a row: saved tensors that backward reads first stay in the first store, the others go further."""
+
+# [Note: tiers follow a plan]
+# A forward saves what the last one saved, so the place of each tensor is known when it is put (plan.py): the first
+# saved goes furthest, and is sent at its put, so that the link works from the first put on; the last saved stays.
+# Backward asks for the tensors in the reverse order, each as soon as the nearest tier has room for it.
+#
+# The first forward, and one of other sizes than any before, has no plan. Then a tensor stays until a newer one needs
+# its room, and what backward reads last makes room first. The same happens if more is put than the plan said. So a
+# wrong plan costs time, and no limit depends on it.
 
 from __future__ import annotations
 
@@ -6,7 +15,7 @@ import contextlib
 import heapq
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +27,8 @@ from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport, StoreSpec
-from disthooks.saved.stores.order import AccessOrder, PerThread
+from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
+from disthooks.saved.stores.plan import Plan, Tapes, make_plan
 
 
 class _There(NamedTuple):
@@ -142,29 +152,118 @@ class Placed:
             _let_go(self.tiers.stores, self)
 
 
+class Tape:
+    """What one thread puts on one device, from the first put after a read to the next one.
+
+    Attributes:
+        turns: the position of each tensor; None once the tensor is dropped.
+        sizes: bytes of each tensor. Those that were dropped before backward began have 0 bytes.
+        plan: where they go; None if this tape is not known.
+        is_read: whether backward has begun to read it.
+        next_back: how many groups of ``plan.back`` were asked back.
+    """
+
+    __slots__ = ("is_read", "next_back", "plan", "sizes", "turns")
+
+    def __init__(self) -> None:
+        self.turns: list[Turn | None] = []
+        self.sizes: list[int] = []
+        self.plan: Plan | None = None
+        self.is_read = False
+        self.next_back = 0
+
+
+class TapeOrder(AccessOrder):
+    """An :class:`AccessOrder` that also predicts what the next tape is, and where its tensors go.
+
+    Args:
+        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
+    """
+
+    def __init__(self, limits: Callable[[], list[int | None]]) -> None:
+        super().__init__()
+        self._limits = limits
+        self._tapes = Tapes(self._plan)
+        self._tape: Tape | None = None  # the newest one, which is put now
+
+    def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
+        limits = self._limits()
+        return make_plan(sizes, limits, group=min(_GROUP, (limits[0] or 8 * _GROUP) // 8), reads=reads)
+
+    def place(self, turn: Turn, nbytes: int) -> int | None:
+        """The tier for the tensor of ``nbytes`` that is put now; None if the tape is not known."""
+        self.put(turn)
+        if self._tape is None or self._tape.is_read:
+            self._end()
+            self._tape = Tape()
+        turn.tape, turn.index = self._tape, len(self._tape.turns)
+        self._tape.turns.append(turn)
+        self._tape.sizes.append(nbytes)
+        self._tapes.put(nbytes)
+        plan = self._tape.plan = self._tapes.plan
+        return None if plan is None else plan.group(turn.index).place
+
+    def read(self, ticket: Ordered) -> None:
+        super().read(ticket)
+        tape = cast(Turn, ticket).tape
+        if tape is not None and not tape.is_read:
+            tape.is_read = True
+            tape.sizes = [0 if turn is None else size for turn, size in zip(tape.turns, tape.sizes, strict=True)]
+
+    def drop(self, ticket: Ordered) -> None:
+        super().drop(ticket)
+        turn = cast(Turn, ticket)
+        if turn.tape is not None:
+            turn.tape.turns[turn.index] = None  # a tape and its turns hold each other: no cycle may stay
+        if not self._live:
+            self._end()
+
+    def _end(self) -> None:
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            self._tapes.end(needed=tape.sizes)
+
+
 class Turn:
-    """The position of a :class:`Placed` in the order of its thread's reads. It does not keep the tensor alive."""
+    """The position of a :class:`Placed` in the order of its thread's reads. It does not keep the tensor alive.
 
-    __slots__ = ("dropped", "order", "placed", "position")
+    Attributes:
+        position: among the tensors that are stored.
+        tape: the tape that the tensor is on.
+        index: the position on the tape.
+    """
 
-    def __init__(self, placed: Placed, order: AccessOrder) -> None:
+    __slots__ = ("dropped", "index", "order", "placed", "position", "tape")
+
+    def __init__(self, placed: Placed, order: TapeOrder) -> None:
         self.placed, self.order = weakref.ref(placed), order
         self.position, self.dropped = 0, False
+        self.tape: Tape | None = None
+        self.index = 0
 
 
 class Turns(ForkSafe[Turn]):
-    """Learns from each backward the order in which the next one will read the tensors of each thread."""
+    """The tapes of each thread and device: where their tensors go, and in which order backward will read them.
 
-    def __init__(self) -> None:
+    Args:
+        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
+    """
+
+    def __init__(self, limits: Callable[[], list[int | None]] = lambda: [None]) -> None:
         super().__init__(Order.TURNS)
-        self._own = PerThread(AccessOrder)  # one order for each thread
+        self._limits = limits
+        self._own: PerThread[dict[torch.device | None, TapeOrder]] = PerThread(dict)
 
-    def put(self, placed: Placed) -> None:
-        """Note that ``placed`` is the next tensor that this thread puts."""
+    def put(self, placed: Placed) -> int | None:
+        """Note that ``placed`` is the next tensor that this thread puts. Returns its tier; None if there is no plan."""
         with self._lock:
             self._drain_releases()
-            placed.turn = Turn(placed, self._own())
-            placed.turn.order.put(placed.turn)
+            device, orders = None if placed.at is None else placed.at.device, self._own()
+            order = orders.get(device)
+            if order is None:
+                order = orders[device] = TapeOrder(self._limits)
+            placed.turn = Turn(placed, order)
+            return order.place(placed.turn, placed.nbytes)
 
     def read(self, placed: Placed, look: int) -> list[Placed]:
         """Note that ``placed`` is read now. Returns up to ``look`` tensors that backward will read next."""
@@ -177,6 +276,25 @@ class Turns(ForkSafe[Turn]):
             following = itertools.islice(turn.order.after(turn), look)
             found = [cast(Turn, other).placed() for other, _ in following]
         return [other for other in found if other is not None]
+
+    def to_bring(self, placed: Placed, room: int) -> list[Placed]:
+        """The tensors to bring back now, of the tape of ``placed``: by its plan, as far as they fit into ``room``."""
+        tape = None if placed.turn is None else placed.turn.tape
+        if tape is None or tape.plan is None:
+            return []
+        found: list[Placed] = []
+        with self._lock:
+            while tape.next_back < len(tape.plan.back):
+                group = tape.plan.groups[tape.plan.back[tape.next_back]]
+                turns = (turn for turn in tape.turns[group.first : group.last + 1] if turn is not None)
+                members = [other for turn in turns if (other := turn.placed()) is not None]
+                members = [other for other in reversed(members) if other.tier > 0 and not other.asked]
+                room -= sum(other.nbytes for other in members)
+                if room < 0:
+                    break
+                tape.next_back += 1
+                found += members
+        return found
 
     def of(self, placed: Placed) -> float:
         """When backward will read ``placed``; a larger number is later."""
@@ -243,7 +361,10 @@ class Queue:
         return None if placed is None or placed.dropped or placed.tier != self._tier else placed
 
 
-_LOOK = 8  # tensors to look ahead in the order of reads
+_GROUP = (
+    64 << 20
+)  # bytes: backward asks for so many at once, or for an eighth of the nearest tier's limit if that is less
+_LOOK = 8  # tensors to look ahead in the order of reads, beside the plan
 _AHEAD = 32 << 20  # most bytes of these tensors that the tiers are asked to bring nearer
 
 
@@ -258,7 +379,7 @@ class OpenTiered(Store):
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
         self.stores, self._name = stores, name
         self.queues = tuple(map(Queue, range(len(stores))))  # the tensors of each tier
-        self.turns = Turns()
+        self.turns = Turns(self._limits)
         self._largest = 0  # bytes of the largest tensor so far
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         if isinstance(stores[0], OnDevice):
@@ -267,11 +388,16 @@ class OpenTiered(Store):
     def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier that takes it."""
         placed = Placed(tensor.nbytes, stream_of(tensor), self)
-        self.turns.put(placed)
+        tier = self.turns.put(placed)
         try:
-            if placed.at is not None:
-                self._make_way(tensor.nbytes)
-            self._place(placed, tensor, 0)
+            if tier:  # see [Note: tiers follow a plan]
+                self._leave_room(tensor.nbytes)
+                with contextlib.suppress(StoreError):  # no tier from there on has room: try the nearer ones
+                    self._place(placed, tensor, tier)
+            if placed.tier < 0:
+                if placed.at is not None:
+                    self._make_way(tensor.nbytes, is_planned=tier is not None)
+                self._place(placed, tensor, 0)
         except BaseException:
             placed.drop()
             raise
@@ -295,7 +421,8 @@ class OpenTiered(Store):
                 held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
-        self._look_ahead(following)
+        self._look_ahead(self.turns.to_bring(ticket, self._room()), None)
+        self._look_ahead(following, _AHEAD)
         return tensor
 
     def pop_transfer_seconds(self, ticket: Placed) -> float:
@@ -346,7 +473,9 @@ class OpenTiered(Store):
         self._mend(tier)
         while True:
             try:
-                return store.put(tensor) if at is None or not tensor.is_cpu else store.put_from_host(tensor, at)
+                if at is None or tier == 0:
+                    return store.put(tensor)
+                return store.put_from_host(tensor, at) if tensor.is_cpu else store.put_away(tensor)
             except StoreError:
                 budget = getattr(store, "budget", None)
                 if not isinstance(budget, ByteBudget) or budget.has_room(tensor.nbytes):
@@ -394,21 +523,36 @@ class OpenTiered(Store):
             return True
         return False
 
+    def _limits(self) -> list[int | None]:
+        """The bytes of each tier that a plan may use; None for no limit."""
+        budgets = [getattr(store, "budget", None) for store in self.stores]
+        limits = [budget.limit if isinstance(budget, ByteBudget) else None for budget in budgets]
+        if isinstance(self.stores[0], OnDevice) and limits[0] is not None:
+            limits[0] -= self._window(limits[0])
+        return limits
+
     # -- the device
 
-    def _make_way(self, nbytes: int) -> None:
+    def _window(self, limit: int) -> int:
+        """The part of the ``limit`` of the first tier that is left to copies on their way to the tiers below.
+
+        A tensor that moves down takes memory of the device until it is copied. In a window of up to an eighth of the
+        limit, a tensor of the largest size can be on its way while the next one comes, so that the computation need not
+        wait for the copy (decision 85).
+        """
+        return min(limit // 8, 2 * self._largest)
+
+    def _make_way(self, nbytes: int, is_planned: bool) -> None:
         """Make room for a new tensor of ``nbytes``, which is on the device already.
 
-        A tensor that moves down takes memory of the device until it is copied. The move begins before the limit is
-        reached, so that the computation need not wait for the copy: in a window of up to an eighth of the limit, a
-        tensor of the largest size can be on its way while the next one comes (decision 85).
+        Without a plan, tensors begin to move down before the limit is reached. A plan leaves the window free by itself.
         """
         first = self.stores[0]
         limit = first.budget.limit if isinstance(first, OnDevice) else None
         if limit is None or not isinstance(first, OnDevice):
             return
         self._largest = max(self._largest, nbytes)
-        early = limit - min(limit // 8, 2 * self._largest)
+        early = limit if is_planned else limit - self._window(limit)
         with contextlib.suppress(StoreError):  # if the tiers below are full, `put` of the new tensor raises it
             while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
                 pass
@@ -428,13 +572,21 @@ class OpenTiered(Store):
         for store, own in zip(below, held, strict=True):
             store.set_device_limit(max(0, room - sum(held) + own))
 
-    def _look_ahead(self, following: Sequence[Placed]) -> None:
-        """Ask the tiers to bring the tensors that backward reads next nearer."""
-        most = _AHEAD
+    def _room(self) -> int:
+        """Bytes that the limit of the first tier leaves free on the device; 0 if the first tier is another place."""
+        first = self.stores[0]
+        if not isinstance(first, OnDevice) or first.budget.limit is None:
+            return 0
+        below = list(first.open().below.values())
+        return first.budget.limit - first.budget.held - sum(store.device_bytes() for store in below)
+
+    def _look_ahead(self, following: Sequence[Placed], most: int | None) -> None:
+        """Ask the tiers to bring the tensors of ``following`` nearer; ``most`` bytes of them, None for all."""
         for placed in following:
-            most -= placed.nbytes if placed.tier > 0 else 0
-            if most < 0:
-                return
+            if most is not None:
+                most -= placed.nbytes if placed.tier > 0 else 0
+                if most < 0:
+                    return
             if placed.tier > 0 and not placed.asked and placed.lock.acquire(blocking=False):
                 try:
                     if placed.tier > 0 and not placed.dropped:
@@ -476,11 +628,16 @@ def _tiered(stores: Sequence[Store]) -> Tiered:
 @register("store", build=_tiered)
 @dataclass(frozen=True)
 class Tiered(StoreSpec["OpenTiered"]):
-    """Several stores, the fastest first. If one is full, the tensors in it that backward reads last move to the next.
+    """Several stores, the fastest first. The tensors that backward reads first stay in the first store.
 
-    Backward reads the tensors that were saved first at its end, so the oldest tensors make room for a new one. If the
-    oldest tensor would have to be read from a disk to move it, the new tensor goes to the next store instead. A store
-    that fails counts as full until it is empty. A tensor that is still in memory when its write fails is not lost.
+    Backward reads the tensors that were saved first at its end. So from the second forward with the same sizes on, the
+    tensors that were saved first are sent to the stores behind, each when it is saved, and those that were saved last
+    stay. Backward brings the others back as soon as the first store has room for them.
+
+    A forward with other sizes fills the first store. If a store is full, the tensors in it that backward reads last
+    move to the next one. If such a tensor would have to be read from a disk to move it, the new tensor goes to the next
+    store instead. A store that fails counts as full until it is empty. A tensor that is still in memory when its write
+    fails is not lost.
 
     Args:
         stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
