@@ -148,3 +148,39 @@ def test_what_a_side_stream_fills(device: torch.device) -> None:
             assert torch.equal(tiers.get(ticket).cpu(), expected)
             tiers.drop(ticket)
     assert nothing_left(tiers)
+
+
+@pytest.mark.parametrize("others", [0, 100 << 10], ids=["one length", "two lengths in turn"])
+def test_the_link_works_from_the_first_put_and_from_the_first_get_on(others: int, device: torch.device) -> None:
+    """From the third step on: what does not fit is sent at its put, comes back into what is freed, and nothing else."""
+    n, count, limit = 512 << 10, 20, 12 << 19  # twelve tensors fit, and the window of an eighth takes two of them
+    host = dh.OnCpu()
+    tiers = dh.Tiered(dh.OnDevice(limit), host)
+
+    def moved() -> tuple[int, int]:
+        (report,) = host.report()
+        return report.written, report.read
+
+    for number in range(6):
+        step, before = [n, n - others][number % 2], moved()
+        sent, tickets = [], []
+        for i in range(count):
+            tickets.append(tiers.put(torch.full((step // 4,), float(i)).to(device)))
+            sent.append((moved()[0] - before[0]) // step)
+            assert counted_on_device(tiers) <= limit
+        back = []
+        for i in reversed(range(count)):
+            assert torch.equal(tiers.get(tickets[i]).cpu(), torch.full((step // 4,), float(i)))
+            back.append((moved()[1] - before[1]) // step)
+            tiers.drop(tickets.pop())
+            assert counted_on_device(tiers) <= limit
+        if number < 2:
+            assert sent[:10] == [0] * 10  # not known yet: they stay while they fit
+        else:
+            stays = (limit - min(limit // 8, 2 * n)) // step
+            assert sent == [min(i + 1, count - stays) for i in range(count)]
+            # A part of the limit is free when backward begins. From there on each get frees room for one more.
+            assert back[0] > 0
+            assert all(brought >= min(i, count - stays) for i, brought in enumerate(back))
+            assert back[-1] == count - stays
+    assert nothing_left(tiers)

@@ -159,17 +159,17 @@ class Tape:
         turns: the position of each tensor; None once the tensor is dropped.
         sizes: bytes of each tensor. Those that were dropped before backward began have 0 bytes.
         plan: where they go; None if this tape is not known.
-        is_read: whether backward has begun to read it.
+        reads: the indices in the order in which backward has read them first; empty before backward begins.
         next_back: how many groups of ``plan.back`` were asked back.
     """
 
-    __slots__ = ("is_read", "next_back", "plan", "sizes", "turns")
+    __slots__ = ("next_back", "plan", "reads", "sizes", "turns")
 
     def __init__(self) -> None:
         self.turns: list[Turn | None] = []
         self.sizes: list[int] = []
         self.plan: Plan | None = None
-        self.is_read = False
+        self.reads: dict[int, None] = {}
         self.next_back = 0
 
 
@@ -193,7 +193,7 @@ class TapeOrder(AccessOrder):
     def place(self, turn: Turn, nbytes: int) -> int | None:
         """The tier for the tensor of ``nbytes`` that is put now; None if the tape is not known."""
         self.put(turn)
-        if self._tape is None or self._tape.is_read:
+        if self._tape is None or self._tape.reads:
             self._end()
             self._tape = Tape()
         turn.tape, turn.index = self._tape, len(self._tape.turns)
@@ -205,10 +205,13 @@ class TapeOrder(AccessOrder):
 
     def read(self, ticket: Ordered) -> None:
         super().read(ticket)
-        tape = cast(Turn, ticket).tape
-        if tape is not None and not tape.is_read:
-            tape.is_read = True
-            tape.sizes = [0 if turn is None else size for turn, size in zip(tape.turns, tape.sizes, strict=True)]
+        turn = cast(Turn, ticket)
+        tape = turn.tape
+        if tape is None:
+            return
+        if not tape.reads:
+            tape.sizes = [0 if other is None else size for other, size in zip(tape.turns, tape.sizes, strict=True)]
+        tape.reads.setdefault(turn.index)
 
     def drop(self, ticket: Ordered) -> None:
         super().drop(ticket)
@@ -221,7 +224,7 @@ class TapeOrder(AccessOrder):
     def _end(self) -> None:
         tape, self._tape = self._tape, None
         if tape is not None:
-            self._tapes.end(needed=tape.sizes)
+            self._tapes.end(tuple(tape.reads) or None, tape.sizes)
 
 
 class Turn:
