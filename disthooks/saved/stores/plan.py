@@ -79,6 +79,10 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_lasts", tuple(group.last for group in self.groups))
 
+    def __len__(self) -> int:
+        """How many entries the tape has."""
+        return self._lasts[-1] + 1 if self._lasts else 0
+
     def group(self, position: int) -> Group:
         """The group of the entry at ``position``."""
         return self.groups[bisect_left(self._lasts, position)]
@@ -194,6 +198,7 @@ def _asked(groups: Sequence[Group], sizes: Sequence[int], turn: dict[int, int], 
 
 
 Sizes = tuple[int, ...]  # bytes of each entry of a tape
+_FAR = 16  # an entry that is so many times as large as in the last tape, or so small a part, is of another model
 
 
 class _Known(NamedTuple):
@@ -208,8 +213,9 @@ class Tapes:
     """The last tapes of one thread and device, and the one of them that the tape which is being saved seems to be.
 
     The prediction is checked at each entry. If the sizes differ, another remembered tape that begins with the same
-    sizes takes its place, and if there is none, the tape is unknown from there on: ``plan`` is None. A wrong prediction
-    costs time and never gives a wrong tensor.
+    sizes takes its place. If there is none, the batch has a length that was not seen before: the sizes of the tape are
+    guessed from the last one, and are not checked any more. A wrong prediction costs time and never gives a wrong
+    tensor.
 
     Before the first entry, and among several tapes that begin alike, that tape is expected which came after the last
     tape the last time; then the newest. So lengths in turn are predicted even if their first entries have equal sizes.
@@ -219,7 +225,7 @@ class Tapes:
         most: tapes that are remembered.
 
     Attributes:
-        plan: of the expected tape; None if the tape is not known.
+        plan: of the expected tape; None if nothing is known. It may have fewer entries than the tape.
 
     >>> tapes = Tapes(lambda sizes, reads: make_plan(sizes, [15, None], group=1, reads=reads))
     >>> tapes.put(10), tapes.put(10), tapes.plan
@@ -227,8 +233,8 @@ class Tapes:
     >>> tapes.end()
     >>> [group.place for group in tapes.plan.groups]
     [1, 0]
-    >>> tapes.put(10), tapes.put(8), tapes.plan
-    (False, True, None)
+    >>> tapes.put(5), [group.nbytes for group in tapes.plan.groups], [group.place for group in tapes.plan.groups]
+    (True, [5, 5], [0, 0])
     """
 
     def __init__(self, make: Callable[[Sequence[int], Sequence[int] | None], Plan], most: int = 8) -> None:
@@ -279,4 +285,27 @@ class Tapes:
         candidates = itertools.chain([self._after.get(self._last, ())], reversed(self._known))
         matching = (sizes for sizes in candidates if sizes in self._known and sizes[: len(begin)] == begin)
         self._expected = next(matching, None)
-        self.plan = None if self._expected is None else self._known[self._expected].plan
+        self.plan = self._guess() if self._expected is None else self._known[self._expected].plan
+
+    def _guess(self) -> Plan | None:
+        """A plan for a tape that is like the last one, with other sizes from the newest entry on.
+
+        The sizes of most entries grow with the length of the batch, and those of some do not. So two tapes with as many
+        entries tell how much each of them grows. If there is only one tape, all its sizes are taken to grow alike.
+        """
+        last, at = self._last, len(self._sizes) - 1
+        if last not in self._known or not 0 <= at < len(last) or not last[at]:
+            return None
+        known = self._known[last]
+        growth = self._sizes[at] / last[at]
+        if not 1 / _FAR < growth < _FAR:
+            return None  # another model
+        same = (sizes for sizes in reversed(self._known) if len(sizes) == len(last) and sizes[at] != last[at])
+        other = next(same, None)
+        if other is None:
+            guessed = [round(size * growth) for size in known.needed]
+        else:
+            share = (self._sizes[at] - last[at]) / (other[at] - last[at])
+            pairs = zip(known.needed, self._known[other].needed, strict=True)
+            guessed = [max(0, round(one + share * (two - one))) for one, two in pairs]
+        return self._make(guessed, known.reads)

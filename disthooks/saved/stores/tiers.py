@@ -5,7 +5,7 @@
 # saved goes furthest, and is sent at its put, so that the link works from the first put on; the last saved stays.
 # Backward asks for the tensors in the reverse order, each as soon as the nearest tier has room for it.
 #
-# The first forward, and one of other sizes than any before, has no plan. Then a tensor stays until a newer one needs
+# A forward of another length has a plan by guess. The first forward has none: a tensor stays until a newer one needs
 # its room, and what backward reads last makes room first. The same happens if more is put than the plan said. So a
 # wrong plan costs time, and no limit depends on it.
 
@@ -201,7 +201,7 @@ class TapeOrder(AccessOrder):
         self._tape.sizes.append(nbytes)
         self._tapes.put(nbytes)
         plan = self._tape.plan = self._tapes.plan
-        return None if plan is None else plan.group(turn.index).place
+        return None if plan is None or turn.index >= len(plan) else plan.group(turn.index).place
 
     def read(self, ticket: Ordered) -> None:
         super().read(ticket)

@@ -94,7 +94,9 @@ class Planned(Policy):
         self._open.append(block)
         self._count(block)
         full = (
-            sum(b.nbytes for b in self._open) >= self.group if plan is None else plan.group(position).last == position
+            sum(b.nbytes for b in self._open) >= self.group
+            if plan is None or position >= len(plan)
+            else plan.group(position).last == position
         )
         if full:
             self._close()

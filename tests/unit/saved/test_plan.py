@@ -92,7 +92,8 @@ def step(ours: Tapes, sizes: Sequence[int], reads: Sequence[int] | None = None) 
     right = []
     for position, size in enumerate(sizes):
         ours.put(size)
-        right.append(ours.plan is not None and ours.plan.group(position).nbytes == size)
+        plan = ours.plan
+        right.append(plan is not None and position < len(plan) and plan.group(position).nbytes == size)
     ours.end(reads)
     return right
 
@@ -135,23 +136,33 @@ def test_lengths_in_an_order_of_their_own_are_found_by_their_first_entries() -> 
         assert all(step(ours, lengths[n]))
 
 
-def test_random_lengths_are_unknown_and_leave_no_more_than_the_newest() -> None:
+def test_random_lengths_are_guessed_and_leave_no_more_than_the_newest() -> None:
     ours = tapes(most=4)
     for n in range(1, 101):
-        assert not any(step(ours, [n, 2 * n]))
+        assert all(step(ours, [n, 2 * n])) == (n > 1), "all entries grow with the length"
     assert len(ours._known) == 4
     assert len(ours._after) <= 5
 
 
-def test_a_changed_model_is_unknown_from_the_entry_where_it_differs() -> None:
+def test_two_lengths_tell_which_entries_grow() -> None:
+    ours = tapes()
+    assert not any(step(ours, [10, 7, 100]))
+    assert step(ours, [20, 7, 200]) == [True, False, True], "of one length it is not known that 7 does not grow"
+    for n in (35, 12, 90):
+        assert all(step(ours, [n, 7, 10 * n]))
+
+
+def test_a_changed_model_is_guessed_from_the_entry_where_it_differs_if_it_is_not_too_far() -> None:
     ours = tapes()
     for _ in range(2):
         step(ours, [10, 20, 30, 40])
-    changed = [ours.put(size) for size in (10, 20, 31, 40)]
-    assert changed == [False, False, True, False]
-    assert ours.plan is None
+    assert [ours.put(size) for size in (10, 20, 33, 44)] == [False, False, True, False]
+    assert ours.plan is not None
+    assert ours.plan.group(3).nbytes == 44
     ours.end()
-    assert all(step(ours, [10, 20, 31, 40]))
+    assert all(step(ours, [10, 20, 33, 44]))
+    assert [ours.put(size) for size in (10, 20, 900, 44)] == [False, False, True, False]
+    assert ours.plan is None, "an entry of another size altogether is of another model"
 
 
 def test_a_longer_tape_is_unknown_behind_the_end_of_the_expected_one() -> None:
