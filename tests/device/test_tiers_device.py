@@ -152,7 +152,7 @@ def test_what_a_side_stream_fills(device: torch.device) -> None:
 
 @pytest.mark.parametrize("others", [0, 100 << 10], ids=["one length", "two lengths"])
 def test_the_link_works_from_the_first_put_and_from_the_first_get_on(others: int, device: torch.device) -> None:
-    """From the second step on: what does not fit is sent at its put, comes back into what is freed, and nothing else."""
+    """From the second step on, what does not fit is sent at its put and comes back into what is freed; nothing else."""
     n, count, limit = 512 << 10, 20, 12 << 19  # twelve tensors fit, and the window of an eighth takes two of them
     host = dh.OnCpu()
     tiers = dh.Tiered(dh.OnDevice(limit), host)
