@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.saved.stores.tiers import Placed, Queue, Turns
+from disthooks.saved.stores.tiers import Queue
+from disthooks.saved.stores.turns import Placed, Turns
 from tests.support.stores.copies import Copies
 
 

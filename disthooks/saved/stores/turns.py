@@ -1,0 +1,239 @@
+"""The tensors of a ``Tiered``: the tier of each, the order in which backward reads them, and the plan they follow."""
+
+# [Note: tiers follow a plan]
+# A forward saves what the last one saved, so the place of each tensor is known when it is put (plan.py): the first
+# saved goes furthest, and is sent at its put, so that the link works from the first put on; the last saved stays.
+# Backward asks for the tensors in the reverse order, each as soon as the nearest tier has room for it.
+#
+# A forward of another length has a plan by guess. The first forward has none: a tensor stays until a newer one needs
+# its room, and what backward reads last makes room first. The same happens if more is put than the plan said. So a
+# wrong plan costs time, and no limit depends on it.
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from disthooks._fork_safe import ForkSafe, Order, tensor_lock
+from disthooks.saved.stores.base import Store
+from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
+from disthooks.saved.stores.plan import Plan, Tapes, make_plan
+
+_GROUP = 64 << 20  # bytes that backward asks for at once; an eighth of the nearest tier's limit if that is less
+
+
+class Placed:
+    """A tensor in one of the tiers. It moves to the next tier if tensors that backward reads sooner need its room.
+
+    Attributes:
+        tier: the number of the tier; -1 if the tensor is in none.
+        ticket: the ticket of that tier.
+        nbytes: bytes of the tensor.
+        at: the stream that filled the tensor if it is on an accelerator; None otherwise.
+        tiers: the runtime of the ``Tiered`` that it was put into.
+        turn: its position in the order of reads.
+        asked: whether the tier was told that backward reads the tensor soon.
+    """
+
+    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "tiers", "turn")
+
+    def __init__(self, nbytes: int, at: Any = None, tiers: Any = None) -> None:
+        self.tiers = tiers
+        self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
+        self.tier = -1
+        self.ticket: Any = None
+        self.nbytes, self.at = nbytes, at
+        self.turn: Turn | None = None
+        self.asked = self.dropped = False
+
+    def drop(self) -> None:
+        """Release the tensor in the tier that it is in; destructors call this."""
+        self.dropped = True
+        if self.tiers is not None:
+            self.tiers.turns.drop(self)
+            let_go(self.tiers.stores, self)
+
+
+class Tape:
+    """What one thread puts on one device, from the first put after a read to the next one.
+
+    Attributes:
+        turns: the position of each tensor; None once the tensor is dropped.
+        sizes: bytes of each tensor. Those that were dropped before backward began have 0 bytes.
+        plan: where they go; None if this tape is not known.
+        reads: the indices in the order in which backward has read them first; empty before backward begins.
+        next_back: how many groups of ``plan.back`` were asked back.
+    """
+
+    __slots__ = ("next_back", "plan", "reads", "sizes", "turns")
+
+    def __init__(self) -> None:
+        self.turns: list[Turn | None] = []
+        self.sizes: list[int] = []
+        self.plan: Plan | None = None
+        self.reads: dict[int, None] = {}
+        self.next_back = 0
+
+
+class TapeOrder(AccessOrder):
+    """An :class:`AccessOrder` that also predicts what the next tape is, and where its tensors go.
+
+    Args:
+        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
+    """
+
+    def __init__(self, limits: Callable[[], list[int | None]]) -> None:
+        super().__init__()
+        self._limits = limits
+        self._tapes = Tapes(self._plan)
+        self._tape: Tape | None = None  # the newest one, which is put now
+
+    def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
+        limits = self._limits()
+        return make_plan(sizes, limits, group=min(_GROUP, (limits[0] or 8 * _GROUP) // 8), reads=reads)
+
+    def place(self, turn: Turn, nbytes: int) -> int | None:
+        """The tier for the tensor of ``nbytes`` that is put now; None if the tape is not known."""
+        self.put(turn)
+        if self._tape is None or self._tape.reads:
+            self._end()
+            self._tape = Tape()
+        turn.tape, turn.index = self._tape, len(self._tape.turns)
+        self._tape.turns.append(turn)
+        self._tape.sizes.append(nbytes)
+        self._tapes.put(nbytes)
+        plan = self._tape.plan = self._tapes.plan
+        return None if plan is None or turn.index >= len(plan) else plan.group(turn.index).place
+
+    def read(self, ticket: Ordered) -> None:
+        super().read(ticket)
+        turn = cast(Turn, ticket)
+        tape = turn.tape
+        if tape is None:
+            return
+        if not tape.reads:
+            tape.sizes = [0 if other is None else size for other, size in zip(tape.turns, tape.sizes, strict=True)]
+        tape.reads.setdefault(turn.index)
+
+    def drop(self, ticket: Ordered) -> None:
+        super().drop(ticket)
+        turn = cast(Turn, ticket)
+        if turn.tape is not None:
+            turn.tape.turns[turn.index] = None  # a tape and its turns hold each other: no cycle may stay
+        if not self._live:
+            self._end()
+
+    def _end(self) -> None:
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            self._tapes.end(tuple(tape.reads) or None, tape.sizes)
+
+
+class Turn:
+    """The position of a :class:`Placed` in the order of its thread's reads. It does not keep the tensor alive.
+
+    Attributes:
+        position: among the tensors that are stored.
+        tape: the tape that the tensor is on.
+        index: the position on the tape.
+    """
+
+    __slots__ = ("dropped", "index", "order", "placed", "position", "tape")
+
+    def __init__(self, placed: Placed, order: TapeOrder) -> None:
+        self.placed, self.order = weakref.ref(placed), order
+        self.position, self.dropped = 0, False
+        self.tape: Tape | None = None
+        self.index = 0
+
+
+class Turns(ForkSafe[Turn]):
+    """The tapes of each thread and device: where their tensors go, and in which order backward will read them.
+
+    Args:
+        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
+    """
+
+    def __init__(self, limits: Callable[[], list[int | None]] = lambda: [None]) -> None:
+        super().__init__(Order.TURNS)
+        self._limits = limits
+        self._own: PerThread[dict[torch.device | None, TapeOrder]] = PerThread(dict)
+
+    def put(self, placed: Placed) -> int | None:
+        """Note that ``placed`` is the next tensor that this thread puts. Returns its tier; None if there is no plan."""
+        with self._lock:
+            self._drain_releases()
+            device, orders = None if placed.at is None else placed.at.device, self._own()
+            order = orders.get(device)
+            if order is None:
+                order = orders[device] = TapeOrder(self._limits)
+            placed.turn = Turn(placed, order)
+            return order.place(placed.turn, placed.nbytes)
+
+    def read(self, placed: Placed, look: int) -> list[Placed]:
+        """Note that ``placed`` is read now. Returns up to ``look`` tensors that backward will read next."""
+        turn = placed.turn
+        if turn is None:
+            return []
+        with self._lock:
+            self._drain_releases()
+            turn.order.read(turn)
+            following = itertools.islice(turn.order.after(turn), look)
+            found = [cast(Turn, other).placed() for other, _ in following]
+        return [other for other in found if other is not None]
+
+    def to_bring(self, placed: Placed, room: int) -> list[Placed]:
+        """The tensors to bring back now, of the tape of ``placed``: by its plan, as far as they fit into ``room``."""
+        tape = None if placed.turn is None else placed.turn.tape
+        if tape is None or tape.plan is None:
+            return []
+        found: list[Placed] = []
+        with self._lock:
+            while tape.next_back < len(tape.plan.back):
+                group = tape.plan.groups[tape.plan.back[tape.next_back]]
+                turns = (turn for turn in tape.turns[group.first : group.last + 1] if turn is not None)
+                members = [other for turn in turns if (other := turn.placed()) is not None]
+                members = [other for other in reversed(members) if other.tier > 0 and not other.asked]
+                room -= sum(other.nbytes for other in members)
+                if room < 0:
+                    break
+                tape.next_back += 1
+                found += members
+        return found
+
+    def of(self, placed: Placed) -> float:
+        """When backward will read ``placed``; a larger number is later."""
+        turn = placed.turn
+        if turn is None:
+            return 0.0
+        with self._lock:
+            return turn.order.turn(turn)
+
+    def drop(self, placed: Placed) -> None:
+        """Note that ``placed`` is dropped; destructors call this. See [Note: destructors]."""
+        turn = placed.turn
+        if turn is not None and not turn.dropped:
+            turn.dropped = True
+            self.release(turn)
+
+    def _apply_release(self, release: Turn) -> None:
+        release.order.drop(release)
+
+
+def let_go(stores: Sequence[Store], placed: Placed) -> None:
+    """Let the tier of ``placed`` drop it if it was dropped.
+
+    If another thread holds its lock, that thread does this when it releases the lock.
+    """
+    while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
+        try:
+            tier, placed.tier = placed.tier, -1
+            if tier >= 0:
+                stores[tier].drop(placed.ticket)
+                placed.ticket = None
+        finally:
+            placed.lock.release()
