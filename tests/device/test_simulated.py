@@ -246,8 +246,10 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_process_ends_cleanly(sim: torch.device, how: str, tmp_path: pathlib.Path) -> None:
+    # torch's thread of backward lets go of the graph when `backward` has returned already, and takes Python's lock for
+    # that. If the interpreter ends in this moment, torch aborts, on any device. So the script sleeps for a moment.
     script = f"""
-import os, sys
+import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 from tests.support.sim import simulated
@@ -256,6 +258,7 @@ simulated.delays(5e-3)
 side = torch.Stream("sim")
 x = torch.ones(1000, 1000, device="sim", requires_grad=True)
 (x * x).sum().backward()
+time.sleep(0.3)
 host = torch.empty(1000, 1000, pin_memory=True)
 with side:
     for _ in range(200):
@@ -272,3 +275,16 @@ def test_zeros_that_take_no_memory(device: torch.device) -> None:
     """Torch's own, for tangents that are not there: there is nothing to copy from."""
     zeros = torch._efficientzerotensor((2, 3), device=device)
     assert torch.equal((zeros + 1).cpu(), torch.ones(2, 3))
+
+
+def test_copies_are_logged_in_the_order_of_calls(sim: torch.device) -> None:
+    host = torch.empty(N, pin_memory=True)
+    x = torch.ones(N, device=sim)
+    with simulated.copies() as copies:
+        host.copy_(x, non_blocking=True)
+        host[:10].to(sim, non_blocking=True)
+        x[:5].cpu()
+    assert copies == [("to_host_async", 4 * N), ("to_device_async", 40), ("to_host_blocking", 20)]
+    with simulated.copies() as others:
+        pass
+    assert others == []

@@ -538,9 +538,9 @@ class _Replay:
         )
 
 
-def replay(tape: Tape, policy: Policy, rates: Rates | None = None) -> Result:
-    """Replay one step of ``tape`` with ``policy`` on a fresh machine with these ``rates``."""
-    return _Replay(tape, policy, Machine(rates)).result()
+def replay(tape: Tape, policy: Policy, rates: Rates | None = None, machine: Machine | None = None) -> Result:
+    """Replay one step of ``tape`` with ``policy`` on ``machine``, or on a fresh one with these ``rates``."""
+    return _Replay(tape, policy, machine or Machine(rates)).result()
 
 
 def largest_limit(replayed: Callable[[int], Sequence[Result]], peak: float, most: int) -> int | None:

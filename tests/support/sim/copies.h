@@ -59,6 +59,9 @@ MarkPtr give_move(const c10::Stream& stream, const at::Tensor& to, const at::Ten
 void count_copy(Count what, const at::Tensor& to) {
   count(what);
   count(static_cast<Count>(what + kToHostAsyncBytes - kToHostAsync), to.nbytes());
+  World& w = world();
+  Lock lock(w.lock);
+  if (w.logs) w.log.insert(w.log.end(), {what, static_cast<int64_t>(to.nbytes())});
 }
 
 void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {

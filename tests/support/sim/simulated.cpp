@@ -564,6 +564,16 @@ void sim_ahead(int64_t events) {
   sim::world().ahead = events;
 }
 void sim_lag(uint64_t items) { sim::world().lag = items; }
+// Begins a log of copies; gives the numbers of the log before, two for each copy, and how many there are.
+int64_t sim_log(int on, int64_t* into, int64_t room) {
+  sim::Lock lock(sim::world().lock);
+  auto& log = sim::world().log;
+  int64_t count = log.size();
+  std::copy_n(log.begin(), std::min(room, count), into);
+  if (room >= count) log.clear();
+  sim::world().logs = on != 0;
+  return count;
+}
 void sim_poison(int on) { sim::world().poison = on != 0; }
 int64_t sim_hold(int device, int64_t stream) { return sim::hold(device, stream); }
 void sim_open(int64_t gate) { sim::open_gate(gate); }

@@ -147,7 +147,8 @@ def load() -> ctypes.CDLL:
     library.sim_open.argtypes = [ctypes.c_int64]
     library.sim_ahead.argtypes = [ctypes.c_int64]
     library.sim_lag.argtypes = [ctypes.c_uint64]
-    for name in ("sim_hold", "sim_count", "sim_pinned_bytes"):
+    library.sim_log.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+    for name in ("sim_hold", "sim_count", "sim_pinned_bytes", "sim_log"):
         getattr(library, name).restype = ctypes.c_int64
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", module(library))
@@ -241,6 +242,18 @@ def counted() -> Iterator[Counted]:
     before = [library.sim_count(i) for i in range(len(COUNTS))]
     yield result
     result.update((name, library.sim_count(i) - before[i]) for i, name in enumerate(COUNTS))
+
+
+@contextlib.contextmanager
+def copies() -> Iterator[list[tuple[str, int]]]:
+    """Logs the copies inside, in the order of calls: the name of each in ``COUNTS``, and its bytes."""
+    library, result = load(), list[tuple[str, int]]()
+    first = library.sim_log(1, (ctypes.c_int64 * 0)(), 0)
+    yield result
+    room = (ctypes.c_int64 * (1 << 20))()
+    numbers = room[: library.sim_log(0, room, len(room))]
+    result.extend((COUNTS[kind], nbytes) for kind, nbytes in zip(numbers[::2], numbers[1::2], strict=True))
+    assert first == 0, "contexts that log do not nest"
 
 
 def pinned_bytes() -> int:

@@ -78,6 +78,8 @@ struct World {
   int64_t arrived = 0;   // the last event that was recorded before the host waited for all of a device or a stream
   int64_t ahead = 0;     // of so many events, the last ones, a query says that they are not done yet
   std::atomic<uint64_t> lag{0};  // of so many items, the last ones of a stream, a query says that they are not done yet
+  bool logs = false;
+  std::vector<int64_t> log;  // while it logs: the kind and the bytes of each copy, in the order of calls
   int working = 0;
   bool stopping = false;
   std::atomic<bool> forked{false};  // in a child: there are no threads, and locks may be held for ever
