@@ -211,6 +211,7 @@ class Verification:
             if computed is None:  # the exact inputs are gone this time
                 return self._first_candidate() if is_trusted else None
             answers.append(_has_bits_of(original, computed))
+            del computed  # before the next variant needs memory
         answers.append(_different_numbers(original))
         if not on_accelerator(original):
             return self._decide(compared, [int(each) for each in answers])
