@@ -40,7 +40,9 @@ def slack(device: torch.device, request: pytest.FixtureRequest) -> Iterator[int]
         yield ONE if request.param else 2 * ONE
 
 
-def _peaks(model: nn.Module, x: torch.Tensor, how: str, line: object | None, steps: int = STEPS) -> tuple[list[int], list[int]]:
+def _peaks(
+    model: nn.Module, x: torch.Tensor, how: str, line: object | None, steps: int = STEPS
+) -> tuple[list[int], list[int]]:
     """The peak of each step over what lay there before, and the bytes that each step dropped."""
     peaks, dropped, last = [], [], 0
     attached = dh.save_activations(model, "", line) if how == "attached" and line is not None else None

@@ -332,6 +332,31 @@ def test_with_a_lossy_codec_too_every_tensor_is_compared(tmp_path: pathlib.Path)
     assert saving.report().differed
 
 
+@pytest.mark.parametrize("begins", [1, 3, 5])
+def test_with_a_lossy_codec_a_sampled_comparison_waits_for_its_inputs_and_is_made(
+    begins: int, tmp_path: pathlib.Path
+) -> None:
+    """A codec has the exact inputs when the comparison is due, so the next forward holds as many as it takes."""
+    factor = [1.0]
+
+    class Block(nn.Linear):  # a new model has no proofs yet
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.silu(super().forward(x)).neg()
+            with torch.no_grad():
+                y *= factor[0]  # no node shows it
+            return (y.sigmoid() @ self.weight).sum()
+
+    model, x = Block(64, 64), torch.randn(64, 64, requires_grad=True)
+    saving = dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.Quantize(8), dh.OnDisk(tmp_path)))
+    for _ in range(begins):
+        model(x).backward()
+    assert saving.report().recomputed > 0
+    factor[0] = -1.0
+    until = (1 << begins.bit_length()) + 1  # the next power of two, or the step behind it
+    with pytest.raises(dh.errors.StoreError, match="no_grad"):
+        list(map(model, [x] * (until - begins)))
+
+
 @pytest.mark.parametrize("when", ["before it is used", "after"])
 def test_a_source_changed_under_no_grad_is_no_source(when: str, tmp_path: pathlib.Path) -> None:
     """Even a change that happens to change nothing counts, because the computed value is right only by chance."""

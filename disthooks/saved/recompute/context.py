@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from disthooks._tensors import Layout
 from disthooks._torch import node_name
 from disthooks.saved.contents import StoredContent
+from disthooks.saved.packed import Handle
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, metadata_of, saves_now
@@ -67,7 +69,8 @@ class RecomputeContext:
     Args:
         pipeline: the open pipeline of the attachment; it has the verifications of its places. A verification needs the
             exact inputs of a program. So if a codec is lossy, the last tensors are held for verifications, as long as
-            some place is not settled, or always if every tensor is compared.
+            some place is not settled, or always if every tensor is compared. If a comparison is due later, as many are
+            held in the next forward as it takes.
         module_name: the name of the module, for errors and reports.
         module: the module whose forward it is; None in a ``saving`` block.
     """
@@ -75,11 +78,16 @@ class RecomputeContext:
     def __init__(self, pipeline: OpenPipeline, module_name: str, module: nn.Module | None) -> None:
         self._pipeline, self._counters, self._module_name = pipeline, pipeline.counters, module_name
         self._norms = Norms(module, module_name)
-        known = list(pipeline.verifications.values())
+        held = 0 if pipeline.is_lossless else self._tensors_to_hold()
+        self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=held)
+
+    def _tensors_to_hold(self) -> int:
+        """How many of the last tensors are held in this forward, so that a comparison has its exact inputs."""
+        known = list(self._pipeline.verifications.values())
         is_settled = bool(known) and all(each.is_settled for each in known)
-        compares_all = cast(Recompute, pipeline.recompute).check == "always"
-        needs_exact = not pipeline.is_lossless and (compares_all or not is_settled)
-        self._exact: collections.deque[torch.Tensor] = collections.deque(maxlen=_EXACT_TENSORS if needs_exact else 0)
+        if not is_settled or cast(Recompute, self._pipeline.recompute).check == "always":
+            return _EXACT_TENSORS
+        return max((each.reach for each in known if each.is_due), default=0)
 
     def remember(self, tensor: torch.Tensor) -> None:
         """Hold ``tensor``, which is being packed, if later verifications may need its exact values."""
@@ -109,7 +117,10 @@ class RecomputeContext:
             return None
         verification = self._verification(program.name, program.key)
         waits = verification.waits
-        variant = verification.choose_variant(program.run_exact, program.variants, original)
+        attempt = (
+            program.run_exact if self._exact.maxlen == 0 else functools.partial(self._run_exact, program, verification)
+        )
+        variant = verification.choose_variant(attempt, program.variants, original)
         if verification.waits != waits:
             self._counters.count_proof_wait()
         if variant is None:
@@ -118,6 +129,15 @@ class RecomputeContext:
             return None
         program.variant, program.verification = variant, verification
         return program
+
+    def _run_exact(self, program: Program, verification: Verification, variant: int) -> torch.Tensor | None:
+        """Run ``variant``, and remember in ``verification`` how many tensors had to be held for that."""
+        found = program.run_exact(variant)
+        inputs = {each.packed.storage_ref.address for each in program.inputs if isinstance(each, Handle)}
+        ages = [age for age, held in enumerate(reversed(self._exact), 1) if held.untyped_storage()._cdata in inputs]
+        if found is not None and ages:
+            verification.reach = max(verification.reach, ages[-1])
+        return found
 
     def narrow(self, origin: Origin, original: torch.Tensor) -> Narrow | None:
         """The dtype from which the tensor of ``origin`` was widened; None if it was not, or that is not proven."""

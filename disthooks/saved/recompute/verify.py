@@ -46,7 +46,8 @@ class Recompute:
             ``"*.mlp"``. The weights have to be in memory and unchanged in backward, else backward raises an error.
         check: ``"sampled"`` compares the 1st, 2nd, 4th, 8th, ... tensor of each place. If a trusted place differs
             later, it raises a ``StoreError``: then something that the graph does not show changes the result. On a GPU
-            the host does not wait for these later comparisons, so the error comes in backward or in a later step.
+            the host does not wait for these later comparisons, so the error comes in backward or in a later step. If a
+            lossy codec has the inputs when a comparison is due, the next forward holds them until it is made.
             ``"always"`` compares every tensor before it is dropped and stores those that differ. It computes
             everything twice, and on a GPU the host waits for each comparison. With a lossy codec the last 8 saved
             tensors stay in memory for it.
@@ -105,6 +106,10 @@ _WAITED = 8
 MOST_PLACES = 1 << 14
 
 
+#: The result of an attempt for which there is no memory.
+_NO_MEMORY = torch.empty(0)
+
+
 class _PendingComparison(NamedTuple):
     """A comparison on a device whose answer the host has not read.
 
@@ -133,6 +138,8 @@ class Verification:
         is_proven: whether some variant was always right, and enough numbers were compared.
         is_different: whether no variant is right; then the tensors of this place are stored.
         is_broken: whether a trusted place differed, so that tensors dropped before may come back wrong.
+        is_due: whether a comparison was due, and could not be made because a lossy codec had the inputs.
+        reach: how many tensors ago the inputs were saved, at most. So many have to be in memory for a comparison.
         waits: how many times the host waited for a device's answer.
     """
 
@@ -145,7 +152,9 @@ class Verification:
         "_tensors",
         "is_broken",
         "is_different",
+        "is_due",
         "is_proven",
+        "reach",
         "waits",
         "where",
     )
@@ -153,7 +162,8 @@ class Verification:
     def __init__(self, where: str, always: bool, lock: Any = None) -> None:
         self._lock = shared_lock(Order.PLACE) if lock is None else lock
         self.where, self._always = where, always
-        self.is_proven = self.is_different = self.is_broken = False
+        self.is_proven = self.is_different = self.is_broken = self.is_due = False
+        self.reach = 1
         self._candidates: list[int] | None = None  # variants that were always right; None before the first comparison
         self._numbers = 0  # the count of different numbers that were compared
         self.waits = 0
@@ -185,7 +195,7 @@ class Verification:
         is_trusted = self.is_proven and not self._always
         # No comparison can run while a graph is captured, and a place has at most one comparison under way.
         cannot_compare = is_captured or self._pending is not None
-        if cannot_compare or (is_trusted and self._tensors.bit_count() != 1):
+        if cannot_compare or (is_trusted and not self.is_due and self._tensors.bit_count() != 1):
             return self._first_candidate() if is_trusted else None
         return self._compare(attempt, variants, original, is_trusted)
 
@@ -208,10 +218,12 @@ class Verification:
         answers = []
         for variant in compared:
             computed = _attempted(attempt, variant)
-            if computed is None:  # the exact inputs are gone this time
+            if computed is None or computed is _NO_MEMORY:
+                self.is_due = self.is_due or computed is None  # the exact inputs are gone this time
                 return self._first_candidate() if is_trusted else None
             answers.append(_has_bits_of(original, computed))
             del computed  # before the next variant needs memory
+        self.is_due = False
         answers.append(_different_numbers(original))
         if not on_accelerator(original):
             return self._decide(compared, [int(each) for each in answers])
@@ -330,13 +342,13 @@ def _different_numbers(original: torch.Tensor) -> torch.Tensor:
 
 
 def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:
-    """The result of a variant; an empty tensor if the variant fails; None if an input or memory is missing now."""
+    """The result of a variant; None if an input is missing; ``_NO_MEMORY``; an empty tensor if the variant fails."""
     try:
         return attempt(variant)
     except DisthooksError:
         raise
     except torch.OutOfMemoryError:
-        return None
+        return _NO_MEMORY
     except (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError):
         return torch.empty(0)  # the formula does not fit the node, or the device does not have the operator
 
