@@ -459,6 +459,53 @@ def test_relative_error() -> None:
     assert relative_error(torch.tensor([1j]), torch.tensor([2j])) == 0.5
 
 
+def test_relative_error_of_pieces_is_that_of_the_whole() -> None:
+    """13 million elements in other orders of memory, with some that are not finite."""
+    exact = torch.randn(3, 64, 260, 257).to(memory_format=torch.channels_last)
+    exact[0, 0, 0, 0], exact[2, 5, 6, 7] = math.inf, math.nan
+    approximate = (exact * 1.01).contiguous()
+    finite = exact.isfinite()
+    truth = (approximate - exact)[finite].double().norm() / exact[finite].double().norm()
+    assert float(relative_error(approximate, exact)) == pytest.approx(float(truth), rel=1e-9)
+    assert float(relative_error(exact, exact)) == 0
+    approximate[2, 0, 0, 0] = math.nan
+    assert float(relative_error(approximate, exact)) == math.inf
+    assert float(relative_error(torch.zeros(9_000_000), torch.zeros(9_000_000))) == 0
+
+
+@pytest.mark.skipif(not dh.memory.reset_peak_resident(), reason="the system does not tell the peak of resident memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relative_error_needs_little_memory(dtype: torch.dtype) -> None:
+    """Beside 256 MiB of float32, less than 160 MiB; all at once it took 800, and from bfloat16 more."""
+    exact = torch.ones(1, 8192, 8192, dtype=dtype)
+    approximate = torch.full_like(exact, 1.5)
+    relative_error(approximate[:, :16], exact[:, :16])
+    before = dh.memory.resident()
+    assert dh.memory.reset_peak_resident()
+    assert float(relative_error(approximate, exact)) == pytest.approx(0.5)
+    assert dh.memory.peak_resident() - before < 160 << 20
+
+
+def test_errors_are_measured_only_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 tensors that one attachment encodes, the 1st, 2nd, 4th, ..., 64th are decoded in forward, no others."""
+    decoded, decode = [], dh.Quantize.decode
+
+    def counted(self: dh.Quantize, tensors: tuple[torch.Tensor, ...], spec: object) -> torch.Tensor:
+        decoded.append(spec)
+        return decode(self, tensors, spec)
+
+    monkeypatch.setattr(dh.Quantize, "decode", counted)
+    model, in_forward = torch.nn.Sequential(*[torch.nn.GELU() for _ in range(10)]), []
+    with dh.save_activations(model, "", dh.pipeline(dh.Quantize(8), dh.OnDevice())) as saving:
+        for _ in range(10):
+            before = len(decoded)
+            loss = model(torch.randn(64, 64, requires_grad=True)).sum()
+            in_forward.append(len(decoded) - before)
+            loss.backward()
+    assert in_forward == [4, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+    assert 0 < saving.report().errors["Quantize(bits=8, block=128, stochastic=True)"] < 0.02
+
+
 def test_codecs_from_a_file(tmp_path: object) -> None:
     pytest.importorskip("yaml")
     pytest.importorskip("pydantic")
