@@ -64,6 +64,17 @@ class Touched(TorchDispatchMode):
         return made
 
 
+class Timed:
+    """The seconds that passed inside, and the seconds in which this process ran on a core."""
+
+    def __enter__(self) -> Timed:
+        self._begin = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.seconds = [time.perf_counter() - self._begin[0], time.process_time() - self._begin[1]]
+
+
 class Worker:
     """Steps of one commit's code, on request."""
 
@@ -86,9 +97,9 @@ class Worker:
         torch.set_num_threads(threads)
         parameters = self.gradients(case)
         if what == "clip":
-            begin = time.perf_counter()
-            torch.nn.utils.clip_grad_norm_(parameters, 1e9)
-            return [time.perf_counter() - begin]
+            with Timed() as timed:
+                torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+            return timed.seconds
         optimizer = Idle(parameters)
         with dh.gradients(nn.ParameterList(parameters), optimizer, stats=dh.stats.standard(), every=1) as watch:
             optimizer.step()
@@ -99,10 +110,10 @@ class Worker:
                     watch.flush()
                 size = sum(p.numel() * p.element_size() for p in parameters)
                 return [touched.operators, round(touched.bytes / size, 2)]
-            begin = time.perf_counter()
-            optimizer.step()
-            watch.flush()
-            return [time.perf_counter() - begin]
+            with Timed() as timed:
+                optimizer.step()
+                watch.flush()
+            return timed.seconds
 
 
 class Process:
@@ -129,25 +140,33 @@ class Process:
 
 
 def measure(now: Process, before: Process, case: str, threads: int, turns: int) -> dict[str, Any]:
-    """Medians and ratios of one kind of gradients."""
-    times: dict[str, list[float]] = {"now": [], "before": [], "clip_grad_norm_": []}
+    """Medians and ratios of one kind of gradients.
+
+    Processor time counts what other programs on the machine do not disturb. With one thread it is the figure to look
+    at; with several threads it also has the time in which threads wait for each other.
+    """
+    times: dict[str, list[list[float]]] = {"now": [], "before": [], "clip_grad_norm_": []}
     for turn in range(-1, turns):
         found = {}
         for name in ("now", "before") if turn % 2 else ("before", "now"):
-            found[name] = (now if name == "now" else before).run(case, "statistics", threads)[0]
-        found["clip_grad_norm_"] = now.run(case, "clip", threads)[0]
+            found[name] = (now if name == "now" else before).run(case, "statistics", threads)
+        found["clip_grad_norm_"] = now.run(case, "clip", threads)
         if turn >= 0:
             for name, seconds in found.items():
                 times[name].append(seconds)
-    pairs = {name: [a / b for a, b in zip(times["now"], times[name], strict=True)] for name in times}
+    result: dict[str, Any] = {}
+    for i, clock in enumerate(("wall", "processor")):
+        values = {name: [seconds[i] for seconds in rows] for name, rows in times.items()}
+        pairs = {name: [a / b for a, b in zip(values["now"], values[name], strict=True)] for name in values}
+        result[clock] = {
+            "milliseconds": {name: round(1e3 * statistics.median(each), 2) for name, each in values.items()},
+            "now / before": round(statistics.median(pairs["before"]), 3),
+            "now / clip_grad_norm_": round(statistics.median(pairs["clip_grad_norm_"]), 2),
+        }
     counts = {name: process.run(case, "count", threads) for name, process in (("now", now), ("before", before))}
-    return {
-        "milliseconds": {name: round(1e3 * statistics.median(values), 3) for name, values in times.items()},
-        "now / before": round(statistics.median(pairs["before"]), 3),
-        "now / clip_grad_norm_": round(statistics.median(pairs["clip_grad_norm_"]), 2),
-        "operators": {name: count[0] for name, count in counts.items()},
-        "bytes read and written for each byte": {name: count[1] for name, count in counts.items()},
-    }
+    result["operators"] = {name: count[0] for name, count in counts.items()}
+    result["bytes read and written for each byte"] = {name: count[1] for name, count in counts.items()}
+    return result
 
 
 def main() -> None:

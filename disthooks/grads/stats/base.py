@@ -30,7 +30,7 @@ Fact = Literal[
 
 # Squares of float32 numbers below 1e-19 lose digits or become zero. In a row of 1024 elements they are below 1e-35
 # together, so the norm of a row is right if it is above this.
-_SMALL_ROW = 1e-14
+SMALL_ROW = 1e-14
 
 
 class LocalStats(NamedTuple):
@@ -208,12 +208,19 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
         wide_norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
         return wide_norm
     found: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=wide(rows.dtype)).double()
-    doubt = ~torch.isfinite(found) | (found < _SMALL_ROW)
+    doubt = ~torch.isfinite(found) | (found < SMALL_ROW)
     if bool(doubt.any()) and rows.shape[-1]:
-        doubt &= (rows.amax(-1) != 0) | (rows.amin(-1) != 0)  # rows of zeros are frequent, and their norm is right
-        again = rows[doubt].double()
-        largest = peaks(again.abs().amax(-1))
-        found[doubt] = largest * torch.linalg.vector_norm(again / largest[:, None], dim=-1)
+        found[doubt] = exact_norms(rows[doubt])
+    return found
+
+
+def exact_norms(rows: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of each of ``rows`` on the CPU, of shape (rows, elements), in float64."""
+    found = torch.zeros(len(rows), dtype=torch.float64)
+    live = (rows.amax(-1) != 0) | (rows.amin(-1) != 0)  # rows of zeros are frequent
+    again = rows[live].double()
+    largest = peaks(again.abs().amax(-1))
+    found[live] = largest * torch.linalg.vector_norm(again / largest[:, None], dim=-1)
     return found
 
 

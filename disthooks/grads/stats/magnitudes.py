@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from disthooks.grads.stats.base import onto
@@ -16,9 +19,13 @@ from disthooks.grads.stats.base import onto
 _LOWEST, _HIGHEST = -64, 32  # the powers of two between which octaves have bins
 _PARTS = 4  # bins in an octave
 BINS = (_HIGHEST - _LOWEST) * _PARTS + 2
-# For each dtype: the integer of the same size, how far its bits are shifted so that the exponent and two digits of the
-# mantissa are left, and the bias of the exponent. See [Note: bins of magnitudes].
-_BITS = {torch.float32: (torch.int32, 21, 127), torch.float64: (torch.int64, 50, 1023)}
+# For each dtype: the integer of the same size, how far its bits are shifted so that the sign, the exponent and two
+# digits of the mantissa are left, and the bias of the exponent. See [Note: bins of magnitudes].
+_BITS = {
+    torch.float32: (torch.int32, 21, 127),
+    torch.bfloat16: (torch.int16, 5, 127),
+    torch.float64: (torch.int64, 50, 1023),
+}
 
 
 def edges() -> torch.Tensor:
@@ -38,26 +45,47 @@ def first_code(dtype: torch.dtype) -> int:
     return (_BITS[dtype][2] + _LOWEST) * _PARTS
 
 
+class Room:
+    """Memory of the CPU that is used again for each block.
+
+    Fresh memory for each block takes longer to get from the system than to fill.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype, what: str = "") -> torch.Tensor:
+        """A tensor of ``shape``, with any contents, valid until the next call for the same ``what`` and dtype."""
+        size, had = math.prod(shape), self._memory.get((what, dtype))
+        if had is None or had.numel() < size:
+            had = self._memory[what, dtype] = torch.empty(size, dtype=dtype)
+        return had[:size].view(shape)
+
+
 class MagnitudeCounter:
     """Counts magnitudes by their codes; :meth:`counts` puts the codes of all dtypes and devices into the same bins."""
 
     def __init__(self) -> None:
         self._codes: dict[tuple[int, torch.device, torch.dtype], torch.Tensor] = {}
+        self._room = Room()
 
-    def add(self, row: int, sizes: torch.Tensor) -> torch.Tensor:
-        """Count ``sizes`` in a row; returns how many have each code.
+    def add(self, row: int, block: torch.Tensor) -> torch.Tensor:
+        """Count the magnitudes of ``block`` in a row; returns how many have each code.
 
         Args:
             row: the row that they are added to.
-            sizes: magnitudes, float32 or float64. They are overwritten.
+            block: float32, float64 or bfloat16.
         """
-        dtype = sizes.dtype
-        # How many elements have each code of an exponent and two digits.
+        dtype = block.dtype
         integer, shift, bias = _BITS[dtype]
-        code, many = sizes.view(integer).bitwise_right_shift_(shift).flatten(), (2 * bias + 2) * _PARTS
-        if code.is_cpu:
-            found = torch.bincount(code.short(), minlength=many)  # of int16 it is twice as fast as of int32
+        many = (2 * bias + 2) * _PARTS
+        bits = block.view(integer)
+        if block.is_cpu:
+            signed = torch.bitwise_right_shift(bits, shift, out=self._room.of(bits.shape, integer))
+            code = self._room.of(bits.shape, torch.int16).copy_(signed).bitwise_and_(many - 1)
+            found = torch.bincount(code.flatten(), minlength=many)  # of int16 it is twice as fast as of int32
         else:
+            code = bits.bitwise_right_shift(shift).bitwise_and_(many - 1)
             # The size of bincount's result depends on the largest code: on an accelerator the host would wait for it.
             # histc counts in float32, which has all integers up to 2**24 only: a block has no more elements.
             found = torch.histc(code.float(), bins=many, min=0, max=many).double()

@@ -17,7 +17,6 @@ another measure needed the same fact. The second half of the file has the measur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,6 +25,7 @@ import torch
 
 from disthooks.grads.stats import fused
 from disthooks.grads.stats.base import (
+    SMALL_ROW,
     CountRows,
     Fact,
     Local,
@@ -33,20 +33,20 @@ from disthooks.grads.stats.base import (
     LocalStats,
     Measure,
     Merge,
+    exact_norms,
     moved,
     onto,
     real,
-    row_norms,
     stack,
     take,
     wide,
 )
-from disthooks.grads.stats.magnitudes import BINS, MagnitudeCounter
+from disthooks.grads.stats.magnitudes import BINS, MagnitudeCounter, Room
 
 Facts = frozenset[Fact]
 
 _ROW = 1024
-_BLOCK = {"cpu": 2**18, "cuda": 2**24}  # elements of a block; on the CPU 2 MiB of float32
+_BLOCK = {"cpu": 2**20, "cuda": 2**24}  # elements of a block; on the CPU 4 MiB of float32
 # The facts of one row, in the order of the rows of a table. Facts that are sums come first. "high" is the maximum of g
 # and "low" is the maximum of -g, so both are merged by a maximum.
 _ORDER: tuple[Fact, ...] = ("count", "sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
@@ -219,12 +219,12 @@ class _Reader:
         self.names, self.counter, wanted = names, counter, set(names)
         # For each kernel the facts that need it, the name of its result, and the function.
         kernels: list[tuple[set[Fact], Fact, Callable[[torch.Tensor], torch.Tensor]]] = [
-            ({"sum", "m2", "nonfinite"}, "sum", _row_sums),
-            ({"squares", "m2"}, "squares", row_norms),
+            ({"sum", "m2", "nonfinite"}, "sum", lambda rows: rows.sum(-1)),
+            ({"squares", "m2"}, "squares", _norms),
         ]
         self._kernels = [(name, kernel) for needed_by, name, kernel in kernels if needed_by & wanted]
         self._extremes = wanted & _LARGEST
-        self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._room = Room()
 
     def table(self, grads: Sequence[torch.Tensor], row: int) -> torch.Tensor:
         """The facts of ``grads``, which have the same size: a row for each fact, a column for each gradient.
@@ -236,10 +236,14 @@ class _Reader:
         size, many = grads[0].numel(), -(-grads[0].numel() // _ROW)
         widths = torch.full((many,), _ROW, dtype=torch.float64, device=grads[0].device)
         widths[-1:].fill_(size - _ROW * (many - 1))
-        parts = [self._read(self._widened(block), row) for block in blocks]
+        parts = [self._read(block, row) for block in blocks]
         if not self.names:
             return torch.zeros(0, len(grads), dtype=torch.float64, device=widths.device)
         found = {name: torch.cat([part[name] for part in parts], dim=1).double() for name in parts[0]}
+        if widths.is_cpu:
+            for name in ("sum", "abs", "squares"):
+                if name in found:
+                    _repair(name, found[name], blocks)
         if "m2" in self.names:
             found["sum"], m2 = _moments(blocks, found["sum"], found["squares"].square(), widths)
         # The facts that are not a kernel's result as it is. Only those that were asked for are computed.
@@ -268,7 +272,7 @@ class _Reader:
         if len(flat) == 1:
             together = flat[0][None]
         elif flat[0].is_cpu:
-            together = torch.stack(flat, out=self._room("stack", (len(flat), len(flat[0])), flat[0].dtype))
+            together = torch.stack(flat, out=self._room.of((len(flat), len(flat[0])), flat[0].dtype, "stack"))
         else:
             together = torch.stack(flat)
         size, most = together.shape[1], _block(together.device)
@@ -277,8 +281,9 @@ class _Reader:
         blocks = [together[:, at : min(at + step, body)].view(len(flat), -1, _ROW) for at in range(0, body, step)]
         return blocks + ([together[:, None, body:]] if body < size else [])
 
-    def _read(self, rows: torch.Tensor, row: int) -> dict[str, torch.Tensor]:
+    def _read(self, block: torch.Tensor, row: int) -> dict[str, torch.Tensor]:
         """The kernels' results for each row. "squares" is a norm here; "zeros" counts elements that are not zero."""
+        rows = self._widened(block)
         found: dict[str, torch.Tensor] = {name: kernel(rows) for name, kernel in self._kernels}
         if self._extremes == _LARGEST and rows.is_cpu and len(rows) == 1:
             # One gradient alone: its extremes are found in one pass, and each of its rows may have them.
@@ -287,12 +292,11 @@ class _Reader:
         else:
             found |= {name: rows.amax(-1) if name == "high" else rows.amin(-1) for name in self._extremes}
         if "abs" in self.names:
-            sizes = self._sizes(rows)
-            found["abs"] = _row_sums(sizes) if rows.is_cpu else sizes.sum(-1, dtype=torch.float64)
+            found["abs"] = self._sizes(rows).sum(-1, dtype=None if rows.is_cpu else torch.float64)
         smallest = None
         if self.counter is not None:
-            codes = self.counter.add(row, sizes if "abs" in self.names else self._sizes(rows))
-            smallest = codes[0]
+            # The bits of bfloat16 are counted as they are. Other halves are exact in float32.
+            smallest = self.counter.add(row, block if block.dtype == torch.bfloat16 else rows)[0]
         if "zeros" in self.names:
             found["zeros"] = self._nonzeros(rows, smallest)
         return found
@@ -308,40 +312,44 @@ class _Reader:
         return bits.clamp_(max=1).sum(-1, dtype=torch.int32)
 
     def _sizes(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.abs(rows, out=self._room("abs", rows.shape, rows.dtype)) if rows.is_cpu else rows.abs()
+        return torch.abs(rows, out=self._room.of(rows.shape, rows.dtype, "abs")) if rows.is_cpu else rows.abs()
 
     def _widened(self, block: torch.Tensor) -> torch.Tensor:
         dtype = wide(block.dtype)
         if not block.is_cpu or block.dtype == dtype:
             return block.to(dtype)
-        return self._room("wide", block.shape, dtype).copy_(block)
-
-    def _room(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of ``shape`` in memory that this reader uses again for each block.
-
-        Fresh memory for each block took longer to get from the system than to fill.
-        """
-        size, had = math.prod(shape), self._scratch.get((what, dtype))
-        if had is None or had.numel() < size:
-            had = self._scratch[what, dtype] = torch.empty(max(size, _block(torch.device("cpu"))), dtype=dtype)
-        return had[:size].view(shape)
+        return self._room.of(block.shape, dtype, "wide").copy_(block)
 
 
 def _block(device: torch.device) -> int:
     return _BLOCK.get(device.type, _BLOCK["cuda"])
 
 
-def _row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """The sums along the last dimension. On the CPU a sum of finite elements never overflows.
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=rows.dtype if rows.is_cpu else torch.float64)
+    return norm
 
-    On the CPU the host may look: a row whose sum is not finite is summed again in float64.
+
+def _repair(name: str, found: torch.Tensor, blocks: list[torch.Tensor]) -> None:
+    """Replace the numbers of rows for which float32 was too narrow, in place. This is for the CPU.
+
+    There the host may look: a sum that is not finite is summed again in float64, and so is a norm that is very small.
     """
-    found = rows.sum(-1)
-    if not found.is_cpu or bool(torch.isfinite(found.sum())):
-        return found
-    found, bad = found.double(), ~torch.isfinite(found)
-    found[bad] = rows[bad].double().sum(-1)
-    return found
+    doubt = ~torch.isfinite(found)
+    if name == "squares":
+        doubt |= found < SMALL_ROW
+    if not bool(doubt.any()):
+        return
+    at = 0
+    for block in blocks:
+        here, at = (slice(None), slice(at, at + block.shape[1])), at + block.shape[1]
+        if not bool(doubt[here].any()):
+            continue
+        rows = block[doubt[here]]
+        if name == "squares":
+            found[here][doubt[here]] = exact_norms(rows)
+        else:
+            found[here][doubt[here]] = (rows if name == "sum" else rows.abs()).double().sum(-1)
 
 
 def _moments(

@@ -22,10 +22,11 @@ from disthooks.errors import UsageError
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats import scan as scanning
 from disthooks.grads.stats.across_ranks import CosineSums
-from disthooks.grads.stats.base import Found, Local, LocalStats, Measure
+from disthooks.grads.stats.base import CountRows, Found, Local, LocalStats, Measure
 from disthooks.grads.stats.elements import BINS, ExtremeValues, MagnitudeCounts, MomentSums, ZeroCount, edges, quantile
 from disthooks.grads.stats.norms import Power
 from disthooks.grads.stats.scan import NonFiniteCount
+from disthooks.testing import same_bits
 from tests.support.engines import close
 
 CPU = torch.device("cpu")
@@ -132,6 +133,33 @@ def test_gradients_are_read_once_for_all_that_is_measured() -> None:
     with mock.patch.object(scanning, "scan", wraps=scanning.scan) as reading:
         _found([Power(2.0), NonFiniteCount()], [[torch.ones(3), None]])
     assert reading.call_args.args[1] == {"squares", "nonfinite"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bits_depend_neither_on_blocks_nor_on_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that overflow, vanish, cancel, are not finite or have zeros lie in the first block and in later ones."""
+    most = torch.finfo(dtype).max
+    wide = torch.randn(300_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide[:1024], wide[200_000:201_024], wide[250_000:252_000] = most, most, torch.finfo(dtype).tiny
+    wide[100_000], wide[299_000], wide[150_000:160_000] = math.inf, math.nan, 0
+    grads = [wide, *torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)).to(dtype) + 100, wide[:1500]]
+    facts, rows = frozenset(scanning._ORDER), CountRows([i % 2 for i in range(len(grads))], 2)
+    found = []
+    threads = torch.get_num_threads()
+    for block, number in ((2**20, threads), (2**13, threads), (2**16, 3)):
+        monkeypatch.setitem(scanning._BLOCK, "cpu", block)
+        torch.set_num_threads(number)
+        try:
+            found.append(scanning.scan(grads, facts, CPU, rows))
+        finally:
+            torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert torch.equal(other.counts, found[0].counts)
+        for name in facts:
+            assert same_bits(other.facts[name], found[0].facts[name]), name
+    assert found[0].counts.sum() == sum(grad.numel() for grad in grads)
+    assert found[0].facts["zeros"][0] == 10_000
+    assert found[0].facts["nonfinite"].tolist() == [2] + [0] * 41
 
 
 def test_what_is_not_contiguous_complex_or_expanded() -> None:
