@@ -2,7 +2,7 @@
 
 They run on a CUDA or ROCm device with Triton, which comes with torch there. Everywhere else, and for gradients of other
 dtypes, ``scan.py`` and ``magnitudes.py`` find the same numbers by torch operations. The first use compiles the kernels,
-for about a second; nothing is tuned at run time.
+for about a second, and compares them with known numbers; nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from disthooks.grads.stats.base import CountRows, Fact, moved
-from disthooks.grads.stats.magnitudes import BINS, first_code
+from disthooks.grads.stats.magnitudes import BINS, MagnitudeCounter, first_code
 
 #: The facts in the order in which the kernels write them.
 FACTS: tuple[Fact, ...] = ("sum", "m2", "squares", "abs", "zeros", "nonfinite", "high", "low")
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
 
 def usable(grad: torch.Tensor) -> bool:
     """Whether the kernels take ``grad`` by its dtype and its device."""
-    return grad.is_cuda and grad.dtype in _DTYPES and _works(grad.device)
+    return grad.is_cuda and grad.dtype in _DTYPES and _works(grad.device, grad.dtype)
 
 
 def read(grads: Sequence[torch.Tensor], counting: CountRows | None = None) -> Reading:
@@ -114,11 +114,11 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _works(device: torch.device) -> bool:
+def _works(device: torch.device, dtype: torch.dtype) -> bool:
     try:
-        with torch.no_grad():
-            read([torch.zeros(1, device=device)], CountRows([0], 1))
-    except Exception as error:  # no Triton, no C compiler for its launcher, or an unknown device
+        with torch.no_grad(), _waiting_allowed(device):
+            check(device, dtype)
+    except Exception as error:  # no Triton, no C compiler for its launcher, an unknown device, or wrong numbers
         warnings.warn(
             f"disthooks: statistics run in many torch operations instead of one kernel on {device}, because Triton "
             f"does not work: {type(error).__name__}: {error}",
@@ -126,3 +126,41 @@ def _works(device: torch.device) -> bool:
         )
         return False
     return True
+
+
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Compare the kernels with known numbers, once for a device and a dtype, when they are compiled anyway.
+
+    A compiler for a device that nobody tried may be wrong, and wrong statistics look like right ones.
+
+    Raises:
+        RuntimeError: when the kernels give other numbers.
+    """
+    places = torch.arange(_CHUNK + 2345)
+    octaves = 7 if dtype == torch.float16 else 40  # so many that some magnitudes are outside of the 128 bins
+    host = (places % 11 - 5.0) * 2.0 ** ((places % 3 - 1) * octaves - octaves // 2)
+    host = torch.where(places % 1000 == 7, 0.0, host).to(dtype)
+    counter = MagnitudeCounter()
+    counter.add(0, host.float())
+    exact = host.double()
+    facts = [exact.sum(), (exact - exact.mean()).square().sum(), exact.square().sum(), exact.abs().sum()]
+    facts += [(exact == 0).sum(), (~exact.isfinite()).sum(), exact.max(), -exact.min()]
+    found = read([host.to(device)], CountRows([0], 1))
+    if found.counts is None or not torch.equal(found.counts.cpu(), counter.counts(1, torch.device("cpu"))):
+        raise RuntimeError("the kernel counts other magnitudes than torch")
+    if not torch.allclose(found.facts[:, 0].cpu(), torch.stack([fact.double() for fact in facts]), rtol=1e-9):
+        raise RuntimeError("the kernel finds other facts than torch")
+
+
+@contextlib.contextmanager
+def _waiting_allowed(device: torch.device) -> Iterator[None]:
+    """Inside the host may wait for the device, also if torch was told to refuse it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
