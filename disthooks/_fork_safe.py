@@ -225,6 +225,10 @@ class DeferredSum:
         self._changes: collections.deque[int] = collections.deque()
         self.change: Callable[[int], None] = self._changes.append
 
+    def __len__(self) -> int:
+        """The number of changes that are not added up yet."""
+        return len(self._changes)
+
     def total(self) -> int:
         """The sum of all changes so far."""
         try:

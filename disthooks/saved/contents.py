@@ -29,7 +29,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,24 +53,28 @@ Key = tuple[int, int, object, int]
 class ContentIndex:
     """Finds the packed values of one attachment that are alive, so that one content is packed once.
 
-    ``find`` and ``add`` are called under the lock of the attachment's counters; ``lookup_view`` needs none. References
-    to values that are gone are sorted out from time to time, because a callback for each of them would cost more
-    (decision 29).
+    It needs no lock: each look-up and each change is one operation of a dict. References to values that are gone are
+    sorted out from time to time, because a callback for each of them would cost more (decision 29). If another thread
+    adds a value meanwhile, that value may not be found again; then its content is stored twice.
+
+    Args:
+        is_typed: whether views of another dtype are contents of their own, as codecs need it.
 
     Attributes:
+        by_owner: the values that are all of their storage, by the identity of the tensor that counts the changes.
         recent: the values that were offloaded last, whose copies are in memory for operators that save the same again.
         undecided: the values whose contents may be dropped once a device has said so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_typed: bool = False) -> None:
         self._by_key: dict[Key, weakref.ref[Packed]] = {}
-        self._by_owner: dict[int, weakref.ref[Packed]] = {}
-        self._limit = 1024
+        self.by_owner: dict[int, weakref.ref[Packed]] = {}
+        self._is_typed, self._limit = is_typed, 1024
         self.recent: collections.deque[weakref.ref[Packed]] = collections.deque()
         self.undecided: collections.deque[weakref.ref[Packed]] = collections.deque()
 
     def __len__(self) -> int:
-        return len(self._by_key) + len(self._by_owner)
+        return len(self._by_key) + len(self.by_owner)
 
     def find(self, key: Key) -> Packed | None:
         """The packed value under ``key``; None if it is gone, or if no other saved tensor may share it."""
@@ -78,21 +82,22 @@ class ContentIndex:
         packed = None if reference is None else reference()
         return None if packed is None or packed.is_withdrawn else packed
 
-    def add(self, key: Key, packed: Packed, owner: torch.Tensor | None = None) -> None:
+    def add(self, key: Key, packed: Packed, owner: int | None = None) -> None:
         """Let ``find`` find ``packed`` under ``key`` as long as it lives.
 
         Args:
             key: of the content.
             packed: the content.
-            owner: ``lookup_view`` finds ``packed``, which must be all of its storage, for this tensor and its views.
+            owner: ``lookup_view`` finds ``packed``, which must be all of its storage, for the tensor of this identity
+                and for its views.
         """
-        if len(self) > self._limit:
-            self._by_key = {key: reference for key, reference in self._by_key.items() if reference() is not None}
-            self._by_owner = {owner: ref for owner, ref in self._by_owner.items() if ref() is not None}
+        if len(self._by_key) + len(self.by_owner) > self._limit:
+            _sort_out(self._by_key)
+            _sort_out(self.by_owner)
             self._limit = 2 * len(self) + 1024
         reference = self._by_key[key] = weakref.ref(packed)
         if owner is not None:
-            self._by_owner[id(owner)] = reference
+            self.by_owner[owner] = reference
 
     def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
         """The packed value of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
@@ -104,7 +109,7 @@ class ContentIndex:
             owner: counts the changes of ``tensor``.
             at_least: views of fewer bytes are not shared.
         """
-        reference = self._by_owner.get(id(owner))
+        reference = self.by_owner.get(id(owner))
         packed = None if reference is None else reference()
         if packed is None or packed.is_withdrawn or packed.owner() is not owner or tensor._version != packed.version:
             return None
@@ -119,22 +124,34 @@ class ContentIndex:
             return packed, packed.first_layout
         nbytes = tensor.nbytes
         is_whole = nbytes >= at_least and is_most_of(layout, nbytes, packed.nbytes)
-        has_dtype = packed.is_untyped or layout.dtype is packed.first_layout.dtype
+        has_dtype = not self._is_typed or layout.dtype is packed.first_layout.dtype
         return (packed, layout) if is_whole and has_dtype else None
 
 
+_Name = TypeVar("_Name")
+
+
+def _sort_out(table: dict[_Name, weakref.ref[Packed]]) -> None:
+    """Remove the references to values that are gone. Other threads, and destructors, may add some meanwhile."""
+    for name in list(table):  # it makes no object that could start a collection of garbage
+        reference = table.get(name)
+        if reference is not None and reference() is None:
+            table.pop(name, None)
+
+
 class StoredTickets:
-    """The tickets that the store gave for one packed value. They are dropped with it.
+    """The tickets that the store gave for one packed value, and where the tensors lay. They are dropped with it.
 
     This object has the destructor, so that the packed value needs none. While a destructor runs, Python lets other
     threads find the dying object again, and they would share bytes that are being dropped (decision 13).
     """
 
-    __slots__ = ("_counters", "_store", "nbytes", "tickets")
+    __slots__ = ("_counters", "_store", "addresses", "nbytes", "tickets")
 
     def __init__(self, store: Store, counters: Counters) -> None:
         self._store, self._counters = store, counters
         self.tickets: list[Any] = []
+        self.addresses: list[int] = []
         self.nbytes = 0
 
     @uncompiled()
@@ -155,12 +172,13 @@ class StoredContent(Packed):
         "_shape",
         "_spec",
         "_store",
-        "_stored_addresses",
         "_tickets",
         "_weak_copy",
         "is_in_place",
-        "may_stay_in_place",
     )
+
+    #: Whether the contents may stay where they are, if no codec changes them and the store would put them there.
+    may_stay = True
 
     def __init__(
         self,
@@ -173,9 +191,8 @@ class StoredContent(Packed):
         counters: Counters,
         module_name: str,
     ) -> None:
-        super().__init__(alias, storage, region, first_layout, counters, module_name)
+        Packed.__init__(self, alias, storage, region, first_layout, counters, module_name)
         self._codecs, self._store = codecs, store
-        self.is_untyped = not codecs
         # Whether the tensor is all of its storage, in its order, in a dtype that torch can copy.
         self.is_in_order = (
             region is None
@@ -186,14 +203,12 @@ class StoredContent(Packed):
             and alias.nbytes == self.nbytes
             and first_layout.dtype in _COPIED
         )
-        self.is_in_place = False
-        self.may_stay_in_place = True  # if no codec changed it, and the store would put it where it is
-        self._stored_addresses: list[int] = []
         # The contents as they were saved: held until the store has them, and a little longer for operators that save
         # the same again. See [Note: contents are of one moment].
         self._copy: torch.Tensor | None = None
         self._weak_copy: weakref.ref[torch.Tensor] | None = None
         self._checksum: int | None = None
+        self.is_in_place = False
 
     @property
     def is_lossless(self) -> bool:
@@ -202,17 +217,16 @@ class StoredContent(Packed):
     # -- the copy, and comparisons with it
 
     def copy_now(self) -> None:
-        with self._lock:
-            self._copy = self._copied(self.alias.untyped_storage())
-            self._weak_copy = weakref.ref(self._copy)
+        self._copy = self._copied(self.alias.untyped_storage())
+        self._weak_copy = weakref.ref(self._copy)
 
     def copy_again(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._copy is not None:
                 self.copy_now()
 
     def release_copy(self) -> None:
-        with self._lock:
+        with self.lock:
             copy, self._copy = self._copy, None
             if copy is not None and self._weak_copy is not None and self.owner() is not None:
                 self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
@@ -225,9 +239,12 @@ class StoredContent(Packed):
         return self._checksum is not None or (self._weak_copy is not None and self._weak_copy() is not None)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        with self._lock:
+        copy, storage = None if self._weak_copy is None else self._weak_copy(), part.untyped_storage()
+        if copy is not None and layout is self.first_layout and self.region is None:
+            nbytes = storage.nbytes()
+            return nbytes == copy.nbytes and _memcmp(storage.data_ptr(), copy.data_ptr(), nbytes) == 0
+        with self.lock:
             copy = None if self._weak_copy is None else self._weak_copy()
-            storage = part.untyped_storage()
             if copy is None and self._checksum is None:
                 return self.is_in_place  # the contents are where the user has them
             if storage.nbytes() != self.nbytes:
@@ -260,32 +277,34 @@ class StoredContent(Packed):
             self._copy = None
         parts = self._encode(content) if self._codecs else (content,)
         is_unchanged = len(parts) == 1 and parts[0] is content
-        if self._codecs and is_unchanged and self.may_stay_in_place and not self._store.leaves_memory(content):
+        if self._codecs and is_unchanged and self.may_stay and not self._store.leaves_memory(content):
             self.counters.count_kept("in place", self.nbytes, self.module_name)
             self._copy = self._weak_copy = None
             self.is_in_place = True
             return False
         self._shape = (content.dtype, content.shape)
-        begin, total, moved, addresses = time.perf_counter(), 0, 0, []
+        begin, total, moved = time.perf_counter(), 0, 0
         stored = StoredTickets(self._store, self.counters)  # if an interrupt comes, this drops the tickets that it has
         for part in parts:
-            # A store counts the bytes of a part. A part that lies over a piece of a larger storage, as a region does,
-            # would keep all of that storage in memory.
-            part = alone(part)
+            if part is not content:
+                # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all
+                # of that storage in memory.
+                part = alone(part)
             try:
                 stored.tickets.append(self._store.put(part))
             except StoreError as error:
                 raise _with_module(error, "to store what", self.module_name) from error
-            total += part.nbytes
-            moved += part.nbytes if self._store.leaves_memory(part) or part.device != self.alias.device else 0
-            addresses.append(part.data_ptr())
+            nbytes = part.nbytes
+            total += nbytes
+            if self._store.leaves_memory(part) or part.device != self.alias.device:
+                moved += nbytes
+            stored.addresses.append(part.data_ptr())
         # The bytes are held now, and from now on the destructor of `stored` takes them off again.
         stored.nbytes = total
         self.counters.change_held(total)
         self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
-        # Python code must not be given this memory: see [Note: what a function of the user's own is given].
-        self._stored_addresses, self._tickets = addresses, stored
-        self.is_private = True  # the content is a copy
+        self._tickets = stored
+        self.is_sealed = True  # the content is a copy
         return True
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -357,9 +376,9 @@ class StoredContent(Packed):
         whole = _spread(copy.clone() if is_for_python else copy, self.region)
         return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
 
-    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
+    def is_own_memory(self, tensor: torch.Tensor) -> bool:
         # A store may give back the very tensor that was put, while it is in memory (decision 35).
-        return tensor.data_ptr() in self._stored_addresses
+        return tensor.data_ptr() not in self._tickets.addresses
 
 
 class StorageParts(dict[Key, tuple["weakref.ref[StoredContent]", int]]):
@@ -392,22 +411,18 @@ class SmallCopy(Packed):
 
     __slots__ = ("_copy",)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.is_private = True
-
     def copy_now(self) -> None:
-        with self._lock:
-            self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
+        self._copy = self.content(self.alias.untyped_storage()).clone(memory_format=torch.contiguous_format)
 
     def has_contents_of(self, part: torch.Tensor, layout: Layout) -> bool:
-        with self._lock:
+        with self.lock:
             now = self.content(part.untyped_storage()).contiguous()
             return now.is_cpu and hasattr(self, "_copy") and _are_equal(now, self._copy)
 
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         if not hasattr(self, "_copy"):
             self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
+        self.is_sealed = True
         return True
 
     def _restore(self) -> torch.Tensor:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import collections
 import functools
-import sys
-import threading
 import time
 import types
 import weakref
 from collections.abc import Callable, Generator, Hashable
+from sys import getrefcount
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -52,20 +52,19 @@ class Decision(NamedTuple):
         reason: why it is kept, or why only a small copy of it is.
         part: the plain tensor whose bytes are packed.
         weight: the weight of which the tensor is autocast's copy.
+        is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.
     """
 
-    fate: Literal["keep", "share", "recast", "recompute", "store"]
+    fate: Literal["keep", "recast", "recompute", "store"]
     reason: str = ""
     part: torch.Tensor | None = None
     weight: nn.Parameter | None = None
-
-
-_SHARED = Decision("share")
+    is_activation: bool = False
 
 
 @functools.cache  # most saved tensors are kept, for few reasons
-def _kept(reason: str) -> Decision:
-    return Decision("keep", reason)
+def _kept(reason: str, is_plain: bool = True) -> Decision:
+    return Decision("keep", reason, is_activation=is_plain and reason not in _WEIGHTS)
 
 
 _Held = TypeVar("_Held")
@@ -83,9 +82,10 @@ class SavedTensorHooks:
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
         self._pipeline, self._contents, self._module_name = pipeline, pipeline.contents, module_name
+        self._counters, self._module_counts = pipeline.counters, pipeline.counters.of_module(module_name)
         self._weights = _NO_WEIGHTS if module is None else ModuleWeights(module)
         self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._sequence = -1  # number of the operator that saved something last
         self._has_inner = False  # whether another attachment took the tensors that a part of the call saved
         self._has_in_place = False  # whether something is where the store would put it
@@ -97,7 +97,7 @@ class SavedTensorHooks:
     @uncompiled(BREAK)
     def __enter__(self) -> SavedTensorHooks:
         refuse_capture(self._module_name)
-        self._pipeline.counters.count_call(self._module_name)
+        self._counters.count_call(self._module_name)
         # Our own hooks may be on already: a module inside an attached module, of the same attachment or of another.
         outer = top_hooks(True)
         outer_hooks = getattr(outer[0], "__self__", None) if outer is not None else None
@@ -117,7 +117,7 @@ class SavedTensorHooks:
             if kind is None:
                 self._offload_pending()
                 if self._has_in_place:
-                    self._pipeline.counters.warn_of_in_place(self._module_name, self._pipeline.store)
+                    self._counters.warn_of_in_place(self._module_name, self._pipeline.store)
         finally:
             # After an error nobody will use the graph. The contents that it holds stay in memory, for itself alone.
             for reference in self._pending:
@@ -140,32 +140,35 @@ class SavedTensorHooks:
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
         # This is the first line, because each further name for the tensor counts: see [Note: contents are taken late].
-        is_fresh = not tensor.requires_grad and sys.getrefcount(tensor) <= fresh_count()
+        is_fresh = not tensor.requires_grad and getrefcount(tensor) <= fresh_count()
         if tensor.is_cuda:
             refuse_capture(self._module_name)  # a capture may have begun inside the call
         # When the next operator saves something, the one before it is done, and its contents can be taken. Backward
         # inside the block may pack from another thread, whose operators have numbers of their own.
-        if sequence_number() != self._sequence and threading.get_ident() == self._thread:
-            self._sequence = sequence_number()
+        saved_at = get_ident(), sequence_number()
+        if saved_at[1] != self._sequence and saved_at[0] == self._thread:
+            self._sequence = saved_at[1]
             if self._pending or self._contents.undecided:
                 self._offload_pending()
-        owner: Any = tensor._base if tensor._is_view() else tensor  # see [Note: storage and version]
-        found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
-        if found is not None and self._has_same_contents(found[0], tensor, found[1]):
-            if self._recompute is not None:
-                annotate(tensor, *found)
-            return self._count(tensor, _SHARED, tensor.nbytes, found[0].handle(found[1]))
+        owner: Any = tensor._base  # see [Note: storage and version]
+        if owner is None:
+            owner = tensor
+        if id(owner) in self._contents.by_owner:
+            found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
+            if found is not None and self._has_same_contents(found[0], tensor, found[1], saved_at):
+                if self._recompute is not None:
+                    annotate(tensor, *found)
+                return self._shared(tensor, tensor, *found)
         decision = self._decide(tensor, owner)
         if decision.fate != "keep":
-            handle = self._find_or_wrap(tensor, owner, decision, is_fresh)
+            handle = self._find_or_wrap(tensor, owner, decision, is_fresh, saved_at)
             return handle if decision.part is tensor else DTensorHandle(handle, tensor)
         # A tensor with a history is kept as an alias: itself would hold its node, and the node holds what is kept here.
         # A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered
         # memory.
         is_itself = not tensor.requires_grad or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
         alias = tensor if is_itself else tensor.detach()
-        is_alias = alias is not tensor and decision.reason not in _WEIGHTS and exotic(alias) is None
-        kept = InPlace(alias, self._module_name, decision.reason, is_alias)
+        kept = InPlace(alias, self._module_name, decision.reason, decision.is_activation and not is_itself)
         if self._recompute is not None and exotic(alias) is None:
             annotate(tensor, kept, Layout.of(alias))
         return self._count(tensor, decision, _nbytes(tensor), kept)
@@ -174,15 +177,15 @@ class SavedTensorHooks:
         """The decision about ``tensor``, which is not known yet; ``owner`` counts its changes."""
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             return _kept("parameter")
-        part, reason = tensor, exotic(tensor)
-        if reason is not None:
+        part, not_plain = tensor, exotic(tensor)
+        if not_plain is not None:
             # Nobody knows what a subclass of Tensor is made of. A DTensor's local part can be packed. Nobody can have a
             # DTensor without importing torch.distributed, so it is not imported for this.
             kind: Any = type(tensor)
             is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
             part = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
             if exotic(part) is not None:
-                return _kept(reason)
+                return _kept(not_plain, False)
         reason, pipeline = self._reason_to_keep(owner, part), self._pipeline
         if reason == "small" and part.nbytes:
             # A small view may keep a storage in memory that would otherwise go to the store. Its elements are copied.
@@ -191,7 +194,7 @@ class SavedTensorHooks:
             if would_go and region_of(Layout.of(part), whole) is not None and self._weights.kind_of(part) is None:
                 return Decision("store", "small", part)
         if reason is not None:
-            return _kept(reason)
+            return _kept(reason, not_plain is None)
         if tensor.dtype in NARROW:
             source = self._weights.cast_from(tensor)
             if source is not None:
@@ -211,7 +214,7 @@ class SavedTensorHooks:
         if kind is not None:
             return kind
         if not part.is_cpu and in_graph_memory(part):
-            self._pipeline.counters.warn_of_graphs(self._module_name)
+            self._counters.warn_of_graphs(self._module_name)
             return "CUDA graph"
         if self._pipeline.codecs or self._pipeline.store.leaves_memory(part):
             return None
@@ -220,7 +223,9 @@ class SavedTensorHooks:
         self._has_in_place = self._has_in_place or (part.is_cpu and self._recompute is None)
         return "in place"
 
-    def _find_or_wrap(self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool) -> Handle:
+    def _find_or_wrap(
+        self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool, saved_at: tuple[int, int]
+    ) -> Handle:
         """A handle on the packed value of ``decision.part``: one that is there, or a new one."""
         part, is_small = cast(torch.Tensor, decision.part), decision.reason == "small"
         storage, layout = part.untyped_storage(), Layout.of(part)
@@ -228,41 +233,54 @@ class SavedTensorHooks:
         dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # a codec needs to know the dtype
         if region is not None and dtype is None:
             region = region.raw()
-        key: Key = (storage._cdata, tensor._version, region or dtype, id(owner))
-        whole_key: Key = (storage._cdata, tensor._version, dtype, id(owner))
+        address, version = storage._cdata, tensor._version
+        key: Key = (address, version, region or dtype, id(owner))
+        whole_key: Key = (address, version, dtype, id(owner))
         # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
         # (decision 12).
-        is_vector = owner.dim() < 2 and not owner.requires_grad
-        packed = None if is_vector else self._find(key, whole_key, part, owner, None if is_small else region)
-        is_known = packed is not None and packed.owner() is owner and self._has_same_contents(packed, part, layout)
-        if packed is None or not is_known:
-            packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
-            # Leaves to be optimised, and views of them, are written through `.data`, which counts no change.
-            is_of_leaf = (tensor.requires_grad and tensor.is_leaf) or (owner.requires_grad and owner.is_leaf)
-            packed.is_volatile = is_vector or is_of_leaf
-            # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
-            has_short_way = isinstance(packed, StoredContent) and region is None and not is_vector and part is tensor
-            counters = self._pipeline.counters
-            with counters.lock:
-                self._contents.add(key, packed, owner if has_short_way else None)
-                counters.saved_bytes += part.nbytes
-            self._pending.append(weakref.ref(packed))
-            if region is not None and type(packed) is StoredContent:
-                self._parts.add(whole_key, packed, region)
-        recompute = self._recompute
-        if recompute is not None and part is tensor:
-            # By the annotations of the nodes that produced `tensor` and its base Recompute finds their packed value.
-            annotate(tensor, packed, layout)
-            recompute.remember(tensor)
-            if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
-                annotate(owner, packed, Layout.of(owner))
-        if is_known:
-            return self._count(tensor, _SHARED, part.nbytes, packed.handle(layout))
-        if recompute is not None:
+        has_gradient = owner.requires_grad
+        is_vector = not has_gradient and owner.dim() < 2
+        if not is_vector:
+            packed = self._find(key, whole_key, part, owner, None if is_small else region)
+            if (
+                packed is not None
+                and packed.owner() is owner
+                and self._has_same_contents(packed, part, layout, saved_at)
+            ):
+                self._annotate(tensor, owner, part, packed, layout)
+                return self._shared(tensor, part, packed, layout)
+        packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
+        packed.owner, packed.saved_at, packed.is_constant = weakref.ref(owner), saved_at, not has_gradient
+        # Leaves to be optimised, and views of them, are written through `.data`, which counts no change.
+        is_of_leaf = (tensor.requires_grad and tensor.is_leaf) or (has_gradient and owner.is_leaf)
+        packed.is_volatile = is_vector or is_of_leaf
+        # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
+        has_short_way = region is None and not is_vector and part is tensor and isinstance(packed, StoredContent)
+        handle = packed.handle(layout)
+        with packed.lock:  # another thread that finds the packed value waits for the copy, and compares with it
+            self._contents.add(key, packed, id(owner) if has_short_way else None)
+            if part.is_cpu and not (is_fresh or is_vector):
+                packed.copy_now()
+        if self._recompute is not None:
+            self._annotate(tensor, owner, part, packed, layout)
             packed.prepare()
-        if part.is_cpu and not (is_fresh or is_vector):
-            packed.copy_now()
-        return self._count(tensor, decision, part.nbytes, packed.handle(layout))
+        self._counters.saved_bytes += part.nbytes
+        self._pending.append(weakref.ref(packed))
+        if region is not None and isinstance(packed, StoredContent):
+            self._parts.add(whole_key, packed, region)
+        return self._count(tensor, decision, part.nbytes, handle)
+
+    def _annotate(
+        self, tensor: torch.Tensor, owner: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout
+    ) -> None:
+        """Let Recompute find ``packed`` by the nodes that produced ``tensor`` and its base."""
+        recompute = self._recompute
+        if recompute is None or part is not tensor:
+            return  # Recompute does not look into distributed tensors
+        annotate(tensor, packed, layout)
+        recompute.remember(tensor)
+        if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
+            annotate(owner, packed, Layout.of(owner))
 
     def _find(
         self, key: Key, whole_key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None
@@ -271,26 +289,21 @@ class SavedTensorHooks:
 
         If the regions that this operator saves are half of the storage, the first of them becomes that value.
         """
-        # A reader of a packed value holds its lock and then takes that of the counters: see [Note: the order of locks].
-        # So under the lock of the counters nothing is called that takes the lock of a packed value.
-        with self._pipeline.counters.lock:
-            packed = self._contents.find(key)
-            if packed is not None or region is None:
-                return packed
-            packed = self._contents.find(whole_key)
-            if packed is not None or threading.get_ident() != self._thread:
-                return packed
-            packed = self._parts.to_widen(whole_key, owner, region, part.untyped_storage().nbytes())
-            if packed is not None:
-                packed.region = None
-                self._contents.add(whole_key, packed)
+        packed = self._contents.find(key)
+        if packed is not None or region is None:
+            return packed
+        packed = self._contents.find(whole_key)
+        if packed is not None or get_ident() != self._thread:
+            return packed
+        packed = self._parts.to_widen(whole_key, owner, region, part.untyped_storage().nbytes())
         if packed is not None:
+            packed.region = None
+            self._contents.add(whole_key, packed)
             packed.copy_again()
         return packed
 
-    def _has_same_contents(self, packed: Packed, part: torch.Tensor, layout: Layout) -> bool:
+    def _has_same_contents(self, packed: Packed, part: torch.Tensor, layout: Layout, saved_at: tuple[int, int]) -> bool:
         """Whether ``part`` still is what was ``packed``. See [Note: leaves within one call]."""
-        saved_at = threading.get_ident(), sequence_number()
         if packed.saved_at == saved_at:
             return True
         if part.is_cpu:
@@ -320,29 +333,32 @@ class SavedTensorHooks:
             packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
         else:
             arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
-            origin = None
-            if self._recompute is not None and decision.fate == "recompute" and region is None:
-                origin = self._recompute.origin(owner)
-            stored = StoredContent(*arguments) if origin is None else Recomputed(origin, *arguments)
-            stored.may_stay_in_place = self._recompute is None  # else it computes other tensors from what is stored
-            packed = stored
-        packed.owner, packed.is_constant = weakref.ref(owner), not owner.requires_grad
-        packed.saved_at = threading.get_ident(), sequence_number()
+            recompute = self._recompute
+            if recompute is None:
+                packed = StoredContent(*arguments)
+            else:
+                is_wanted = decision.fate == "recompute" and region is None
+                packed = Recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
         return packed
 
+    def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
+        """Count ``tensor``, whose bytes are packed already, and tell listeners."""
+        counts = self._module_counts
+        counts.shared += part.nbytes
+        if _handles.listeners:
+            _handles.notify("pack", self._module_name, tensor, "shared")
+        return packed.handle(layout)
+
     def _count(self, tensor: torch.Tensor, decision: Decision, nbytes: int, handle: _Held) -> _Held:
-        """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back. All of ``pack`` ends here.
+        """Count ``tensor`` by the decision, tell listeners, and give ``handle`` back.
 
         A packed value itself counts its contents when they are stored, or dropped to be cast or computed again.
         """
-        if decision.fate == "share":
-            self._pipeline.counters.count_shared(nbytes, self._module_name)
-        elif decision.reason:
-            self._pipeline.counters.count_kept(decision.reason, nbytes, self._module_name)
+        if decision.reason:
+            self._counters.count_kept(decision.reason, nbytes, self._module_name)
         if _handles.listeners:
             is_stored = decision.fate in ("store", "recompute") and not decision.reason
-            outcome = "shared" if decision.fate == "share" else "stored" if is_stored else "kept"
-            _handles.notify("pack", self._module_name, tensor, outcome)
+            _handles.notify("pack", self._module_name, tensor, "stored" if is_stored else "kept")
         return handle
 
     @uncompiled(BREAK)

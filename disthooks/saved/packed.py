@@ -115,15 +115,17 @@ class Restored:
         tensor: the contents; None until the first handle asks.
         version: of ``tensor`` when it was restored. A later version means that a reader wrote into it.
         stream: of an accelerator, which fills ``tensor``.
-        has_python_reader: whether Python code was given ``tensor``, which it may write into or keep.
     """
 
-    __slots__ = ("__weakref__", "has_python_reader", "stream", "tensor", "version")
+    __slots__ = ("__weakref__", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None = None, stream: torch.Stream | None = None) -> None:
         self.tensor, self.version = tensor, 0 if tensor is None else tensor._version
         self.stream = stream
-        self.has_python_reader = tensor is not None
+
+
+#: For a handle that is the only one of its packed value and has yet to read: it shares with nobody.
+_ALONE = Restored()
 
 
 class _LastRestored(NamedTuple):
@@ -176,41 +178,52 @@ _read_by_node = _ReadByNode()
 
 
 class Readers:
-    """The handles of one packed value, and in which generation they read. See [Note: one restore a generation].
+    """The handles of a packed value that has several, and in which generation they read.
 
-    The lock of the packed value guards them.
+    The lock of the packed value guards them. See [Note: one restore a generation].
     """
 
-    __slots__ = ("_current", "_limit", "_restore_count", "handles", "last")
+    __slots__ = ("_current", "_limit", "_restore_count", "handles")
 
-    def __init__(self) -> None:
-        self.handles: list[weakref.ref[Handle]] = []  # dead references are sorted out from time to time
+    def __init__(self, first: weakref.ref[Handle]) -> None:
+        self.handles = [first]  # dead references are sorted out from time to time
         self._limit = 64
         self._restore_count = 0
         self._current: weakref.ref[Restored] | None = None
-        self.last: _LastRestored | None = None
+        handle = first()
+        if handle is not None and handle.restored is _ALONE:
+            handle.restored = self._generation()
 
-    def add(self, packed: Packed, layout: Layout) -> Handle:
-        """A new handle, which reads with the current generation."""
+    def _generation(self) -> Restored:
+        """The current generation, or a new one if all of its readers have read."""
         restored = None if self._current is None else self._current()
         if restored is None:
             restored = Restored()
             self._current = weakref.ref(restored)
-        handle = Handle(packed, layout, restored)
+        return restored
+
+    def add(self, packed: Packed, layout: Layout) -> Handle:
+        """A new handle, which reads with the current generation."""
+        restored = None if self._current is None else self._current()
+        handle = Handle(packed, layout, self._generation() if restored is None else restored)
         if len(self.handles) > self._limit:
             self.handles = [other for other in self.handles if other() is not None]
             self._limit = 2 * len(self.handles) + 64
         self.handles.append(weakref.ref(handle))
         return handle
 
-    def join_again(self, handle: Handle, reader: tuple[int, int]) -> Restored:
-        """The generation for a ``handle`` that has read already: in a second backward, or twice in one."""
+    def join_again(self, handle: Handle, last: Restored | None) -> Restored:
+        """The generation for a ``handle`` that has read already: in a second backward, or twice in one.
+
+        Args:
+            handle: that reads.
+            last: what the same reader was given last, if it still has it.
+        """
         restored = None if self._current is None else self._current()
-        if restored is None and self.last is not None:
-            restored = self.last.get(reader)
+        if restored is None and last is not None:
+            return last
         if restored is None:
-            restored = Restored()
-            self._current = weakref.ref(restored)
+            restored = self._generation()
             for reference in self.handles:
                 other = reference()
                 if other is not None and other is not handle:
@@ -234,32 +247,60 @@ class Readers:
                 other.restored = far
 
 
-class Witness:
-    """The facts about a saved tensor, and whether it was changed in place since. See [Note: the witness].
+class Packed(ABC):
+    """The contents of one storage at one version, for all the saved tensors that lie over it.
+
+    They are in memory at first. A subclass says what ``_offload`` does with them and how ``_restore`` gets them back:
+    by a store, by casting a weight again, by computing them again.
 
     Attributes:
-        alias: shares the version counter of the saved tensor, and at first its memory.
+        alias: shares the version counter of the saved tensor, and at first its memory. See [Note: the witness].
         version: of the saved tensor, when it was saved.
-        is_changed: whether a change was seen. It stays True.
+        is_changed: whether a change in place was seen. It stays True.
         storage_ref: holds the storage weakly. See [Note: storage and version].
         nbytes: of the storage.
         region: the part of the storage that is packed; None for all of it.
         first_layout: how the tensor that was saved first lies over the storage.
         is_in_order: whether that tensor is all of the storage, in its order, and is packed as it is (decision 30).
-        owner: the tensor that counts the changes. ``SavedTensorHooks`` sets it when it makes the packed value.
+        owner: the tensor that counts the changes.
         saved_at: thread and number of the operator that saved it last.
         module_name: for errors and reports.
         stream: that fills the saved tensor, on an accelerator. Another one may be current by the time it is copied.
+        counters: of the attachment.
+        cost: how many operators run to restore the contents.
+        products: how many of them are matrix products.
+        is_constant: whether no gradient flows to what was saved.
+        is_volatile: whether it may be changed without a count while it is in memory.
+        is_withdrawn: whether no other saved tensor may share it any more.
+        is_offloaded: whether the contents are no longer in the user's memory.
+        is_sealed: whether the offloaded contents are as they were saved, in memory or in a file of their own. Then they
+            stay so, even if somebody writes to the tensor from now on.
+        is_undecided: whether a device has yet to say if the contents may be dropped.
+        lock: guards the contents and the handles.
     """
 
     __slots__ = (
+        "__weakref__",
+        "_first_handle",
+        "_last",
+        "_readers",
         "alias",
+        "cost",
+        "counters",
         "first_layout",
         "is_changed",
+        "is_constant",
         "is_in_order",
+        "is_offloaded",
+        "is_sealed",
+        "is_undecided",
+        "is_volatile",
+        "is_withdrawn",
+        "lock",
         "module_name",
         "nbytes",
         "owner",
+        "products",
         "region",
         "saved_at",
         "storage_ref",
@@ -273,15 +314,21 @@ class Witness:
         storage: torch.UntypedStorage,
         region: StorageRegion | None,
         first_layout: Layout,
+        counters: Counters,
         module_name: str,
     ) -> None:
         self.alias, self.version, self.region, self.first_layout = alias, alias._version, region, first_layout
         self.storage_ref, self.nbytes = StorageRef(storage), storage.nbytes()
-        self.module_name = module_name
+        self.counters, self.module_name, self.cost, self.products = counters, module_name, 0, 0
         self.owner: weakref.ref[torch.Tensor]
-        self.saved_at = (0, 0)
+        self.saved_at: tuple[int, int]
         self.stream = None if alias.is_cpu else stream_of(alias)
-        self.is_changed = self.is_in_order = False
+        self.is_changed = self.is_in_order = self.is_constant = self.is_volatile = self.is_withdrawn = False
+        self.is_offloaded = self.is_sealed = self.is_undecided = False
+        self.lock = tensor_lock(Order.PACKED)
+        self._first_handle: weakref.ref[Handle] | None = None
+        self._readers: Readers | None = None  # None as long as there is one handle
+        self._last: _LastRestored | None = None
 
     def looks_changed(self) -> bool:
         """Whether the saved tensor was changed in place since."""
@@ -293,87 +340,36 @@ class Witness:
         if self.looks_changed():
             raise MutationError(changed_message(self.module_name, self.alias._version, self.version))
 
-
-class Packed(Witness, ABC):
-    """The contents of one storage at one version, for all the saved tensors that lie over it.
-
-    They are in memory at first. A subclass says what ``_offload`` does with them and how ``_restore`` gets them back:
-    by a store, by casting a weight again, by computing them again.
-
-    Attributes:
-        counters: of the attachment.
-        cost: how many operators run to restore the contents.
-        products: how many of them are matrix products.
-        is_constant: whether no gradient flows to what was saved.
-        is_volatile: whether it may be changed without a count while it is in memory.
-        is_withdrawn: whether no other saved tensor may share it any more.
-        is_untyped: whether the contents are bits, so that views of another dtype may share them.
-        is_offloaded: whether the contents are no longer in the user's memory.
-        is_private: whether the offloaded contents lie in memory or in a file that nobody else writes to.
-        is_undecided: whether a device has yet to say if the contents may be dropped.
-        is_sealed: whether the contents stay as they were saved, even if somebody writes to the tensor from now on.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_lock",
-        "_readers",
-        "cost",
-        "counters",
-        "is_constant",
-        "is_offloaded",
-        "is_private",
-        "is_sealed",
-        "is_undecided",
-        "is_untyped",
-        "is_volatile",
-        "is_withdrawn",
-        "products",
-    )
-
-    def __init__(
-        self,
-        alias: torch.Tensor,
-        storage: torch.UntypedStorage,
-        region: StorageRegion | None,
-        first_layout: Layout,
-        counters: Counters,
-        module_name: str,
-    ) -> None:
-        super().__init__(alias, storage, region, first_layout, module_name)
-        self.counters, self.cost, self.products = counters, 0, 0
-        self.is_constant = self.is_volatile = self.is_withdrawn = False
-        self.is_offloaded = self.is_private = self.is_undecided = self.is_sealed = False
-        self.is_untyped = True
-        self._lock, self._readers = tensor_lock(Order.PACKED), Readers()
-
     # -- the methods that a subclass overrides
 
     @abstractmethod
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         """Put the contents of ``storage`` elsewhere, and say whether that was done.
 
-        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. After an
-        error everything is as it was.
+        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. This sets
+        ``is_sealed`` if the contents lie in memory of their own. After an error everything is as it was.
         """
 
     @abstractmethod
     def _restore(self) -> torch.Tensor:
         """The contents, in fresh memory whose first element stands at the region's offset."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027
         """Plan how Recompute computes the contents. Called once, when they are packed, without the counters' lock."""
 
-    def copy_now(self) -> None:
-        """Copy the contents, if they are to be offloaded. See [Note: contents are of one moment] in contents.py."""
+    def copy_now(self) -> None:  # noqa: B027
+        """Copy the contents, if they are to be offloaded. The caller holds the lock.
 
-    def copy_again(self) -> None:
+        See [Note: contents are of one moment] in contents.py.
+        """
+
+    def copy_again(self) -> None:  # noqa: B027
         """Copy the contents again, if they were copied: they are all of the storage from now on."""
 
-    def release_copy(self) -> None:
+    def release_copy(self) -> None:  # noqa: B027
         """Drop the copy, which is held for operators that save the same again at once."""
 
-    def stay_in_memory(self) -> None:
+    def stay_in_memory(self) -> None:  # noqa: B027
         """Drop everything that was needed to offload the contents: they stay where they are."""
 
     @property
@@ -385,9 +381,9 @@ class Packed(Witness, ABC):
         """Whether the bytes of ``part``, at ``layout``, are those that were saved. By default the version tells."""
         return True
 
-    def is_memory_of_store(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, which was restored, lies in memory of a store."""
-        return False
+    def is_own_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether nobody else, such as a store, has the memory of ``tensor``, which was just restored."""
+        return True
 
     @property
     def is_source(self) -> bool:
@@ -408,12 +404,19 @@ class Packed(Witness, ABC):
 
     def handle(self, layout: Layout) -> Handle:
         """A handle for a saved tensor of ``layout``."""
-        with self._lock:
-            return self._readers.add(self, layout)
+        if self._first_handle is None:  # nobody else knows this packed value yet
+            handle = Handle(self, layout, _ALONE)
+            self._first_handle = weakref.ref(handle)
+            return handle
+        with self.lock:
+            readers = self._readers
+            if readers is None:
+                readers = self._readers = Readers(self._first_handle)
+            return readers.add(self, layout)
 
     def offload(self) -> None:
         """Put the contents elsewhere and drop the memory. After an error everything is as it was."""
-        with self._lock:
+        with self.lock:
             # Memory that was freed already may come back: FSDP frees what it gathered when its forward ends. Then the
             # packed value stays an alias, as autograd has it without hooks.
             storage = self.alias.untyped_storage()
@@ -431,7 +434,7 @@ class Packed(Witness, ABC):
                     self.is_offloaded = self._offload(storage)
             if self.is_offloaded:
                 # Another thread may have written while the contents were copied.
-                self.is_sealed = not self.looks_changed() and self.is_private
+                self.is_sealed = self.is_sealed and not self.looks_changed()
                 if self.stream is not None:
                     # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
                     # allocator must not give it away before this stream is done with it.
@@ -459,7 +462,7 @@ class Packed(Witness, ABC):
 
     def peek(self, layout: Layout) -> torch.Tensor | None:
         """The tensor that a handle of ``layout`` would get; no later reader notices. None if it is still in memory."""
-        with self._lock:
+        with self.lock:
             if not self.is_offloaded:
                 return None
             return layout.of_whole(self._restore(), self.region.offset if self.region else 0)
@@ -471,35 +474,55 @@ class Packed(Witness, ABC):
                 return self.tensor(handle)
         node = current_node()
         is_python = is_python_node(node)
-        with self._lock:
+        with self.lock:
             if not self.is_offloaded:
                 return self._in_memory(handle.layout, is_python)
-            is_only_reader, reader = len(self._readers.handles) == 1, (id(node), backward_id())
             # By reading, the handle leaves its generation: see [Note: one restore a generation].
-            restored, handle.restored = handle.restored or self._readers.join_again(handle, reader), None
-            tensor = restored.tensor
-            # No reader is given memory that an earlier reader wrote to (decision 23).
-            if tensor is None or tensor._version != restored.version:
-                is_for_node = is_python and node is not None
-                tensor = restored.tensor = self._restore_for(node) if is_for_node else self._restore()
-                restored.version = tensor._version
-                restored.stream = None if self.stream is None else current_stream(tensor.device)
-                restored.has_python_reader = False
-                self._readers.drop_far_readers(handle, restored, self.nbytes)
-            stream = restored.stream
-            if is_python:  # see [Note: what a function of the user's own is given]
-                if self.is_memory_of_store(tensor):
-                    tensor = restored.tensor = tensor.clone()
-                    restored.version = 0
-                if (node is not None or self.is_constant) and (restored.has_python_reader or not is_only_reader):
-                    tensor = tensor.clone()
-                if node is not None:
-                    self._readers.last = _LastRestored.of(tensor, stream, reader)
+            restored, handle.restored = handle.restored, None
+            is_alone = self._readers is None
+            if is_alone and not is_python:
+                tensor = self._restore()
+                stream = None if self.stream is None else current_stream(tensor.device)
+            else:
+                tensor, stream = self._shared(handle, restored, node, is_python, is_alone)
         if self.is_in_order and handle.layout is self.first_layout:
-            tensor = tensor if is_only_reader else tensor.detach()
+            tensor = tensor if is_alone else tensor.detach()
         else:
             tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
         return tensor if stream is None else handed_over(tensor, stream)
+
+    def _shared(
+        self, handle: Handle, restored: Restored | None, node: Any, is_python: bool, is_alone: bool
+    ) -> tuple[torch.Tensor, torch.Stream | None]:
+        """The contents that ``handle`` shares with the other readers of its generation, and the stream that fills them.
+
+        Python code shares with nobody: see [Note: what a function of the user's own is given].
+        """
+        readers, reader = self._readers, (id(node), backward_id())
+        if restored is None:
+            last = None if self._last is None else self._last.get(reader)
+            restored = (last or _ALONE) if readers is None else readers.join_again(handle, last)
+        if restored is _ALONE:
+            restored = Restored()
+        tensor = restored.tensor
+        # No reader is given memory that an earlier reader wrote to (decision 23).
+        is_new = tensor is None or tensor._version != restored.version
+        if tensor is None or is_new:
+            tensor = self._restore_for(node) if is_python and node is not None else self._restore()
+            restored.tensor, restored.version = tensor, tensor._version
+            restored.stream = None if self.stream is None else current_stream(tensor.device)
+            if readers is not None:
+                readers.drop_far_readers(handle, restored, self.nbytes)
+        if is_python:
+            # Outside of a backward the saved tensors of a user's graph share their memory, as they do without hooks.
+            if (node is not None or self.is_constant) and not (is_new and is_alone):
+                tensor = tensor.clone()
+            elif not self.is_own_memory(tensor):
+                tensor = restored.tensor = tensor.clone()
+                restored.version = 0
+            if node is not None:
+                self._last = _LastRestored.of(tensor, restored.stream, reader)
+        return tensor, restored.stream
 
     def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
         """The elements at ``layout``, as long as the contents are in memory."""

@@ -99,7 +99,7 @@ class OpenPipeline:
         self.stages, self.recompute = stages, stages.recompute
         self.at_least, self.codecs, self.store = stages.at_least, stages.codecs, stages.store
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
-        self.counters, self.contents = Counters(), ContentIndex()
+        self.counters, self.contents = Counters(), ContentIndex(is_typed=bool(stages.codecs))
         self.proofs = Proofs() if proofs is None and stages.recompute is not None else proofs
         self.verifications: dict[Any, Verification] = {}
 

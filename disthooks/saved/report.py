@@ -3,6 +3,12 @@
 Bytes and times are counted for each module. The errors of codecs and the warnings are kept beside them.
 """
 
+# [Note: counts take no lock]
+# Several counts are made for each saved tensor, and a lock for each would cost more than the count. CPython changes the
+# thread only where it checks for interrupts: when a Python function begins, when a loop jumps back, and after a call.
+# `module.kept += nbytes` and `counts[name] += nbytes` have none of these between reading and writing, so no other
+# thread's count is lost. `name` has to be a str, and `counts` a dict whose factory is a C function.
+
 from __future__ import annotations
 
 import collections
@@ -23,6 +29,7 @@ from disthooks.saved.stores.base import Store, StoreReport
 _WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
 _FEW = 3  # how many modules or steps a text names
 _STEPS = 16  # how many steps a report has figures of
+_MOST_CHANGES = 1024  # of the bytes that the store holds, before they are added up
 _MUCH = 0.1  # seconds; shorter waits get no advice
 
 
@@ -400,7 +407,7 @@ class CodecErrors:
             return dict(self._largest)
 
 
-class _ModuleCounts:
+class ModuleCounts:
     """The counts of one module: the fields of a :class:`SiteReport`, which can be added to."""
 
     __slots__ = tuple(SiteReport.__dataclass_fields__)
@@ -412,11 +419,11 @@ class _ModuleCounts:
 
 
 class Counters:
-    """The counts of one attachment, for all of its threads.
+    """The counts of one attachment, for all of its threads. See [Note: counts take no lock].
 
     Attributes:
-        lock: guards the counts, and the attachment's :class:`~disthooks.saved.contents.ContentIndex` too.
-        saved_bytes: bytes of all contents that were packed so far; changed under the lock.
+        lock: under which a report is made.
+        saved_bytes: bytes of all contents that were packed so far.
         warned: the warnings of the attachment.
         codec_errors: the errors of the lossy codecs.
         change_held: adds its argument to the bytes that the store holds. Destructors call it: see [Note: destructors].
@@ -426,22 +433,27 @@ class Counters:
         self.lock = shared_lock(Order.COUNTERS)
         self.saved_bytes = 0
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
-        # A count costs one lock and one look-up: sums over modules are made when a report is (decision 86).
+        # A count costs one look-up: sums over modules are made when a report is (decision 86).
         self._calls = self._inner = 0
         self._held = DeferredSum()
-        self._modules: dict[str, _ModuleCounts] = collections.defaultdict(_ModuleCounts)
-        self._kept: collections.Counter[str] = collections.Counter()
-        self._recomputed: collections.Counter[str] = collections.Counter()
+        self._modules: dict[str, ModuleCounts] = {}
+        self._kept: dict[str, int] = collections.defaultdict(int)
+        self._recomputed: dict[str, int] = collections.defaultdict(int)
         self._recomputed_in_steps: collections.deque[int] = collections.deque([0], maxlen=_STEPS)
         self._has_returned = False  # whether a tensor came back since the step began
         self._rerun = self._rerun_flops = self._proof_waits = 0
-        self._differed: collections.Counter[str] = collections.Counter()
-        self._passed: collections.Counter[str] = collections.Counter()
+        self._differed: dict[str, int] = collections.defaultdict(int)
+        self._passed: dict[str, int] = collections.defaultdict(int)
         self._called: set[str] = set()  # names of modules
         self.change_held: Callable[[int], None] = self._held.change
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()  # a copy of a module begins with empty counts: it has saved nothing yet
+
+    def of_module(self, name: str) -> ModuleCounts:
+        """The counts of the module ``name``; "" for a block of code."""
+        found = self._modules.get(name)
+        return self._modules.setdefault(name, ModuleCounts()) if found is None else found
 
     def count_put(
         self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
@@ -455,68 +467,60 @@ class Counters:
             module_name: the module that saved it; "" for a block of code.
             saved: its bytes before codecs, by default ``stored``.
         """
-        with self.lock:
-            module = self._modules[module_name]
-            module.tensors += 1
-            module.saved += stored if saved is None else saved
-            module.stored += stored
-            module.moved += moved
-            module.pack_seconds += seconds
-            self._held.total()  # so that changes do not pile up
+        module = self.of_module(module_name)
+        module.tensors += 1
+        module.saved += stored if saved is None else saved
+        module.stored += stored
+        module.moved += moved
+        module.pack_seconds += seconds
+        if len(self._held) > _MOST_CHANGES:
+            with self.lock:
+                self._held.total()
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
-        with self.lock:
-            module = self._modules[module_name]
-            module.loaded += loaded
-            module.unpack_seconds += seconds
-            module.copy_seconds += copied
-            self._has_returned = True
+        module = self.of_module(module_name)
+        module.loaded += loaded
+        module.unpack_seconds += seconds
+        module.copy_seconds += copied
+        self._has_returned = True
 
     def count_codecs(self, seconds: float, module_name: str = "") -> None:
         """Count the seconds that codecs took."""
-        with self.lock:
-            self._modules[module_name].codec_seconds += seconds
-
-    def count_shared(self, nbytes: int, module_name: str = "") -> None:
-        """Count a saved tensor that is a view of a content that was packed before."""
-        with self.lock:
-            self._modules[module_name].shared += nbytes
+        module = self.of_module(module_name)
+        module.codec_seconds += seconds
 
     def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
         """Count a saved tensor that stays in memory, for ``reason``."""
-        with self.lock:
-            self._kept[reason] += nbytes
-            self._modules[module_name].kept += nbytes
+        module = self.of_module(module_name)
+        module.kept += nbytes
+        self._kept[reason] += nbytes
 
     def count_recast(self, nbytes: int, module_name: str = "") -> None:
         """Count autocast's copy of a weight that was dropped."""
-        with self.lock:
-            self._modules[module_name].recast += nbytes
+        module = self.of_module(module_name)
+        module.recast += nbytes
 
     def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
-        """Count bytes that were dropped because the operators ``how`` compute them again."""
-        with self.lock:
-            self._recomputed[how] += nbytes
-            self._recomputed_in_steps[-1] += nbytes
-            self._modules[module_name].recomputed += nbytes
+        """Count bytes that are dropped because the operators ``how`` compute them again."""
+        module = self.of_module(module_name)
+        module.recomputed += nbytes
+        self._recomputed[how] += nbytes
+        self._recomputed_in_steps[-1] += nbytes
 
     def count_rerun(self, operators: int, flops: int) -> None:
         """Count the operators that computed one tensor again."""
-        with self.lock:
-            self._rerun += operators
-            self._rerun_flops += flops
-            self._has_returned = True
+        self._rerun += operators
+        self._rerun_flops += flops
+        self._has_returned = True
 
     def count_proof_wait(self) -> None:
         """Count that the host waited for a device, to prove a place of Recompute."""
-        with self.lock:
-            self._proof_waits += 1
+        self._proof_waits += 1
 
     def count_differed(self, place: str, nbytes: int) -> None:
         """Count bytes that are stored because computing them again gave other bits; ``place`` says where."""
-        with self.lock:
-            self._differed[place] += nbytes
+        self._differed[place] += nbytes
 
     def count_call(self, module_name: str = "") -> None:
         """Count a call that ran with the hooks on."""
@@ -529,14 +533,12 @@ class Counters:
 
     def count_inner(self) -> None:
         """Count a call whose saved tensors another attachment inside of this one takes (the inner one wins)."""
-        with self.lock:
-            self._inner += 1
+        self._inner += 1
 
     def count_pass(self, reason: str, module_name: str) -> None:
         """Count a call that ran without hooks, and warn once if the user can change that."""
-        with self.lock:
-            self._passed[reason] += 1
-            self._called.add(module_name)
+        self._passed[reason] += 1
+        self._called.add(module_name)
         if reason in _ADVICE:
             self.warned.warn(reason, _ADVICE[reason].format(where=repr(module_name or "this block")))
 
@@ -547,8 +549,7 @@ class Counters:
 
     def warn_of_in_place(self, module_name: str, store: Store) -> None:
         """Warn once that the tensors are already where the store would put them, if nothing at all was stored."""
-        with self.lock:
-            has_stored = any(module.stored for module in self._modules.values())
+        has_stored = any(self._modules[name].stored for name in list(self._modules))
         if not has_stored:
             where = repr(module_name) if module_name else "this block"
             self.warned.warn("in place", _IN_PLACE.format(store=store, where=where))
@@ -570,8 +571,8 @@ class Counters:
         tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
         with self.lock:
             modules = {
-                name: SiteReport(*(getattr(module, field) for field in _ModuleCounts.__slots__))
-                for name, module in self._modules.items()
+                name: SiteReport(*(getattr(self._modules[name], field) for field in ModuleCounts.__slots__))
+                for name in list(self._modules)
             }
             total = sum(modules.values(), SiteReport())
             # Before the first call no module is named: all of them may still be called.

@@ -188,14 +188,16 @@ class Recomputed(StoredContent):
     """
 
     __slots__ = ("_narrow", "_origin", "_program", "_wide")
+    may_stay = False  # other tensors are computed from what is stored
 
-    def __init__(self, origin: Origin, *args: Any) -> None:
+    def __init__(self, origin: Origin | None, *args: Any) -> None:
         super().__init__(*args)
         self._origin: Origin | None = origin  # None after the contents were taken
         self._program: Program | None = None
         self._wide: torch.dtype | None = None
         self._narrow: Narrow | None = None
-        self.is_in_order = self.is_in_order and self.first_layout == origin.layout
+        if origin is not None:
+            self.is_in_order = self.is_in_order and self.first_layout == origin.layout
 
     @property
     def is_intact(self) -> bool:
@@ -203,6 +205,9 @@ class Recomputed(StoredContent):
         if self.is_offloaded and self._program is not None:
             return self._program.has_its_inputs()
         return super().is_intact
+
+    def is_own_memory(self, tensor: torch.Tensor) -> bool:
+        return self._program is not None or super().is_own_memory(tensor)
 
     def prepare(self) -> None:
         """Plan the program now if its node holds this content. See [Note: an origin is no cycle]."""
