@@ -226,10 +226,10 @@ class StoredContent(Packed):
                 self.copy_now()
 
     def release_copy(self) -> None:
-        with self.lock:
-            copy, self._copy = self._copy, None
-            if copy is not None and self._weak_copy is not None and self.owner() is not None:
-                self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
+        copy, self._copy = self._copy, None
+        # Without the lock: `copy` lives, and is compared with, until there is the checksum.
+        if copy is not None and self._weak_copy is not None and self.owner() is not None:
+            self._checksum = _checksum(copy)  # it tells later whether a tensor that is saved again is the same
 
     def stay_in_memory(self) -> None:
         self._copy = self._weak_copy = None
@@ -262,6 +262,8 @@ class StoredContent(Packed):
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        if self.is_in_order:
+            return self._store.own(self.alias)
         return self._store.own(self.content(storage, typed=bool(self._codecs) or self.alias.dtype in _COPIED))
 
     # -- to the store

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from disthooks import _handles
-from disthooks._tensors import Layout, StorageRegion, exotic, local_part, region_of
+from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
@@ -50,14 +50,12 @@ class Decision(NamedTuple):
         fate: "keep" it in memory; "share" a packed value that is there; "recast" a weight's copy; "recompute" it if
             Recompute knows how; "store" it.
         reason: why it is kept, or why only a small copy of it is.
-        part: the plain tensor whose bytes are packed.
         weight: the weight of which the tensor is autocast's copy.
         is_activation: whether a tensor that is kept is plain memory that a function may return as a gradient.
     """
 
     fate: Literal["keep", "recast", "recompute", "store"]
     reason: str = ""
-    part: torch.Tensor | None = None
     weight: nn.Parameter | None = None
     is_activation: bool = False
 
@@ -65,6 +63,9 @@ class Decision(NamedTuple):
 @functools.cache  # most saved tensors are kept, for few reasons
 def _kept(reason: str, is_plain: bool = True) -> Decision:
     return Decision("keep", reason, is_activation=is_plain and reason not in _WEIGHTS)
+
+
+_STORE, _SMALL_COPY, _RECOMPUTE = Decision("store"), Decision("store", "small"), Decision("recompute")
 
 
 _Held = TypeVar("_Held")
@@ -159,10 +160,11 @@ class SavedTensorHooks:
                 if self._recompute is not None:
                     annotate(tensor, *found)
                 return self._shared(tensor, tensor, *found)
-        decision = self._decide(tensor, owner)
+        part = tensor if type(tensor) is torch.Tensor else _plain_part(tensor)
+        decision = self._decide(tensor, part, owner)
         if decision.fate != "keep":
-            handle = self._find_or_wrap(tensor, owner, decision, is_fresh, saved_at)
-            return handle if decision.part is tensor else DTensorHandle(handle, tensor)
+            handle = self._find_or_wrap(tensor, part, owner, decision, is_fresh, saved_at)
+            return handle if part is tensor else DTensorHandle(handle, tensor)
         # A tensor with a history is kept as an alias: itself would hold its node, and the node holds what is kept here.
         # A Parameter is kept as itself, because ZeRO-3 gathers and frees it, and an alias would hold the gathered
         # memory.
@@ -173,35 +175,35 @@ class SavedTensorHooks:
             annotate(tensor, kept, Layout.of(alias))
         return self._count(tensor, decision, _nbytes(tensor), kept)
 
-    def _decide(self, tensor: torch.Tensor, owner: torch.Tensor) -> Decision:
-        """The decision about ``tensor``, which is not known yet; ``owner`` counts its changes."""
+    def _decide(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> Decision:
+        """The decision about ``tensor``, which is not known yet.
+
+        Args:
+            tensor: as autograd saves it.
+            part: the plain tensor whose bytes would be packed.
+            owner: counts the changes of ``tensor``.
+        """
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             return _kept("parameter")
-        part, not_plain = tensor, exotic(tensor)
+        not_plain = exotic(part)
         if not_plain is not None:
-            # Nobody knows what a subclass of Tensor is made of. A DTensor's local part can be packed. Nobody can have a
-            # DTensor without importing torch.distributed, so it is not imported for this.
-            kind: Any = type(tensor)
-            is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
-            part = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
-            if exotic(part) is not None:
-                return _kept(not_plain, False)
+            return _kept("subclass" if part is not tensor else not_plain, False)
         reason, pipeline = self._reason_to_keep(owner, part), self._pipeline
         if reason == "small" and part.nbytes:
             # A small view may keep a storage in memory that would otherwise go to the store. Its elements are copied.
             whole = part.untyped_storage().nbytes()
             would_go = whole >= pipeline.at_least and pipeline.store.leaves_memory(part)
             if would_go and region_of(Layout.of(part), whole) is not None and self._weights.kind_of(part) is None:
-                return Decision("store", "small", part)
+                return _SMALL_COPY
         if reason is not None:
-            return _kept(reason, not_plain is None)
+            return _kept(reason, part is tensor)
         if tensor.dtype in NARROW:
             source = self._weights.cast_from(tensor)
             if source is not None:
                 if source.weight is None or part is not tensor:
                     return _kept("autocast weight")
-                return Decision("recast", "", part, source.weight)
-        return Decision("store" if self._recompute is None or part is not tensor else "recompute", "", part)
+                return Decision("recast", "", source.weight)
+        return _STORE if self._recompute is None or part is not tensor else _RECOMPUTE
 
     def _reason_to_keep(self, owner: torch.Tensor, part: torch.Tensor) -> str | None:
         """Why a tensor, of which ``part`` would be packed, stays in memory; None if it does not."""
@@ -224,12 +226,23 @@ class SavedTensorHooks:
         return "in place"
 
     def _find_or_wrap(
-        self, tensor: torch.Tensor, owner: torch.Tensor, decision: Decision, is_fresh: bool, saved_at: tuple[int, int]
+        self,
+        tensor: torch.Tensor,
+        part: torch.Tensor,
+        owner: torch.Tensor,
+        decision: Decision,
+        is_fresh: bool,
+        saved_at: tuple[int, int],
     ) -> Handle:
-        """A handle on the packed value of ``decision.part``: one that is there, or a new one."""
-        part, is_small = cast(torch.Tensor, decision.part), decision.reason == "small"
-        storage, layout = part.untyped_storage(), Layout.of(part)
-        region = None if decision.fate == "recast" else region_of(layout, storage.nbytes())
+        """A handle on the packed value of ``part``: one that is there, or a new one."""
+        storage, layout, is_small, nbytes = (
+            part.untyped_storage(),
+            Layout.of(part),
+            decision is _SMALL_COPY,
+            part.nbytes,
+        )
+        is_whole = decision.weight is not None or is_most_of(layout, nbytes, storage.nbytes())
+        region = None if is_whole else region_of(layout, storage.nbytes())
         dtype = layout.dtype if self._pipeline.codecs and not is_small else None  # a codec needs to know the dtype
         if region is not None and dtype is None:
             region = region.raw()
@@ -241,7 +254,9 @@ class SavedTensorHooks:
         has_gradient = owner.requires_grad
         is_vector = not has_gradient and owner.dim() < 2
         if not is_vector:
-            packed = self._find(key, whole_key, part, owner, None if is_small else region)
+            packed = self._contents.find(key)
+            if packed is None and region is not None and not is_small:
+                packed = self._find_whole(whole_key, owner, region, storage.nbytes())
             if (
                 packed is not None
                 and packed.owner() is owner
@@ -264,11 +279,11 @@ class SavedTensorHooks:
         if self._recompute is not None:
             self._annotate(tensor, owner, part, packed, layout)
             packed.prepare()
-        self._counters.saved_bytes += part.nbytes
+        self._counters.saved_bytes += nbytes
         self._pending.append(weakref.ref(packed))
         if region is not None and isinstance(packed, StoredContent):
             self._parts.add(whole_key, packed, region)
-        return self._count(tensor, decision, part.nbytes, handle)
+        return self._count(tensor, decision, nbytes, handle)
 
     def _annotate(
         self, tensor: torch.Tensor, owner: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout
@@ -282,23 +297,18 @@ class SavedTensorHooks:
         if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
             annotate(owner, packed, Layout.of(owner))
 
-    def _find(
-        self, key: Key, whole_key: Key, part: torch.Tensor, owner: torch.Tensor, region: StorageRegion | None
-    ) -> Packed | None:
-        """Find the packed value under ``key``, or for a ``region`` the packed value of all of its storage.
+    def _find_whole(self, key: Key, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> Packed | None:
+        """Find the packed value, under ``key``, of all of the storage that ``region`` belongs to.
 
         If the regions that this operator saves are half of the storage, the first of them becomes that value.
         """
         packed = self._contents.find(key)
-        if packed is not None or region is None:
-            return packed
-        packed = self._contents.find(whole_key)
         if packed is not None or get_ident() != self._thread:
             return packed
-        packed = self._parts.to_widen(whole_key, owner, region, part.untyped_storage().nbytes())
+        packed = self._parts.to_widen(key, owner, region, nbytes)
         if packed is not None:
             packed.region = None
-            self._contents.add(whole_key, packed)
+            self._contents.add(key, packed)
             packed.copy_again()
         return packed
 
@@ -327,7 +337,7 @@ class SavedTensorHooks:
         """A new packed value of the memory that ``alias`` lies over."""
         pipeline, module_name = self._pipeline, self._module_name
         packed: Packed
-        if decision.reason == "small":
+        if decision is _SMALL_COPY:
             packed = SmallCopy(alias, storage, region, layout, pipeline.counters, module_name)
         elif decision.weight is not None:
             packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
@@ -435,6 +445,15 @@ def unpack(held: Handle | DTensorHandle | InPlace | FunctionsHandle) -> torch.Te
     if _handles.listeners:
         _handles.notify("unpack", held.module_name, tensor, "kept" if isinstance(held, InPlace) else "stored")
     return tensor
+
+
+def _plain_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, which is plain memory; any other ``tensor`` itself."""
+    # Nobody knows what other subclasses of Tensor are made of. Nobody can have a DTensor without importing
+    # torch.distributed, so it is not imported for this.
+    kind: Any = type(tensor)
+    is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+    return tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

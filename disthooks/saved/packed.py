@@ -422,7 +422,7 @@ class Packed(ABC):
             storage = self.alias.untyped_storage()
             # A changed tensor is not offloaded either: its contents are not those that were saved, and `unpack` raises.
             is_gone = storage.nbytes() != self.nbytes
-            if self.is_offloaded or is_gone or self.looks_changed():
+            if self.is_offloaded or is_gone or self.is_changed or self.alias._version != self.version:
                 self.is_undecided = False
                 if not self.is_offloaded:
                     self.stay_in_memory()
@@ -434,7 +434,8 @@ class Packed(ABC):
                     self.is_offloaded = self._offload(storage)
             if self.is_offloaded:
                 # Another thread may have written while the contents were copied.
-                self.is_sealed = self.is_sealed and not self.looks_changed()
+                if self.alias._version != self.version:
+                    self.is_changed, self.is_sealed = True, False
                 if self.stream is not None:
                     # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
                     # allocator must not give it away before this stream is done with it.

@@ -467,7 +467,7 @@ class Counters:
             module_name: the module that saved it; "" for a block of code.
             saved: its bytes before codecs, by default ``stored``.
         """
-        module = self.of_module(module_name)
+        module = self._modules.get(module_name) or self.of_module(module_name)
         module.tensors += 1
         module.saved += stored if saved is None else saved
         module.stored += stored
@@ -479,7 +479,7 @@ class Counters:
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
-        module = self.of_module(module_name)
+        module = self._modules.get(module_name) or self.of_module(module_name)
         module.loaded += loaded
         module.unpack_seconds += seconds
         module.copy_seconds += copied
@@ -492,7 +492,7 @@ class Counters:
 
     def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
         """Count a saved tensor that stays in memory, for ``reason``."""
-        module = self.of_module(module_name)
+        module = self._modules.get(module_name) or self.of_module(module_name)
         module.kept += nbytes
         self._kept[reason] += nbytes
 
