@@ -261,6 +261,20 @@ class StoreTests:
         assert same_bits(store.get(ticket), tensor), "law 4: what comes back shares memory with what came back before"
         store.drop(ticket)
 
+    def test_law_4_two_readers(self, store: Store) -> None:
+        """Two calls of ``get`` share no memory, unless both return the tensor that was put; in flight too."""
+        tensor = torch.arange(200_000.0).view(400, 500).t()  # not contiguous
+        wanted = tensor.clone()
+        ticket = store.put(tensor)
+        found = [store.get(ticket) for _ in range(3)]
+        for number, each in enumerate(found):
+            if each.data_ptr() != tensor.data_ptr():
+                each.fill_(number)
+        for number, each in enumerate(found):
+            truth = wanted if each.data_ptr() == tensor.data_ptr() else torch.full_like(wanted, number)
+            assert same_bits(each, truth), "law 4: two readers of a tensor got the same memory"
+        store.drop(ticket)
+
     def test_law_1_gradients(self, store: Store) -> None:
         """Gradients have the bits of a training without hooks: first and second order, and two backwards of a graph."""
         _check_training(pipeline(AtLeast(0), store))

@@ -396,11 +396,16 @@ def _mover(store: OnDisk) -> Mover:
 
 
 class _Stored(NamedTuple):
-    """A ticket with its mover and budget. Its destructor drops it: after Ctrl-C its owner may never have got it."""
+    """A ticket with its mover and budget. Its destructor drops it: after Ctrl-C its owner may never have got it.
+
+    If ``is_copy``, the ticket has a contiguous copy of the tensor that was put. Each reader then gets a copy of its
+    own, because it may write into what it gets.
+    """
 
     mover: Mover
     ticket: Ticket
     budget: ByteBudget
+    is_copy: bool = False
 
     def drop(self) -> None:
         """Drop the ticket, unless it is dropped already."""
@@ -467,16 +472,17 @@ class OpenOnDisk(Store):
         content = tensor.detach()
         if not (content.is_cpu or on_accelerator(content)):
             content = content.cpu()  # a device without streams: nothing is ordered there
-        content = content.contiguous()
-        return self._put(content, tensor.device, None)
+        return self._put(content.contiguous(), tensor.device, None, is_copy=not content.is_contiguous())
 
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> _Stored:
         """Queue ``tensor``, which is in host memory and belongs on the device of ``stream``, to be written."""
         return self._put(tensor.detach().cpu().contiguous(), stream.device, stream)
 
-    def _put(self, content: torch.Tensor, device: torch.device, home: torch.Stream | None) -> _Stored:
+    def _put(
+        self, content: torch.Tensor, device: torch.device, home: torch.Stream | None, is_copy: bool = False
+    ) -> _Stored:
         mover = self.mover
-        stored = _Stored(mover, mover.ticket(content, device), self.budget)
+        stored = _Stored(mover, mover.ticket(content, device), self.budget, is_copy)
         stored.ticket.at = home
         try:
             self.budget.reserve(content.nbytes, stored.ticket)
@@ -491,12 +497,16 @@ class OpenOnDisk(Store):
 
     def get(self, ticket: _Stored) -> torch.Tensor:
         """The tensor, on the device that it was saved on: the one that was put if it is in memory, else read."""
-        return ticket.mover.get(ticket.ticket)
+        found = ticket.mover.get(ticket.ticket)
+        return found.clone() if ticket.is_copy else found
 
     def peek(self, ticket: _Stored) -> torch.Tensor | None:
         """The tensor while it is not written; None after that."""
         held = ticket.ticket.tensor
-        return None if held is None else ticket.mover.transfer.give(ticket.ticket, held)
+        if held is None:
+            return None
+        found = ticket.mover.transfer.give(ticket.ticket, held)
+        return found.clone() if ticket.is_copy else found
 
     def pop_transfer_seconds(self, ticket: _Stored) -> float:
         """Seconds for which the tensor was written and read, since the last call."""
