@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -273,6 +273,11 @@ class _Segment:
     def __init__(self, block: Block) -> None:
         self.block, self.parts = block, Extents(len(block))
 
+    def take(self, part: _Part, room: int) -> bool:
+        """Let ``part`` be ``room`` bytes of this segment, if it has so many in one piece."""
+        part.segment = self  # before it is taken: whoever gives a part back needs it
+        return self.parts.take(part, room)
+
 
 class PinnedPool(ForkSafe[_Part]):
     """Host memory in large segments, page-locked for ``device``. See [Note: segments] and [Note: pinned memory].
@@ -295,7 +300,7 @@ class PinnedPool(ForkSafe[_Part]):
         self.registered = 0
         self._node = numa_node(device)
         self._segments: list[_Segment] = []
-        self._peak = 0  # the most bytes that were ever in use at once
+        self._peak = 0  # the most bytes that were in use at once when a segment was added
         self.refused, self._ask_again = False, 0.0
         super().__init__(Order.POOL)
 
@@ -334,7 +339,6 @@ class PinnedPool(ForkSafe[_Part]):
             with self._lock:
                 self._drain_releases()
                 self._find(part, room)
-                self._peak = max(self._peak, self._used())
             lease = lease_type(room).from_address(part.segment.block.address + part.offset)
             lease.give_back = functools.partial(self.release, part)
         except BaseException:
@@ -352,9 +356,11 @@ class PinnedPool(ForkSafe[_Part]):
 
     def _find(self, part: _Part, room: int) -> None:
         """Let ``part`` be ``room`` bytes of a segment; of a new one if all others are too full."""
-        if self._fits(part, room, [each for each in self._segments if each.block.pinned or not self.pin]):
-            return
-        most = int(_SPARE * max(self._peak, self._used() + room))  # bytes of all segments
+        for segment in self._segments:
+            if (segment.block.pinned or not self.pin) and segment.take(part, room):
+                return
+        self._peak = max(self._peak, self._used() + room)
+        most = int(_SPARE * self._peak)  # bytes of all segments
         held = self._total()
         new = max(_SMALLEST, held // _GROWS, min(_SEVERAL * room, held))
         new = max(room, min(_LARGEST, new) // PAGE * PAGE)
@@ -363,21 +369,14 @@ class PinnedPool(ForkSafe[_Part]):
             self._shrink(most - new)
             block = self._pinned(room, new)
         if block is None:
-            if self._fits(part, room, self._segments):
+            if any(segment.take(part, room) for segment in self._segments):
                 return
             self._shrink(most - new)
             block = mapped_block(new, self._node)
         segment = _Segment(block)
         self._segments.append(segment)
         self.registered += len(block)
-        self._fits(part, room, [segment])
-
-    def _fits(self, part: _Part, room: int, segments: Sequence[_Segment]) -> bool:
-        for segment in segments:
-            part.segment = segment  # before it is taken: whoever gives a part back needs it
-            if segment.parts.take(part, room):
-                return True
-        return False
+        segment.take(part, room)
 
     def _total(self) -> int:
         return sum(len(segment.block) for segment in self._segments)
