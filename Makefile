@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-gpu bench-simulated house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-gpu bench-simulated house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -64,7 +64,11 @@ bench-overhead: $(READY)
 bench-gradients: $(READY)
 	$(RUN) benchmarks/gradients.py $(ARGS)
 
-# The first three of these beside those of an older commit, in turn:  make bench-before COMMIT=v0.1.0
+# All statistics on the CPU beside an older commit and torch's clip_grad_norm_, in turn:  make bench-reading COMMIT=v0.1.0
+bench-reading: $(READY)
+	$(RUN) benchmarks/reading.py $(COMMIT) $(ARGS)
+
+# Overhead, gradients and the transformer, beside those of an older commit, in turn:  make bench-before COMMIT=v0.1.0
 bench-before: $(READY)
 	$(RUN) benchmarks/before.py $(COMMIT) $(ARGS)
 

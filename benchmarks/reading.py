@@ -186,7 +186,10 @@ def main() -> None:
         parser.error("say the older commit")
     git = ["git", "-C", str(HERE.parent)]
     commit = subprocess.check_output([*git, "rev-parse", f"{options.commit}^{{commit}}"], text=True).strip()
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine |= {"python": platform.python_version(), "torch": torch.__version__, "turns": options.turns}
     results: dict[str, Any] = {}
+    whole = {"before": commit, "machine": machine, "results": results}
     with tempfile.TemporaryDirectory(prefix="disthooks-before-") as folder:
         older = pathlib.Path(folder) / "before"
         subprocess.run([*git, "worktree", "add", "-q", "--detach", str(older), commit], check=True)
@@ -196,13 +199,12 @@ def main() -> None:
                 for threads in options.threads:
                     found = results[f"{case}, {threads} threads"] = measure(now, before, case, threads, options.turns)
                     print(f"{case}, {threads} threads: {json.dumps(found)}", flush=True)
+                    # Written after each, so that an interrupt loses no more than the one under way.
+                    options.json.write_text(json.dumps(whole, indent=1) + "\n")
         finally:
             now.stop()
             before.stop()
             subprocess.run([*git, "worktree", "remove", "--force", str(older)], check=True)
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    machine |= {"python": platform.python_version(), "torch": torch.__version__, "turns": options.turns}
-    options.json.write_text(json.dumps({"before": commit, "machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
