@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ import torch
 import disthooks as dh
 from tests.support.sim import simulated
 from tests.support.sim.clock import Event, Machine, Policy, Rates, Saved, Tape, replay
-from tests.support.sim.policies import EverythingOut, NearTheLimit
+from tests.support.sim.planned import PlannedTiered
+from tests.support.sim.policies import EverythingOut
 
 KIB = 1 << 10
 FAST = Rates(to_host=1e18, to_device=1e18, disk_write=1e18, disk_read=1e18, copy_s=0.0)
@@ -119,21 +120,41 @@ def sim(device: torch.device) -> torch.device:
     return device
 
 
-STORES: dict[str, tuple[Callable[[int], Any], Callable[[int], Policy]]] = {
-    "OnCpu": (lambda limit: dh.OnCpu(in_flight=limit), EverythingOut),
-    "Tiered": (lambda limit: dh.Tiered(dh.OnDevice(limit), dh.OnCpu()), NearTheLimit),
-}
-
-
-@pytest.mark.parametrize("share", [0.45, 0.6])
-@pytest.mark.parametrize("name", STORES)
-def test_a_store_moves_what_its_model_moves_in_the_same_order(sim: torch.device, name: str, share: float) -> None:
-    """In its first step: the models of the stores without a plan do not learn."""
+def test_oncpu_moves_what_its_model_moves_in_the_same_order(sim: torch.device) -> None:
+    """In its first step: the model does not learn."""
     tape = layers(8)
-    store, policy = (make(int(share * tape.nbytes)) for make in STORES[name])
-    found, expected = real(tape, store, sim), modelled(tape, policy)
+    found, expected = (
+        real(tape, dh.OnCpu(in_flight=tape.nbytes // 2), sim),
+        modelled(tape, EverythingOut(tape.nbytes // 2)),
+    )
+    assert len(found.sent) > 8
     assert are_joined(found.sent, expected.sent)
     assert are_joined(found.brought, expected.brought)
-    assert len(found.sent) > 8
+    assert found.peak == pytest.approx(expected.peak, abs=max(saved.nbytes for saved in tape.saved))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8])
+def test_tiered_follows_the_plan_as_its_model_does(sim: torch.device, share: float) -> None:
+    """The same copies in the same order, in both directions; the first step has no plan."""
+    tape = layers(8)
+    limit = int(share * tape.nbytes)
+    store, policy = dh.Tiered(dh.OnDevice(limit), dh.OnCpu()), PlannedTiered(limit)
     largest = max(saved.nbytes for saved in tape.saved)
-    assert found.peak == pytest.approx(expected.peak, abs=largest)
+    for step in range(4):
+        found, expected = real(tape, store, sim), modelled(tape, policy)
+        assert are_joined(found.sent, expected.sent)
+        assert sum(found.brought) == sum(found.sent), "no copy is in vain"
+        if step:
+            assert (found.sent, found.brought) == (expected.sent, expected.brought)
+            assert found.peak == pytest.approx(expected.peak, abs=largest)
+            assert found.peak <= limit + largest, "the tensor that is put, or read, is there already"
+
+
+def test_lengths_that_vary_are_planned_as_in_the_model(sim: torch.device) -> None:
+    tapes = [layers(8, length) for length in (8, 6, 8, 6, 7, 5)]
+    limit = tapes[0].nbytes // 2
+    store, policy = dh.Tiered(dh.OnDevice(limit), dh.OnCpu()), PlannedTiered(limit)
+    for step, tape in enumerate(tapes):
+        found, expected = real(tape, store, sim), modelled(tape, policy)
+        if step:
+            assert (found.sent, found.brought) == (expected.sent, expected.brought), f"step {step}"

@@ -13,7 +13,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.sim.checkpointed import checkpointed
 from tests.support.sim.clock import Machine, Memory, Policy, Rates, Result, Saved, Tape, largest_limit, replay
-from tests.support.sim.planned import Planned
+from tests.support.sim.planned import Planned, PlannedTiered
 from tests.support.sim.policies import EverythingOut, NearTheLimit
 
 RATES = Rates(device=100.0, to_host=10.0, to_device=10.0, disk_write=5.0, disk_read=5.0, flops=1000.0, copy_s=0.0)
@@ -205,7 +205,7 @@ def test_the_committed_figures_are_those_of_the_plan_of_today(benchmark: Any, co
     assert rows["nothing"] == benchmark.row([plain], plain)
     coded = decoder.coded(benchmark.codecs(decoder, rates)["Recompute and products"])
     found = rows["Recompute and products, Tiered at -50%"]
-    steps = benchmark.steps_of(coded, Planned([found["limit_bytes"], None]), rates)
+    steps = benchmark.steps_of(coded, PlannedTiered(found["limit_bytes"]), rates)
     assert found == benchmark.row(steps, plain) | {"limit_bytes": found["limit_bytes"]}
 
 
@@ -215,7 +215,9 @@ def test_the_plan_is_as_fast_as_wanted_and_nothing_is_idle(benchmark: Any, commi
         assert each["here"] <= each["wanted"], each
     rates, decoder = Rates(**committed["rates"]), benchmark.read("decoder bf16")
     coded = decoder.coded(benchmark.codecs(decoder, rates)["Recompute"])
-    plan = Planned([committed["workloads"]["decoder bf16"]["rows"]["Recompute, Tiered at -50%"]["limit_bytes"], None])
+    plan = Planned(
+        [committed["workloads"]["decoder bf16"]["rows"]["Recompute, plan in groups at -50%"]["limit_bytes"], None]
+    )
     result = benchmark.steps_of(coded, plan, rates)[-1]
     spans = plan.machine.out.spans
     assert len(spans) == 1, "the link never pauses"

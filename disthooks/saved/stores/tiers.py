@@ -214,7 +214,9 @@ class OpenTiered(Store):
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
         self._look_ahead(self.turns.to_bring(ticket, self._room()), None)
-        self._look_ahead(following, _AHEAD)
+        # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
+        limited = ticket.at is not None and isinstance(self.stores[0], OnDevice)
+        self._look_ahead(following, min(_AHEAD, self._room()) if limited else _AHEAD)
         return tensor
 
     def pop_transfer_seconds(self, ticket: Placed) -> float:

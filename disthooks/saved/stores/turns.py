@@ -195,7 +195,8 @@ class Turns(ForkSafe[Turn]):
         with self._lock:
             while tape.next_back < len(tape.plan.back):
                 group = tape.plan.groups[tape.plan.back[tape.next_back]]
-                turns = (turn for turn in tape.turns[group.first : group.last + 1] if turn is not None)
+                tickets = (turn for turn in tape.turns[group.first : group.last + 1] if turn is not None)
+                turns = (turn for turn in tickets if turn.index not in tape.reads)  # what was read need not come again
                 members = [other for turn in turns if (other := turn.placed()) is not None]
                 members = [other for other in reversed(members) if other.tier > 0 and not other.asked]
                 room -= sum(other.nbytes for other in members)

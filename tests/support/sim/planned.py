@@ -50,14 +50,27 @@ class Planned(Policy):
         limits: bytes of saved tensors in each place, the nearest first; None for no limit. On the device those on their
             way count. If copies are late, the computation waits rather than pass the limit.
         group: bytes of a group at least.
+        window: bytes of the device's limit that the plan leaves to copies on their way.
+        is_joined: a group is one copy, which is sent when it is complete. Otherwise each storage is sent at its put.
+        is_written_through: of a tape that is not known everything is sent; otherwise what passes the limit.
         is_learning: plan by the order in which the last backward read; otherwise by the reverse order of saves.
     """
 
     name = "plan"
     is_store = True
 
-    def __init__(self, limits: Sequence[int | None], group: int = 64 * MIB, is_learning: bool = True) -> None:
-        self.limits, self.group, self.is_learning = limits, group, is_learning
+    def __init__(
+        self,
+        limits: Sequence[int | None],
+        group: int = 64 * MIB,
+        *,
+        window: int = 0,
+        is_joined: bool = True,
+        is_written_through: bool = True,
+        is_learning: bool = True,
+    ) -> None:
+        self.limits, self.group, self.window = limits, group, window
+        self.is_joined, self.is_written_through, self.is_learning = is_joined, is_written_through, is_learning
         self.limit = limits[0]
         self.tapes = Tapes(self._plan)
         self._order: list[Block] = []
@@ -65,7 +78,14 @@ class Planned(Policy):
         self._early: set[int] = set()  # positions that were dropped in forward
 
     def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
-        return make_plan(sizes, self.limits, group=self.group, reads=reads)
+        nearest = None if self.limit is None else self.limit - self.window
+        return make_plan(sizes, [nearest, *self.limits[1:]], group=self.group, reads=reads)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the newest storage; None if there is none, or if the tape is longer than it said."""
+        plan = self.tapes.plan
+        return None if plan is None or len(self._order) > len(plan) else plan
 
     def begin(self, machine: Machine) -> None:
         super().begin(machine)
@@ -88,20 +108,18 @@ class Planned(Policy):
     # -- forward
 
     def put(self, block: Block) -> None:
-        position = len(self._order)
-        changed, plan = self.tapes.put(block.nbytes), self.tapes.plan
+        changed = self.tapes.put(block.nbytes)
         self._order.append(block)
         self._open.append(block)
         self._count(block)
-        full = (
-            sum(b.nbytes for b in self._open) >= self.group
-            if plan is None or position >= len(plan)
-            else plan.group(position).last == position
-        )
-        if full:
+        plan, position = self.plan, len(self._order) - 1
+        nbytes = sum(other.nbytes for other in self._open)
+        if not self.is_joined or (nbytes >= self.group if plan is None else plan.group(position).last == position):
             self._close()
-        if changed:
+        if changed and self.is_written_through:
             self._send_late()
+        if plan is None and not self.is_written_through:
+            self._send_near_limit()
         self._launch_due()
         self._make_room()
 
@@ -109,8 +127,8 @@ class Planned(Policy):
         """The open group is complete."""
         if not self._open:
             return
-        plan, first = self.tapes.plan, len(self._order) - len(self._open)
-        place = 1 if plan is None else plan.place_of(first, len(self._order) - 1)
+        plan, first = self.plan, len(self._order) - len(self._open)
+        place = int(self.is_written_through) if plan is None else plan.place_of(first, len(self._order) - 1)
         group = _Group(first, self._open, self.machine.compute.record(), place, plan is not None)
         self._open = []
         if group.place and group.nbytes:
@@ -119,9 +137,19 @@ class Planned(Policy):
         else:
             self._here.append(group)
 
+    def _send_near_limit(self) -> None:
+        """Without a plan, what was saved first makes room for the newest."""
+        stay = sum(group.nbytes for group in self._here)
+        while self.limit is not None and len(self._here) > 1 and stay > self.limit - self.window:
+            group = self._here.pop(0)
+            stay -= group.nbytes
+            group.place, group.leaves = 1, True
+            self._pending.append(group)
+            self._leaving.append(group)
+
     def _send_late(self) -> None:
         """Groups that stayed under another plan are sent, if they do not stay under this one."""
-        plan, stay = self.tapes.plan, []
+        plan, stay = self.plan, list[_Group]()
         for group in self._here:
             group.place = 1 if plan is None else plan.place_of(group.first, group.last)
             group.leaves = plan is not None
@@ -176,7 +204,7 @@ class Planned(Policy):
     def _make_room(self) -> None:
         """Wait until the storages on the device are within the limit."""
         while self.limit is not None and self._bytes > self.limit:
-            if not self._leaving and self.tapes.plan is None:
+            if not self._leaving and self.plan is None:
                 self._close()
             if not self._leaving:
                 return
@@ -225,13 +253,14 @@ class Planned(Policy):
         self._leaving = [group for group in self._leaving if group.leaves and group.sent is not None]
         groups = self._gone + self._leaving
         # In the order of the last reads; what is read first is taken from the end.
-        plan = self.tapes.plan
-        order = range(len(self._order) - 1, -1, -1)
-        if plan is not None:
-            turn = {plan.groups[i].first: n for n, i in enumerate(plan.back)}
-            groups.sort(key=lambda group: -turn.get(plan.group(group.first).first, len(turn) + order[group.first]))
-        else:
-            groups.sort(key=lambda group: group.first)
+        plan = self.plan
+        turn = {} if plan is None else {plan.groups[i].first: -n for n, i in enumerate(plan.back)}
+
+        def last_first(group: _Group) -> tuple[int, int]:
+            first = group.first if plan is None else plan.group(group.first).first
+            return turn.get(first, -len(turn)), group.first
+
+        groups.sort(key=last_first)
         self._back = groups
         self._on_disk = [group for group in groups if group.place > 1]
         self._refill()
@@ -294,4 +323,33 @@ class Planned(Policy):
         if block.sent is None or block.brought is not None:
             self._uncount(block)
         if self._is_backward:
+            self._refill()
+
+
+class PlannedTiered(Planned):
+    """``Tiered(OnDevice(limit), OnCpu())``: each tensor is sent at its put, if the plan says so.
+
+    A window below the limit is left to copies on their way. Without a plan, a tensor is sent when what was put after it
+    needs the room. A tensor that was read does not count any more.
+
+    Args:
+        limit: of the ``OnDevice``.
+    """
+
+    name = "Tiered"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__([limit, None], is_joined=False, is_written_through=False)
+        self._most, self._largest = limit, 0
+
+    def put(self, block: Block) -> None:
+        self._largest = max(self._largest, block.nbytes)
+        self.window = min(self._most // 8, 2 * self._largest)
+        self.group = max(1, min(64 * MIB, (self._most - self.window) // 8))
+        super().put(block)
+
+    def get(self, block: Block) -> None:
+        super().get(block)
+        if block.brought is not None:
+            self._uncount(block)
             self._refill()

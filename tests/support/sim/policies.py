@@ -67,13 +67,13 @@ def _sent(block: Block) -> Event:
 
 
 class EverythingOut(_Link):
-    """``OnCpu()`` before the plan: each tensor is sent when it is saved, and brought back in the reverse order.
+    """``OnCpu()``, which has no plan: each tensor is sent when it is saved, and brought back in the reverse order.
 
     Args:
         in_flight: as of the store, bytes.
     """
 
-    name = "OnCpu before"
+    name = "OnCpu"
 
     def __init__(self, in_flight: int = 512 * MIB) -> None:
         super().__init__(in_flight)
