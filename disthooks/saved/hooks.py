@@ -173,7 +173,8 @@ class SavedTensorHooks:
         kept = InPlace(alias, self._module_name, decision.reason, decision.is_activation and not is_itself)
         if self._recompute is not None and exotic(alias) is None:
             annotate(tensor, kept, Layout.of(alias))
-        return self._count(tensor, decision, _nbytes(tensor), kept)
+        nbytes = tensor.nbytes if type(tensor) is torch.Tensor and decision.is_activation else _nbytes(tensor)
+        return self._count(tensor, decision, nbytes, kept)
 
     def _decide(self, tensor: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> Decision:
         """The decision about ``tensor``, which is not known yet.

@@ -355,7 +355,7 @@ class Packed(ABC):
         """The contents, in fresh memory whose first element stands at the region's offset."""
 
     def prepare(self) -> None:  # noqa: B027
-        """Plan how Recompute computes the contents. Called once, when they are packed, without the counters' lock."""
+        """Plan how Recompute computes the contents. Called once, when they are packed."""
 
     def copy_now(self) -> None:  # noqa: B027
         """Copy the contents, if they are to be offloaded. The caller holds the lock.

@@ -160,6 +160,29 @@ def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -
     assert attached.report().held == 0
 
 
+def test_no_count_is_lost_between_threads() -> None:
+    """Counts take no lock, so a change of threads must not come between reading and writing one of them."""
+    saved, interval, count = dh.saving(dh.AtLeast(0), Copies()), sys.getswitchinterval(), 4000
+    counters = saved._site.pipeline.counters
+
+    def work() -> None:
+        for _ in range(count):
+            counters.count_kept("small", 1, "layer")
+            counters.count_put(2, 3, 1.0, "layer")
+            counters.count_got(4, 1.0, "layer")
+            counters.count_call("layer")
+
+    sys.setswitchinterval(1e-6)
+    try:
+        together([work] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    report = saved.report()
+    assert (report.kept, report.kept_by, report.stored) == (4 * count, {"small": 4 * count}, 8 * count)
+    assert (report.moved, report.loaded, report.tensors, report.calls) == (12 * count, 16 * count, 4 * count, 4 * count)
+    assert (report.pack_seconds, report.unpack_seconds) == (4 * count, 4 * count)
+
+
 def test_threads_that_fail_disturb_nobody(tmp_path: pathlib.Path) -> None:
     """Some threads raise or are interrupted again and again, in forward and in backward. The others do not notice."""
     store, stop = dh.OnDisk(tmp_path), threading.Event()
