@@ -265,6 +265,9 @@ class SavedTensorHooks:
             ):
                 self._annotate(tensor, owner, part, packed, layout)
                 return self._shared(tensor, part, packed, layout)
+            if packed is not None and decision.fate == "recompute":
+                # It was written without a count since it was saved first, so its node does not tell what it is now.
+                decision = decision._replace(fate="store")
         packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
         packed.owner, packed.saved_at, packed.is_constant = weakref.ref(owner), saved_at, not has_gradient
         # Leaves to be optimised, and views of them, are written through `.data`, which counts no change.

@@ -83,13 +83,18 @@ class FunctionsHandle:
 
 
 class InPlace:
-    """The object that autograd holds for a tensor that stays in memory, with the reason why it stays."""
+    """The object that autograd holds for a tensor that stays in memory, with the reason why it stays.
 
-    __slots__ = ("__weakref__", "is_alias", "module_name", "reason", "tensor", "version")
+    Attributes:
+        checksum: of the tensor's bytes, if Recompute computes other tensors from it.
+    """
+
+    __slots__ = ("__weakref__", "checksum", "is_alias", "module_name", "reason", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, module_name: str, reason: str = "", is_alias: bool = False) -> None:
         self.tensor, self.version, self.module_name, self.reason = tensor, tensor._version, module_name, reason
         self.is_alias = is_alias  # of an activation's memory, so Python code gets a copy
+        self.checksum: torch.Tensor | None = None
 
     def unpack(self) -> torch.Tensor:
         """The tensor itself, or a copy for Python code. MutationError when it was changed in place since."""

@@ -742,3 +742,63 @@ def test_a_saved_tensor_that_was_changed_raises_as_ever(tmp_path: pathlib.Path) 
         h += 1
     with pytest.raises(dh.errors.MutationError):
         z.backward()
+
+
+class Gate(nn.Module):
+    """A large tensor is computed from one that stays in memory, and which nobody else saves."""
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * factor).sigmoid().sum()
+
+
+@pytest.mark.parametrize(("rows", "error"), [(16, None), (256, dh.errors.MutationError)], ids=["small", "large"])
+def test_a_source_in_memory_that_is_written_without_a_count_gives_no_wrong_gradient(
+    rows: int, error: type[Exception] | None
+) -> None:
+    """A small source was copied, and of a large one there is a checksum."""
+    torch.manual_seed(0)
+    model, x, factor = Gate(), torch.randn(rows, 256, requires_grad=True), torch.randn(rows, 256)
+    y = x.detach().sin() * factor  # what is saved for sigmoid; the product's backward reads `factor` as it is then
+    truth = torch.ops.aten.sigmoid_backward(torch.ones_like(y), y.sigmoid()) * (factor * 2) * x.detach().cos()
+    with dh.save_activations(model, "", dh.pipeline(ALL, dh.Recompute(), dh.OnDevice("1 GiB"))) as saving:
+        for _ in range(3):
+            torch.autograd.grad(model(x, factor), x)
+        loss = model(x, factor)
+        assert any("mul" in how for how in saving.report().recomputed_by)
+        factor.data.mul_(2)
+        with pytest.raises(error, match="without a new version") if error else contextlib.nullcontext():
+            (found,) = torch.autograd.grad(loss, x)
+    if error is None:
+        assert torch.equal(found, truth)
+
+
+@pytest.mark.parametrize("store", ["disk", "device"])
+def test_an_output_that_was_saved_and_then_written_without_a_count_is_stored(
+    store: str, tmp_path: pathlib.Path
+) -> None:
+    """The node of the output says how it was before the write, and the place is trusted, so nothing is compared."""
+    writes = [False]
+
+    class Written(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.sin().tanh()  # saves its output
+            if writes[0]:
+                y.data.mul_(0.5)
+            return y.sin().sum()  # saves it as it is now
+
+    model, x = Written(), torch.randn(64, 64, requires_grad=True)
+
+    def grad() -> torch.Tensor:
+        return torch.autograd.grad(model(x), x)[0]
+
+    truth = []
+    for written in (False, True):
+        writes[0] = written
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            truth.append(grad())
+    line = dh.pipeline(ALL, dh.Recompute(), dh.OnDisk(tmp_path) if store == "disk" else dh.OnDevice("1 GiB"))
+    with dh.save_activations(model, "", line) as saving:
+        for step_number in range(1, 8):
+            writes[0] = step_number in (3, 6)  # steps in which nothing would be compared
+            assert torch.equal(grad(), truth[writes[0]]), step_number
+    assert saving.report().recomputed > 0

@@ -286,6 +286,21 @@ def _is_intact(each: Input) -> bool:
     return isinstance(each, Vector) or each.tensor._version == each.version
 
 
+def _in_place(held: InPlace) -> InPlace | Vector:
+    """An input for the tensor of ``held``, which stays where the user can write to it without a count.
+
+    A small one is copied. Of a large one a CPU takes a checksum; a device would make the host wait for the answer.
+    """
+    tensor = held.tensor
+    if tensor.dim() == 0 and tensor.is_cpu:
+        return held  # a Python number
+    if tensor.nbytes <= _SMALL_COPY:
+        return Vector(tensor)
+    if tensor.is_cpu and held.checksum is None:
+        held.checksum = checksum(memory_under(tensor))
+    return held
+
+
 def _tensor_of(each: Handle | InPlace | Vector) -> torch.Tensor:
     """The tensor of an input, brought back from the store if it is there."""
     if isinstance(each, Vector):
@@ -298,6 +313,11 @@ def _tensor_of(each: Handle | InPlace | Vector) -> torch.Tensor:
         )
     if isinstance(each, Handle):
         return each.packed.tensor(each)  # the contents as they were saved, although the tensor may have changed since
+    if each.checksum is not None and bool(checksum(memory_under(each.tensor)) != each.checksum):
+        raise MutationError(
+            f"Recompute: a tensor that {each.module_name!r} saved was changed before backward, without a new version "
+            "(by .data, by NumPy), and other tensors are computed from it. Leave that module out of Recompute"
+        )
     if _is_freed(each.tensor):
         raise StoreError(
             f"Recompute: a tensor of {each.module_name!r} was freed before backward, and other tensors are computed "
@@ -330,6 +350,7 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
     return packed.peek(layout)
 
 
+_SMALL_COPY = 1 << 16  # a copy of so few bytes costs less than it would to compare them later
 _SMALL_BYTES = 1 << 20  # the weight of a norm is much smaller, the weight of a large layer is larger
 # The other readers of an input come a few operators later in backward. So the position of the input in the order of
 # saved bytes is moved back by this many times its own bytes: then it comes back once for all of its readers.
@@ -436,6 +457,7 @@ class Planner:
         self._values: dict[Any, int] = {}
         self._calls: list[Call] = []  # held, because `_values` knows their arguments by id
         self._cost = self._looked = 0
+        self._has_activation = False  # whether an input is no weight
 
     def program(self, edge: Edge, layout: Layout, device: torch.device) -> Program | None:
         """The program that computes the value of ``edge``; None if the graph has none, or it has too many operators."""
@@ -443,7 +465,7 @@ class Planner:
             self._computed(edge)
         except NotComputable:
             return None
-        if not any(isinstance(each, Handle | InPlace) for each in self._inputs):
+        if not self._has_activation:
             return None
         return Program(self._inputs, self._steps, layout, device, self._cost, self._products)
 
@@ -504,7 +526,8 @@ class Planner:
                 return self._input(self._norms.weight(tensor) if is_matrix else self._norms.vector(tensor))
             if exotic(tensor) is not None:
                 raise NotComputable
-            return self._input(held)
+            self._has_activation = True
+            return self._input(_in_place(held))
         packed = held.packed
         is_source = packed.is_source or (is_factor and isinstance(packed, AutocastCopy))
         if packed.counters is not self._counters or not is_source or not packed.is_intact:
@@ -513,6 +536,7 @@ class Planner:
             raise NotComputable  # the graph does not say whether the operator ran before or after the change
         self._pay(packed.cost, packed.products)
         # autograd's own handle remembers its last read, so the program gets a handle of its own.
+        self._has_activation = True
         source = packed.handle(held.layout)
         source.saved_bytes_before -= _NEAR_READERS * packed.nbytes
         return self._input(source)
