@@ -2,26 +2,25 @@
 
 A *tape* is what one thread saves on one device in one forward, in order. :func:`make_plan` cuts a tape whose sizes are
 known into groups, and gives each group a place. :class:`Tapes` remembers the last tapes and predicts the next one, so
-that a plan exists when the first tensor is saved. The runtime asks for each entry in turn::
+that a plan exists when the first tensor is saved. A store asks for each entry in turn (``turns.py`` does it for
+``Tiered``)::
 
     tapes = Tapes(lambda sizes, reads: make_plan(sizes, limits, group=64 << 20, reads=reads))
 
     changed = tapes.put(nbytes)      # in `put`: the tape goes on with an entry of so many bytes
-    plan = tapes.plan                # None: the tape is not known; every full group is sent, first to the next place
-    if plan and plan.group(position).last == position: ...   # the group is complete: hand it over
+    plan = tapes.plan                # None: nothing is known of this tape; it may have fewer entries than the tape
+    place = plan.group(position).place
     if changed: ...                  # another plan from here on; `plan.place_of(first, last)` for older groups
     tapes.end(reads)                 # everything is dropped: the tape is remembered
 
-What the runtime does with it:
+What a store does with it:
 
-- A group whose place is 0 stays. Any other group is sent when it is complete, from the first put on, so that the link
-  is busy while forward computes. No decision depends on the speed of the link or of a disk: under a fixed limit an
-  early copy is never worse than a late one.
+- A group whose place is 0 stays. Any other group is sent when it is complete, or each of its entries at its put, from
+  the first put on, so that the link is busy while forward computes. No decision depends on the speed of the link or of
+  a disk: under a fixed limit an early copy is never worse than a late one.
 - From the first read of backward on, groups come back in the order ``plan.back``, each as soon as it fits into what
   backward has freed, and at the latest when one of its entries is read. ``Group.asked`` predicts at which read that is.
-  Each place further away brings its groups one place nearer by the same rule.
-- A group of an unknown tape is sent, and its memory here is kept until another entry needs it. Of several such groups
-  the first saved loses its memory first. So nothing runs out, and what backward reads first is mostly still here.
+- Of a tape of which nothing is known, the first saved makes room for the newest.
 - An entry that is dropped before backward begins counts with 0 bytes in ``end``'s tape, because it needs no room then.
 """
 
