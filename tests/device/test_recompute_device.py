@@ -241,3 +241,55 @@ def test_proofs_do_not_hold_a_model(device: torch.device) -> None:
     gc.collect()
     assert alive() is None
     assert proofs() is None
+
+
+def _products() -> object:
+    return dh.pipeline(dh.AtLeast(0), dh.Recompute(products=2), dh.OnDevice("1 GiB"))
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_product_is_computed_with_a_weight_that_was_moved(device: torch.device) -> None:
+    """As engines do that free a weight and gather it again; the host does not wait for the comparison."""
+    torch.manual_seed(0)
+    model, x = Gated().to(device), torch.randn(48, 32).to(device)
+    weights = list(model.parameters())
+    truth = [grad.cpu() for grad in torch.autograd.grad(model(x).square().sum(), weights)]
+    with dh.save_activations(model, "", _products()) as saving:
+        for _ in range(4):
+            loss = model(x).square().sum()
+            storage = model.up.weight.untyped_storage()
+            there = model.up.weight.detach().clone()
+            storage.resize_(0)
+            hole = torch.empty_like(there)  # so that the storage comes back elsewhere
+            storage.resize_(there.nbytes)
+            storage.copy_(there.untyped_storage())
+            del hole
+            found = torch.autograd.grad(loss, weights)
+            assert all(torch.equal(grad.cpu(), right) for grad, right in zip(found, truth, strict=True))
+        assert saving.report().rerun_flops > 0
+        assert saving.report().differed == {}
+
+
+def test_a_product_with_a_weight_that_came_back_changed_is_an_error(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model, x = Gated().to(device), torch.randn(48, 32).to(device)
+    with dh.save_activations(model, "", _products()):
+        for _ in range(3):
+            model(x).square().sum().backward()
+        loss = model(x).square().sum()
+        storage = model.up.weight.untyped_storage()
+        other = model.up.weight.detach() * 2
+        storage.resize_(0)
+        hole = torch.empty_like(other)
+        storage.resize_(other.nbytes)
+        storage.copy_(other.untyped_storage())
+        assert model.up.weight.data_ptr() != hole.data_ptr()
+
+        def go_on(loss: torch.Tensor) -> None:  # the answer is read later, in this backward or in the next step
+            for _ in range(3):
+                loss.backward()
+                torch.accelerator.synchronize(device)
+                loss = model(x).square().sum()
+
+        with pytest.raises(dh.errors.StoreError, match="not the same now"):
+            go_on(loss)
