@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-gpu bench-simulated house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -42,15 +42,18 @@ FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_m
 test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s $(FULL_TESTS) $(ARGS)
 
-# What is a GPU's own, and the laws on it; its time on an H200 is not measured yet. docs/gpu.md has it in pieces.
+# What is a GPU's own, and the laws on it, within GPU_LIMIT seconds; what did not run is named in GPU_JSON. docs/gpu.md.
 # Few threads each: as many as there are cores, in every one of the processes, take turns on them.
 DEVICE ?= cuda
 GPU_JOBS ?= 6
 GPU_THREADS ?= 2
-GPU_TESTS ?= tests/gpu tests/device tests/unit/saved/test_codecs.py $(shell $(PYTHON) tests/support/switch.py)
+# Empty: all, in groups, the most telling first (tests/gpu/run.py); files and folders: each of these.
+GPU_TESTS ?=
+GPU_LIMIT ?= 540
+GPU_JSON ?= benchmarks/results/test-gpu.json
 test-gpu: $(READY)
 	@$(RUN) tests/support/switch.py $(DEVICE)
-	DISTHOOKS_DEVICE=$(DEVICE) CUBLAS_WORKSPACE_CONFIG=:4096:8 OMP_NUM_THREADS=$(GPU_THREADS) $(RUN) -m pytest -n $(GPU_JOBS) --dist loadfile --durations=15 $(GPU_TESTS) $(ARGS)
+	OMP_NUM_THREADS=$(GPU_THREADS) $(RUN) tests/gpu/run.py --device $(DEVICE) --limit $(GPU_LIMIT) --jobs $(GPU_JOBS) --json $(GPU_JSON) $(if $(GPU_TESTS),--only $(GPU_TESTS)) -- $(ARGS)
 
 # Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.
 bench: $(READY)
@@ -82,6 +85,15 @@ bench-threshold: $(READY)
 # A budget of 520 seconds: benchmarks/results/gpu.json, a table, docs/img. docs/gpu.md says what is in it.
 bench-gpu: $(READY)
 	$(RUN) benchmarks/gpu.py --budget 520 $(ARGS)
+
+# Two minutes at most: what the machine gives, and whether what all else rests on works: benchmarks/results/gpu-first.json.
+bench-gpu-first: $(READY)
+	$(RUN) benchmarks/gpu_first.py $(ARGS)
+
+# The same scripts without a GPU, on models of no size: to see that they run. CI does it too.
+bench-gpu-dry: $(READY)
+	$(RUN) benchmarks/gpu_first.py --device cpu --size tiny
+	$(RUN) benchmarks/gpu.py --device cpu --size tiny --repeats 1 --budget 300 $(ARGS)
 
 # Tapes of two large models on a modelled clock and link: seconds, on any machine. No figure is measured on a GPU.
 bench-simulated: $(READY)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,9 +83,10 @@ class Device:
             "to_device": (lambda: here.copy_(host, non_blocking=True), 1),
             "on_device": (lambda: there.copy_(here), 2),
         }
-        return {name: times * nbytes / self._median(copy) for name, (copy, times) in copies.items()}
+        return {name: times * nbytes / self.median(copy) for name, (copy, times) in copies.items()}
 
-    def _median(self, work: Callable[[], object]) -> float:
+    def median(self, work: Callable[[], object]) -> float:
+        """Seconds of the device for ``work``."""
         taken = []
         for _ in range(8):
             begin = self.mark()
@@ -112,3 +114,12 @@ class Device:
             found |= {"gpu": about.name, "gpu_memory_bytes": about.total_memory}
             found |= {"multiprocessors": about.multi_processor_count, "cudnn": torch.backends.cudnn.version()}
         return found
+
+
+def simulate(kind: str) -> None:
+    """Have the simulated accelerator there, if it is the one that was asked for."""
+    if kind == "sim":
+        sys.path.append(str(pathlib.Path(__file__).parent.parent))
+        from tests.support.sim import simulated
+
+        simulated.load()

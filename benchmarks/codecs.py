@@ -13,32 +13,33 @@ round, between the two. The figures are written as JSON with the machine they ca
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import platform
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from accelerator import Device, simulate
 from torch.nn import functional
+from written import reason, write
 
 import disthooks as dh
 from disthooks.saved.codecs import blocks
 from disthooks.saved.codecs.base import Codec, relative_error
 
-CODECS: dict[str, Codec] = {
-    "Cast(bfloat16)": dh.Cast(torch.bfloat16),
-    "Cast(float8_e4m3fn)": dh.Cast(torch.float8_e4m3fn),
-    "Cast(float8_e5m2)": dh.Cast(torch.float8_e5m2),
-    "Quantize(8)": dh.Quantize(8),
-    "Quantize(8, stochastic=False)": dh.Quantize(8, stochastic=False),
-    "Quantize(4)": dh.Quantize(4),
-    "Quantize(4, stochastic=False)": dh.Quantize(4, stochastic=False),
-    "Compact()": dh.Compact(),
-    "Compress('zstd')": dh.Compress("zstd"),
-    "Compress('lz4')": dh.Compress("lz4"),
+#: Made when they are measured: a codec whose library is not installed is named, and the others run.
+CODECS: dict[str, Callable[[], Codec]] = {
+    "Quantize(4)": lambda: dh.Quantize(4),
+    "Quantize(8)": lambda: dh.Quantize(8),
+    "Cast(bfloat16)": lambda: dh.Cast(torch.bfloat16),
+    "Cast(float8_e4m3fn)": lambda: dh.Cast(torch.float8_e4m3fn),
+    "Cast(float8_e5m2)": lambda: dh.Cast(torch.float8_e5m2),
+    "Quantize(4, stochastic=False)": lambda: dh.Quantize(4, stochastic=False),
+    "Quantize(8, stochastic=False)": lambda: dh.Quantize(8, stochastic=False),
+    "Compact()": lambda: dh.Compact(),
+    "Compress('zstd')": lambda: dh.Compress("zstd"),
+    "Compress('lz4')": lambda: dh.Compress("lz4"),
 }
 
 
@@ -58,27 +59,23 @@ def tensors(count: int, device: str) -> dict[str, torch.Tensor]:
     return found | {"dropout mask, bool": mask}
 
 
-def once(work: Callable[[], object], device: str) -> float:
+def once(work: Callable[[], object], device: Device) -> float:
     """How long ``work`` takes; on a GPU between two events of its stream, so without the launch of the first kernel."""
-    if device == "cpu":
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # the host runs ahead, as in training
-    before.record()
+    if device.cuda:
+        torch.cuda._sleep(200_000)  # the host runs ahead, as in training
+    before = device.mark()
     work()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1000
+    after = device.mark()
+    device.wait()
+    return device.between(before, after)
 
 
-def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float] | None:
+def measure(codec: Codec, tensor: torch.Tensor, rounds: int, device: Device) -> dict[str, float] | None:
     """Ratio, speeds and error; None where the codec leaves the tensor alone."""
     parts, spec = codec.encode(tensor)
     if parts[0] is tensor:
         return None
-    kind, billions, small = tensor.device.type, tensor.nbytes / 1e9, sum(part.nbytes for part in parts)
+    billions, small = tensor.nbytes / 1e9, sum(part.nbytes for part in parts)
     back = codec.decode(parts, spec)
     error = float(relative_error(back, tensor)) if codec.lossy else 0.0
     assert codec.lossy or torch.equal(back, tensor)
@@ -90,7 +87,7 @@ def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float]
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
-            taken[name].append(once(way, kind))
+            taken[name].append(once(way, device))
     encode, copy, decode = (statistics.median(times[1:]) for times in taken.values())
     moved = (tensor.nbytes + small) / (2 * tensor.nbytes)
     return {
@@ -107,7 +104,7 @@ def measure(codec: Codec, tensor: torch.Tensor, rounds: int) -> dict[str, float]
 def facts(options: argparse.Namespace) -> dict[str, object]:
     """What the figures come from."""
     machine: dict[str, object] = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    if options.device != "cpu":
+    if options.device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
         machine["kernels"] = blocks.usable(torch.ones(9, device=options.device))
     machine |= {"device": options.device, "python": platform.python_version(), "torch": torch.__version__}
@@ -122,24 +119,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", default=str(pathlib.Path(__file__).parent / "results" / "codecs.json"))
     options = parser.parse_args()
+    simulate(options.device)
     torch.set_num_threads(1)
     results: dict[str, dict[str, dict[str, float]]] = {}
+    not_run: dict[str, str] = {}
     print(f"{'':24}{'':32}{'ratio':>8}{'encode GB/s':>14}{'decode GB/s':>14}{'error':>10}{'of copy, each way':>20}")
-    codecs = {title: codec for title, codec in CODECS.items() if options.device == "cpu" or "Compress" not in title}
-    machine = facts(options)
+    codecs = {title: made for title, made in CODECS.items() if options.device == "cpu" or "Compress" not in title}
+    machine, device = facts(options), Device(options.device)
     for name, tensor in tensors(options.megabytes * 2**20 // 4, options.device).items():
         results[name] = {}
-        for title, codec in codecs.items():
-            figures = measure(codec, tensor, options.rounds)
+        for title, made in codecs.items():
+            try:
+                figures = measure(made(), tensor, options.rounds, device)
+            except Exception as error:  # a library that is not installed, or no memory: the others run
+                not_run[f"{title}, {name}"] = reason(error)
+                print(f"{name:24}{title:32} not run: {reason(error)}")
+                continue
             if figures is not None:
                 results[name][title] = figures
                 ratio, encode, decode, error, _, there, back = figures.values()
                 print(
                     f"{name:24}{title:32}{ratio:8.2f}{encode:14.2f}{decode:14.2f}{error:10.2g}{there:9.2f}{back:9.2f}"
                 )
-        written = pathlib.Path(options.out).with_suffix(".part")  # each time: the rest may find no time
-        written.write_text(json.dumps({"results": results, "machine": machine}, indent=2) + "\n")
-        os.replace(written, options.out)
+        # Each time: the rest may find no time.
+        write(pathlib.Path(options.out), {"results": results, "machine": machine, "not_run": not_run})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Config:
 
 SIZES = {
     "full": Config(),  # 1.97 billion parameters
+    "first": Config(width=1024, layers=4, heads=8, shared=8, hidden=2816, vocabulary=1024, length=2048),
     "tiny": Config(width=64, layers=2, heads=4, shared=2, hidden=160, vocabulary=64, batch=2, length=64),
 }
 

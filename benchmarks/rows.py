@@ -15,7 +15,9 @@ from accelerator import Device
 from peers import NOTHING, ON_CPU
 from ways import Absent, Way, Ways
 from workloads import Workload
+from written import reason
 
+import disthooks as dh
 from disthooks.cli import doctor
 
 
@@ -49,6 +51,7 @@ class Bench:
         self._truth: list[torch.Tensor] = []  # gradients without hooks, in host memory
         self._saved = (0, 0)  # bytes, and bytes as they are page-locked by torch
         self._took = {True: 0.0, False: 0.0}  # seconds of the last row of ours, and of others
+        self._has_locked = False  # whether ours have their page-locked memory
 
     def row(self, name: str) -> dict[str, Any]:
         """Measure ``name``, or say why not; no failure of one way ends the others."""
@@ -63,11 +66,12 @@ class Bench:
             except Absent as error:
                 found = {"not_run": str(error)}
             except Exception as error:  # out of memory, most likely: the next one is smaller
-                found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+                found = {"failed": reason(error)}
                 traceback.clear_frames(error.__traceback__)
             self.work.model.zero_grad()
             if "step_ms" in found:
                 self._took[ours] = time.perf_counter() - begin
+                self._has_locked |= self._page_locks(name)
         self.rows[name] = found
         return found
 
@@ -75,8 +79,11 @@ class Bench:
         """Seconds that page-locking alone will take, in the rows that begin with it: ours all use one pool."""
         if self.device.locks_per_s is None:
             return 0.0
-        first_of_ours = name.startswith("disthooks") and not self._took[True]
+        first_of_ours = self._page_locks(name) and not self._has_locked
         return (self._saved[1] if name == ON_CPU else first_of_ours * self._saved[0]) / self.device.locks_per_s
+
+    def _page_locks(self, name: str) -> bool:
+        return name.startswith("disthooks") and "OnDevice" not in name
 
     def _made(self, name: str) -> Way:
         if name == ON_CPU and self.device.cuda:
@@ -89,19 +96,32 @@ class Bench:
         plain = Way()
         if name == NOTHING:
             self._count_saved()
-        for _ in range(2):
-            self._step(way)
-        compared = self._compare(name, way)
-        steps, others = [], []
-        for _ in range(self.repeats):
-            if steps and self.left() < 0:
-                break
-            if name != NOTHING:
-                others.append(self._step(plain))
-            steps.append(self._step(way))
-        return self._figures(way, steps, others or steps) | compared
+        with way.attached():
+            first = [self._step(way) for _ in range(2)]
+            compared = self._compare(name, way)
+            steps, others, before = [], [], way.report()
+            for _ in range(self.repeats):
+                if steps and self.left() < 0:
+                    break
+                if name != NOTHING:
+                    with way.aside():
+                        others.append(self._step(plain))
+                steps.append(self._step(way))
+            found = self._figures(steps, others or steps) | compared
+            found["first_steps"] = [{"step_ms": round(1e3 * one.seconds, 3), "peak_bytes": one.peak} for one in first]
+            return found | self._bytes(before, way.report(), len(steps))
 
-    def _figures(self, way: Way, steps: Sequence[Step], others: Sequence[Step]) -> dict[str, Any]:
+    def _bytes(self, before: dh.SavedReport | None, after: dh.SavedReport | None, steps: int) -> dict[str, Any]:
+        """What ours says of a step, and of the steps before it."""
+        if before is None or after is None:
+            return {}
+        names = ("stored", "moved", "loaded")
+        found: dict[str, Any] = {f"{n}_bytes": (getattr(after, n) - getattr(before, n)) // steps for n in names}
+        found |= {"kept_bytes": {why: count // after.calls for why, count in after.kept_by.items()}}
+        found |= {"recomputed_in_steps": list(after.recomputed_in_steps), "differed": after.differed}
+        return found | {"said": str(after).splitlines()}
+
+    def _figures(self, steps: Sequence[Step], others: Sequence[Step]) -> dict[str, Any]:
         def median(all_: Sequence[Step], name: str) -> float:
             return statistics.median(getattr(one, name) for one in all_)
 
@@ -117,27 +137,22 @@ class Bench:
         found = {key: round(value, 4) for key, value in found.items()}
         found |= {"peak_bytes": int(median(steps, "peak")), "steps": len(steps)}
         found["steps_ms"] = [round(1e3 * one.seconds, 3) for one in steps]
-        report = way.report()
-        if report is not None:
-            found |= {"stored_bytes": report.stored, "moved_bytes": report.moved, "loaded_bytes": report.loaded}
-            found |= {"kept_bytes": report.kept_by, "said": str(report).splitlines()}
         return found
 
     def _step(self, way: Way) -> Step:
         """One forward and backward."""
         self.work.model.zero_grad()
-        with way.whole():
-            self.device.wait()
-            self.device.reset_peak()
-            begin, first = time.perf_counter(), self.device.mark()
-            with way.around():
-                loss = self.work.forward()
-            middle = self.device.mark()
-            loss.backward()
-            last = self.device.mark()
-            self.device.wait()
-            wall = time.perf_counter() - begin
-            del loss
+        self.device.wait()
+        self.device.reset_peak()
+        begin, first = time.perf_counter(), self.device.mark()
+        with way.around():
+            loss = self.work.forward()
+        middle = self.device.mark()
+        loss.backward()
+        last = self.device.mark()
+        self.device.wait()
+        wall = time.perf_counter() - begin
+        del loss
         between = self.device.between
         return Step(between(first, middle), between(middle, last), wall, self.device.peak())
 

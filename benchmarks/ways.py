@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerator import Device
-from names import CHECKPOINT, ENGINE, FOUR, INPUTS, NOTHING, ON_CPU, OURS, RECOMPUTE, TRL, TUNE
+from names import (
+    CHECKPOINT,
+    ENGINE,
+    FOUR,
+    FOUR_HERE,
+    INPUTS,
+    NOTHING,
+    ON_CPU,
+    OURS,
+    PRODUCTS,
+    RECOMPUTE,
+    RECOMPUTE_HERE,
+    TRL,
+    TUNE,
+)
 from torch.utils.checkpoint import checkpoint
 from workloads import Workload
 
@@ -29,14 +44,16 @@ class Way:
     """One way, for one workload.
 
     Attributes:
-        whole: entered around a whole step, not timed.
-        around: entered around the forward alone.
-        report: what ours says of the bytes.
+        attached: entered once, around all steps of a row, as in training: what one step learns, the next one knows.
+        around: entered around the forward of each step.
+        aside: entered around a step of nothing that stands between two steps of this way.
+        report: what ours says of the bytes since it was attached.
         exact: it promises the gradients of plain autograd, bit for bit.
     """
 
-    whole: Callable[[], Context] = contextlib.nullcontext
+    attached: Callable[[], Context] = contextlib.nullcontext
     around: Callable[[], Context] = contextlib.nullcontext
+    aside: Callable[[], Context] = contextlib.nullcontext
     report: Callable[[], dh.SavedReport | None] = lambda: None
     exact: bool = True
 
@@ -46,29 +63,35 @@ class Ways:
 
     def __init__(self, device: Device, work: Workload) -> None:
         self.device, self.work, self.store = device, work, dh.OnCpu()
+        # In a step of nothing our hooks step back, as torch asks for (see `aside`), and say so once.
+        warnings.filterwarnings("ignore", ".* is called inside a transform of torch.func")
         self.made: dict[str, Callable[[Rows], Way]] = {
             NOTHING: lambda rows: Way(),
-            CHECKPOINT: lambda rows: Way(self._checkpointed),
-            ON_CPU: lambda rows: Way(around=self._save_on_cpu),
-            TRL: lambda rows: self._module("trl.models.activation_offloading"),
-            TUNE: lambda rows: self._module("torchtune.training"),
-            ENGINE: lambda rows: self._engine(),
+            CHECKPOINT: lambda rows: Way(around=self._checkpointed),
+            RECOMPUTE_HERE: lambda rows: self._ours([dh.Recompute(), dh.OnDevice()]),
+            FOUR_HERE: lambda rows: self._ours([dh.Recompute(), dh.Quantize(4), dh.OnDevice()]),
             OURS: lambda rows: self._ours([self.store]),
             FOUR: lambda rows: self._ours([dh.Quantize(4), self.store]),
         }
         first, *others = work.peaks
         self._tiered(FOUR, first, lambda: [dh.Quantize(4)])
-        for name in work.peaks:
-            self._tiered(OURS, name, lambda: [])
         self.made[RECOMPUTE] = lambda rows: self._ours([dh.Recompute(), self.store])
-        for name in work.peaks:
+        for name in reversed(work.peaks):  # from the peaks that are worth it to those at the link's limit
             self._tiered(RECOMPUTE, name, lambda: [dh.Recompute()])
+        if hasattr(work.model, "between"):
+            self.made[PRODUCTS] = lambda rows: self._ours([dh.Recompute(products=1), dh.OnDevice()])
+        for name in reversed(work.peaks):
+            self._tiered(OURS, name, lambda: [])
         self.made[INPUTS] = lambda rows: self._ours([self.store], self._checkpointed)
         for name in others:
             self._tiered(FOUR, name, lambda: [dh.Quantize(4)])
+        self.made[TRL] = lambda rows: self._module("trl.models.activation_offloading")
+        self.made[TUNE] = lambda rows: self._module("torchtune.training")
+        self.made[ENGINE] = lambda rows: self._engine()
+        self.made[ON_CPU] = lambda rows: Way(around=self._save_on_cpu)
 
     def names(self) -> list[str]:
-        """The most telling first; those of others before those of ours, whose memory is one pool."""
+        """The most telling first; others that page-lock after ours, whose memory is one pool; what locks most last."""
         return list(self.made)
 
     def rest(self, name: str) -> None:
@@ -119,29 +142,32 @@ class Ways:
             raise Absent(f"{type(error).__name__}: {error}") from error
 
         @contextlib.contextmanager
-        def whole() -> Iterator[None]:
+        def around() -> Iterator[None]:
             self.work.model.between = between
             try:
                 yield
             finally:
                 self.work.model.between = None
 
-        return Way(whole)
+        return Way(around=around)
 
     # -- ours
 
-    def _ours(self, stages: Sequence[Any], inside: Callable[[], Context] = contextlib.nullcontext) -> Way:
-        """The model attached as it is; ``inside`` is entered first."""
-        reports: list[dh.SavedReport] = []
+    def _ours(self, stages: Sequence[Any], around: Callable[[], Context] = contextlib.nullcontext) -> Way:
+        """The model attached as it is, once for all steps. In a step of nothing its hooks step back."""
+        attachments: list[Any] = []
 
         @contextlib.contextmanager
-        def whole() -> Iterator[None]:
-            with inside(), dh.save_activations(self.work.model, "", dh.pipeline(*stages)) as saving:
+        def attached() -> Iterator[None]:
+            with dh.save_activations(self.work.model, "", dh.pipeline(*stages)) as saving:
+                attachments[:] = [saving]
                 yield
-            reports[:] = [saving.report()]
+
+        def aside() -> Context:
+            return torch.autograd.graph.disable_saved_tensors_hooks("a step of nothing")
 
         exact = not any(getattr(stage, "lossy", False) for stage in stages)
-        return Way(whole, report=lambda: reports[0] if reports else None, exact=exact)
+        return Way(attached, around, aside, lambda: attachments[0].report() if attachments else None, exact)
 
     def _tiered(self, like: str, name: str, stages: Callable[[], list[Any]]) -> None:
         """The way ``like``, with as much left on the device as its own peak leaves room for."""

@@ -14,6 +14,12 @@ from models import Bottleneck, resnet
 from torch import nn
 
 GB = 1e9
+#: Blocks of each stage, images and their pixels; "first" is a ResNet-50 that takes seconds on a GPU.
+IMAGES: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "full": ((3, 8, 36, 3), 256, 224),
+    "first": ((3, 4, 6, 3), 32, 224),
+    "tiny": ((1, 1), 4, 32),
+}
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Workload:
 def image(size: str, device: torch.device, bf16: bool = False, channels_last: bool = False) -> Workload:
     """ResNet-152 at batch 256."""
     torch.manual_seed(0)
-    depths, batch, pixels = ((3, 8, 36, 3), 256, 224) if size == "full" else ((1, 1), 4, 32)
+    depths, batch, pixels = IMAGES[size]
     model = resnet(depths).to(device)
     x = torch.randn(batch, 3, pixels, pixels, device=device)
     labels = torch.randint(0, 1000, (batch,), device=device)

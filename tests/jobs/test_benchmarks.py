@@ -82,7 +82,7 @@ def test_the_benchmark_of_gradients_runs(tmp_path: pathlib.Path) -> None:
 def on_device(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, pathlib.Path]:
     """What ``benchmarks/gpu.py`` wrote and printed of two models so small that a CPU has them in no time."""
     folder = tmp_path_factory.mktemp("gpu")
-    parts = ["ResNet-152 fp32", "decoder bf16", "statistics", "ResNet-152 bf16"]
+    parts = ["ResNet-152 fp32", "decoder bf16", "statistics", "codecs", "ResNet-152 bf16"]
     sizes = ["--device", "cpu", "--size", "tiny", "--repeats", "1", "--budget", "1000"]
     to = ["--json", str(folder / "gpu.json"), "--figures", str(folder / "img")]
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *sizes, *to, "--parts", *parts]
@@ -103,7 +103,9 @@ def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> No
     images, words = (found["workloads"][name]["rows"] for name in ("ResNet-152 fp32", "decoder bf16"))
     assert {f"disthooks Tiered at {peak} GB" for peak in (5, 10, 20, 30)} <= images.keys()
     assert {"disthooks Tiered at -30%", "disthooks OnCpu around checkpoints"} <= words.keys()
+    assert images.keys() >= {"disthooks Recompute, OnDevice", "disthooks Recompute, Quantize(4), OnDevice"}
     for rows in (images, words):
+        assert list(rows)[-1] == "torch save_on_cpu", "it page-locks most"
         assert not [row for row in rows.values() if "failed" in row]
         silent = {name for name, row in rows.items() if "step_ms" not in row}
         assert all(name in ABSENT or "Recompute" in name for name in silent), silent
@@ -124,9 +126,88 @@ def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -
     found, printed, _ = on_device
     targets = [target for part in found["targets"].values() for target in part]
     assert len(targets) > 20
+    assert found["codecs"]["GELU, float32"].keys() >= {"Quantize(4)", "Compress('zstd')"}
     assert all(target["met"] in (True, False) or target.get("why") for target in targets)
     assert "no figure here means anything" in printed
     assert found["targets"]["statistics"][0]["reached"] == found["statistics"]["share"]
+
+
+def test_one_attachment_lasts_for_all_steps_of_a_row(on_device: Figures) -> None:
+    """Two steps before the gradients are compared, and a timed one; steps of nothing in between are not counted."""
+    row = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]["disthooks Recompute, OnDevice"]
+    assert len(row["recomputed_in_steps"]) == 3
+    assert min(row["recomputed_in_steps"]) == max(row["recomputed_in_steps"]) > 2**19
+    assert row["stored_bytes"] > 0
+    assert [step["peak_bytes"] > 0 for step in row["first_steps"]] == [True, True]
+
+
+def _script(*command: str, path: pathlib.Path = ROOT) -> subprocess.CompletedProcess[str]:
+    given = os.pathsep.join(filter(None, [str(path), str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": given, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT
+    )
+
+
+def test_the_first_command_on_a_gpu_runs_without_one(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "first.json"
+    done = _script("benchmarks/gpu_first.py", "--device", "cpu", "--size", "tiny", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert not [name for name, part in found.items() if part.get("failed")]
+    assert found["page_locking"]["not_run"] == "only CUDA page-locks"
+    assert found["both_ways"]["each_way"] > 0
+    for name in ("batch norm, NCHW fp32", "batch norm, channels_last bf16", "decoder, bf16"):
+        assert len(found[name]["recomputed_in_steps"]) == 6
+        assert min(found[name]["recomputed_in_steps"]) > 0
+        assert found[name]["identical_in_steps"] == [True] * 6
+    for name in ("transfer", "codecs"):
+        tests = found[f"tests/gpu/test_{name}_gpu.py"]
+        assert tests["ended"] == "all"
+        assert tests["skipped"]["needs a GPU"] > 5
+
+
+def test_a_codec_whose_library_is_not_installed_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "zstandard.py").write_text("raise ImportError('not installed')")
+    out = tmp_path / "out.json"
+    sizes = ["--megabytes", "1", "--rounds", "1", "--out", str(out)]
+    done = _script("benchmarks/codecs.py", *sizes, path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert "pip install" in found["not_run"]["Compress('zstd'), GELU, float32"]
+    assert "Compress('lz4')" in found["results"]["dropout mask, bool"]
+
+
+def test_the_parts_of_two_runs_become_one(tmp_path: pathlib.Path, on_device: Figures) -> None:
+    out = tmp_path / "all.json"
+    sizes = ["--device", "cpu", "--size", "tiny", "--json", str(out), "--add", str(on_device[2] / "gpu.json")]
+    done = _script("benchmarks/gpu.py", "--parts", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["workloads"] == on_device[0]["workloads"]
+    assert found["targets"].keys() == on_device[0]["targets"].keys()
+
+
+def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path) -> None:
+    tests = tmp_path / "test_slow.py"
+    tests.write_text(
+        "import signal, time, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_absent(): pytest.importorskip('no_such_package')\n"
+        "def test_hangs():\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n    time.sleep(600)\n"
+    )
+    out = tmp_path / "out.json"
+    options = ["--device", "cpu", "--jobs", "1", "--limit", "20", "--json", str(out)]
+    done = _script("tests/gpu/run.py", *options, "--only", str(tests), "tests/gpu/test_watch_gpu.py")
+    assert done.returncode == 1
+    groups = json.loads(out.read_text())["groups"]
+    found = groups[str(tests)]
+    assert found["passed"] == 1
+    assert list(found["failed"]) == [next(name for name in found["failed"] if name.endswith("test_bad"))]
+    assert list(found["skipped"]) == ["could not import 'no_such_package': No module named 'no_such_package'"]
+    assert found["ended"] == "no time was left"
+    assert groups["tests/gpu/test_watch_gpu.py"] == {"not_run": "no time was left"}
 
 
 def test_the_figure_of_a_device_has_every_way(on_device: Figures, tmp_path: pathlib.Path) -> None:
