@@ -48,6 +48,7 @@ class Courier(ForkSafe[Carried]):
     def __init__(self, device: torch.device, most: int, pin: bool) -> None:
         super().__init__(Order.MOVER)
         self.device, self.most = device, most
+        self._is_governed = False  # whether a ``Tiered`` sets ``most`` and says what comes back early
         self._link, self.pool = link_of(device), pool_of(device, pin)
         self.out, self.back = Throughput(), Throughput()
         self.written = self.read = self.from_memory = self.ahead = self.in_vain = self.never_written = 0
@@ -110,15 +111,18 @@ class Courier(ForkSafe[Carried]):
             found = self._found(ticket)
             if came is not None:
                 ticket.lane.mark(ticket, came, event_on(current_stream(self.device), timed=True))
-            self._look_ahead(ticket)
+            if not self._is_governed:
+                self._look_ahead(ticket)
             return found
 
     def prefetch(self, ticket: Carried) -> None:
-        """Begin to bring the tensor of ``ticket`` back, because backward reads it soon."""
+        """Begin to bring the tensor of ``ticket`` back, because backward reads it soon; only if there is room."""
         with self._lock:
             self._drain_releases()
             parcel = ticket.parcel
-            if parcel is not None and not (ticket.dropped or parcel.is_there or parcel.coming):
+            if parcel is None or ticket.dropped or parcel.is_there or parcel.coming:
+                return
+            if self._has_room(parcel) or not (self._coming or self._bytes):
                 self._bring([parcel], {parcel})
 
     def drop(self, ticket: Carried) -> None:
@@ -183,7 +187,7 @@ class Courier(ForkSafe[Carried]):
         """
         with self._lock:
             self._drain_releases()
-            self.most = nbytes
+            self.most, self._is_governed = nbytes, True
             while self._bytes + self._coming_bytes > self.most and self._relieve(None):
                 pass
 

@@ -18,6 +18,7 @@ from disthooks._streams import handed_over, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.turns import Placed, Turns, let_go
 
 
@@ -213,7 +214,9 @@ class OpenTiered(Store):
                 held = store.peek(ticket.ticket)
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
-        self._look_ahead(self.turns.to_bring(ticket, self._room()), None)
+        # `OnDisk` reads ahead by itself, no more than its `in_flight`.
+        planned = self.turns.to_bring(ticket, self._room())
+        self._look_ahead([other for other in planned if isinstance(self.stores[other.tier], OnCpu)], None)
         # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
         limited = ticket.at is not None and isinstance(self.stores[0], OnDevice)
         self._look_ahead(following, min(_AHEAD, self._room()) if limited else _AHEAD)
