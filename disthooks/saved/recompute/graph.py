@@ -127,7 +127,8 @@ class NodeReader:
         """
         # `_saved_<name>` would restore the tensor from its store; `_raw_saved_<name>` does not.
         try:
-            held = getattr(getattr(self._node, f"_raw_saved_{name}"), "data", None)
+            # torch 2.9 has no `data`, so nothing is known. It is not None, which would say: the operator got no tensor.
+            held = getattr(self._node, f"_raw_saved_{name}").data
         except (AttributeError, RuntimeError) as error:
             raise NotComputable from error
         if isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu:
