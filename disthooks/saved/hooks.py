@@ -275,6 +275,7 @@ class SavedTensorHooks:
         packed.is_volatile = is_vector or is_of_leaf
         # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
         has_short_way = region is None and not is_vector and part is tensor and isinstance(packed, StoredContent)
+        self._counters.saved_bytes += nbytes  # the handle takes the sum
         handle = packed.handle(layout)
         with packed.lock:  # another thread that finds the packed value waits for the copy, and compares with it
             self._contents.add(key, packed, id(owner) if has_short_way else None)
@@ -283,7 +284,6 @@ class SavedTensorHooks:
         if self._recompute is not None:
             self._annotate(tensor, owner, part, packed, layout)
             packed.prepare()
-        self._counters.saved_bytes += nbytes
         self._pending.append(weakref.ref(packed))
         if region is not None and isinstance(packed, StoredContent):
             self._parts.add(whole_key, packed, region)

@@ -54,7 +54,7 @@ def clean(store: dh.OnDisk) -> bool:
         used = 0
         for file in moving.files:
             file.shrink(keep_peak=True)
-            used += file._used
+            used += len(file._parts)
         return not (busy or copying or used or store.budget.held)
 
     return soon(nothing)

@@ -164,7 +164,7 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
         mover._drain_releases()
         assert not mover._reads
     store.release_idle()
-    assert soon(lambda: mover.files[0]._used == 0)  # a thread may be reading in this moment
+    assert soon(lambda: len(mover.files[0]._parts) == 0)  # a thread may be reading in this moment
 
 
 def test_a_far_reader_is_no_new_backward() -> None:

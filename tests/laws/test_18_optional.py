@@ -119,7 +119,7 @@ MAY = {
     "yaml": ("config", "cli", "launching", "launcher"),
     "typer": ("cli",),
     "rich": ("cli",),
-    "triton": ("saved/codecs",),
+    "triton": ("grads/stats", "saved/codecs"),
     "pytest": ("testing.py", "_backend_tests.py"),
 }
 
