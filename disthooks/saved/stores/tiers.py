@@ -172,7 +172,8 @@ class OpenTiered(Store):
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
         self.stores, self._name = stores, name
         self.queues = tuple(map(Queue, range(len(stores))))  # the tensors of each tier
-        self.turns = Turns(self._limits)
+        limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
+        self.turns = Turns(lambda: found() if (found := limits()) is not None else [None])
         self._largest = 0  # bytes of the largest tensor so far
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         if isinstance(stores[0], OnDevice):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -88,13 +89,8 @@ class TapeOrder(AccessOrder):
 
     def __init__(self, limits: Callable[[], list[int | None]]) -> None:
         super().__init__()
-        self._limits = limits
-        self._tapes = Tapes(self._plan)
+        self._tapes = Tapes(functools.partial(_planned, limits))  # a method of this object would be a cycle
         self._tape: Tape | None = None  # the newest one, which is put now
-
-    def _plan(self, sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
-        limits = self._limits()
-        return make_plan(sizes, limits, group=min(_GROUP, (limits[0] or 8 * _GROUP) // 8), reads=reads)
 
     def place(self, turn: Turn, nbytes: int) -> int | None:
         """The tier for the tensor of ``nbytes`` that is put now; None if the tape is not known."""
@@ -131,6 +127,11 @@ class TapeOrder(AccessOrder):
         tape, self._tape = self._tape, None
         if tape is not None:
             self._tapes.end(tuple(tape.reads) or None, tape.sizes)
+
+
+def _planned(limits: Callable[[], list[int | None]], sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
+    found = limits()
+    return make_plan(sizes, found, group=min(_GROUP, (found[0] or 8 * _GROUP) // 8), reads=reads)
 
 
 class Turn:

@@ -59,6 +59,21 @@ def test_nothing_is_held() -> None:
     tiers.drop(kept)
 
 
+def test_tiers_that_are_gone_need_no_collection_of_garbage() -> None:
+    """Else their stores, and the files of these, would stay until one."""
+    gc.collect()
+    gc.disable()
+    try:
+        tiers = dh.Tiered(dh.OnDevice(3 * 64), Copies())
+        for _ in range(3):
+            step(tiers, [3, 2, 1, 0])
+        alive = [weakref.ref(tiers), weakref.ref(tiers.open()), *map(weakref.ref, tiers.stores)]
+        del tiers
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+
+
 def test_a_queue_sorts_out_what_is_gone() -> None:
     queue = Queue(0)
     for i in range(5000):
