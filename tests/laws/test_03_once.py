@@ -155,8 +155,8 @@ def test_the_stride_of_a_dimension_of_one_comes_back(shape: tuple[int, ...], tmp
     assert odd.is_contiguous()
     for store in (dh.OnDisk(tmp_path), Copies()):
         with dh.saving(ALL, store):
-            node = Reads.apply(torch.ones(1, requires_grad=True), odd).grad_fn
-        (got,) = node.saved_tensors
+            output = Reads.apply(torch.ones(1, requires_grad=True), odd)  # torch 2.11 frees what a dead output saved
+        (got,) = output.grad_fn.saved_tensors
         assert (got.shape, got.stride()) == (odd.shape, odd.stride())
         assert torch.equal(got, odd)
 
@@ -283,11 +283,11 @@ def test_a_part_that_may_be_written_uncounted_is_for_itself(
     x = torch.ones(64, 96)
     leaf = x[:, 40:80].requires_grad_()
     with dh.saving(dh.AtLeast(0), store):
-        node = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf).grad_fn
+        output = Save.apply(torch.zeros(1, requires_grad=True), x[:, :40], leaf)
     leaf.data.mul_(2)
     go_on.set()
     store.wait()
-    first, second = node.saved_tensors
+    first, second = output.grad_fn.saved_tensors
     assert torch.equal(second, torch.ones(64, 40))
     assert torch.equal(first, torch.ones(64, 40))
 
@@ -326,16 +326,16 @@ def test_memory_that_is_exchanged_uncounted_is_not_mistaken(tmp_path: pathlib.Pa
     """``x.data = ...`` counts no change: the tensor and its version are the same, and its contents are others."""
     x = torch.zeros(64, 64)
     anchor = torch.zeros(1, requires_grad=True)
-    nodes = []
+    outputs = []
     with dh.saving(ALL, dh.OnDisk(tmp_path)) as saved:
         for i in range(50):
             x.data = torch.full((64, 64) if i % 2 else (32, 128), float(i))
-            nodes.append(Reads.apply(anchor, x).grad_fn)
-            nodes.append(Reads.apply(anchor, x).grad_fn)
+            outputs.append(Reads.apply(anchor, x))
+            outputs.append(Reads.apply(anchor, x))
             anchor.exp()
     assert saved.report().shared >= 50 * x.nbytes
-    for i, node in enumerate(nodes):
-        (got,) = node.saved_tensors
+    for i, output in enumerate(outputs):
+        (got,) = output.grad_fn.saved_tensors
         assert torch.equal(got, torch.full((64, 64) if i // 2 % 2 else (32, 128), float(i // 2)))
 
 
@@ -350,11 +350,11 @@ def test_what_is_written_uncounted_is_stored_as_it_was(tmp_path: pathlib.Path, m
     for tensor in (torch.ones(64, 64, requires_grad=True), torch.ones(4096)):
         go_on.clear()
         with dh.saving(ALL, store):
-            node = Reads.apply(torch.ones(1, requires_grad=True), tensor).grad_fn
+            output = Reads.apply(torch.ones(1, requires_grad=True), tensor)
         tensor.data.mul_(2)
         go_on.set()
         store.wait()
-        assert torch.equal(node.saved_tensors[0], torch.ones_like(tensor))
+        assert torch.equal(output.grad_fn.saved_tensors[0], torch.ones_like(tensor))
 
 
 def test_a_tensor_whose_memory_is_exchanged_is_another_content(tmp_path: pathlib.Path) -> None:
@@ -564,12 +564,12 @@ def test_what_one_reader_writes_no_other_sees(tmp_path: pathlib.Path) -> None:
     content = kept.clone()
     x = torch.ones(64, 64, requires_grad=True)
     with dh.saving(dh.OnDisk(tmp_path)):
-        nodes = [Reads.apply(x, view).grad_fn for view in (kept, kept, kept.t(), kept[:40])]
-    for node, expected in zip(nodes, (content, content, content.t(), content[:40]), strict=True):
-        (got,) = node.saved_tensors
+        outputs = [Reads.apply(x, view) for view in (kept, kept, kept.t(), kept[:40])]
+    for output, expected in zip(outputs, (content, content, content.t(), content[:40]), strict=True):
+        (got,) = output.grad_fn.saved_tensors
         assert torch.equal(got, expected)
         got.zero_()
-        assert torch.equal(node.saved_tensors[0], expected)
+        assert torch.equal(output.grad_fn.saved_tensors[0], expected)
     assert torch.equal(kept, content)
 
 
@@ -647,9 +647,9 @@ def test_what_a_codec_leaves_is_not_written_to_by_a_reader() -> None:
             return x * 1
 
     with dh.saving(Round(), dh.OnCpu()):
-        node = Save.apply(torch.ones(1, requires_grad=True), torch.full((64, 64), 3.0)).grad_fn
-    node.saved_tensors[0].zero_()
-    assert node.saved_tensors[0][0, 0] == 3
+        output = Save.apply(torch.ones(1, requires_grad=True), torch.full((64, 64), 3.0))
+    output.grad_fn.saved_tensors[0].zero_()
+    assert output.grad_fn.saved_tensors[0][0, 0] == 3
 
 
 def test_what_a_codec_made_never_becomes_a_gradient() -> None:
