@@ -24,6 +24,7 @@ from disthooks import memory
 from disthooks._fork_safe import DeferredSum, Order, shared_lock
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes
+from disthooks._torch import in_transform
 from disthooks.saved.stores.base import Store, StoreReport
 
 _WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
@@ -331,6 +332,11 @@ _TRANSFORMED = (
     "goes without hooks. Around a vmap hooks work: attach to the module whose forward calls vmap, or put the call into "
     "saving(...). report().passed counts these calls; this is said once"
 )
+_DISABLED = (
+    "{where} is called where torch.autograd.graph.disable_saved_tensors_hooks forbids hooks: it goes without "
+    "hooks. Call it outside of that block to store what it saves. report().passed counts these calls; this is said "
+    "once"
+)
 # The warning for each reason why a call ran without hooks. The other reasons need no action of the user.
 _ADVICE = {
     "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
@@ -540,7 +546,10 @@ class Counters:
         self._passed[reason] += 1
         self._called.add(module_name)
         if reason in _ADVICE:
-            self.warned.warn(reason, _ADVICE[reason].format(where=repr(module_name or "this block")))
+            is_forbidden = reason == "hooks disabled" and not in_transform()
+            advice = _DISABLED if is_forbidden else _ADVICE[reason]
+            key = "hooks forbidden" if is_forbidden else reason
+            self.warned.warn(key, advice.format(where=repr(module_name or "this block")))
 
     def warn_of_graphs(self, module_name: str) -> None:
         """Warn once that tensors in the memory of CUDA graphs stay there."""

@@ -363,6 +363,21 @@ def test_the_user_is_told_of_a_module_that_is_never_called(tmp_path: pathlib.Pat
     assert both.names == ("attention",)
 
 
+def test_the_user_is_told_of_hooks_that_a_block_forbids(tmp_path: pathlib.Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
+    truth = step(model, x)
+    with dh.save_activations(model, "0", dh.pipeline(dh.AtLeast(0), dh.OnDisk(tmp_path))) as saving:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            with pytest.warns(UserWarning, match="disable_saved_tensors_hooks forbids hooks") as told:
+                assert identical(step(model, x), truth)
+            assert identical(step(model, x), truth)
+        with pytest.warns(UserWarning, match="inside a transform of torch.func"):  # another cause is said too
+            torch.func.vmap(model)(x[None])
+    assert len(told) == 1
+    assert saving.report().passed == {"hooks disabled": 3}
+    assert not any("torch.func" in str(each.message) for each in told)
+
+
 class Mapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -98,7 +98,9 @@ def test_a_step_that_the_scaler_and_a_rule_leave_out(kind: str) -> None:
             scaler.step(optimizer)
             scaler.update()
             assert same(everything(model, optimizer), before) == (step == 2)
-    assert watch.latest["skipped_total"] == 1
+    # Adagrad of torch 2.11 has no such mark: the scaler leaves its whole step out, so that the rule has none to skip.
+    is_asked = getattr(optimizer, "_step_supports_amp_scaling", False)
+    assert watch.latest["skipped_total"] == (1 if is_asked else 0)
 
 
 # --- Whoever calls the step
