@@ -95,7 +95,7 @@ class Order(enum.IntEnum):
     BUDGET = 15  # bytes under a limit
     IO_STATS = 16  # the time during which threads move bytes
     WATCH = 17  # the records of a watcher
-    COUNTERS = 18  # the counts of an attachment, and the set of its packed values
+    COUNTERS = 18  # the counts of an attachment, and the index of its packed values
 
 
 def _make(order: Order, again: bool) -> Any:

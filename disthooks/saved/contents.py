@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._streams import handed_over
 from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_of
 from disthooks._torch import uncompiled
@@ -53,9 +54,9 @@ Key = tuple[int, int, object, int]
 class ContentIndex:
     """Finds the packed values of one attachment that are alive, so that one content is packed once.
 
-    It needs no lock: each look-up and each change is one operation of a dict. References to values that are gone are
-    sorted out from time to time, because a callback for each of them would cost more (decision 29). If another thread
-    adds a value meanwhile, that value may not be found again; then its content is stored twice.
+    A look-up needs no lock, because it is one operation of a dict. ``add`` has one: of two threads that pack the same
+    content at the same time, only one adds it. References to values that are gone are sorted out from time to time,
+    because a callback for each of them would cost more (decision 29).
 
     Args:
         is_typed: whether views of another dtype are contents of their own, as codecs need it.
@@ -70,6 +71,7 @@ class ContentIndex:
         self._by_key: dict[Key, weakref.ref[Packed]] = {}
         self.by_owner: dict[int, weakref.ref[Packed]] = {}
         self._is_typed, self._limit = is_typed, 1024
+        self._lock = shared_lock(Order.COUNTERS)
         self.recent: collections.deque[weakref.ref[Packed]] = collections.deque()
         self.undecided: collections.deque[weakref.ref[Packed]] = collections.deque()
 
@@ -82,22 +84,30 @@ class ContentIndex:
         packed = None if reference is None else reference()
         return None if packed is None or packed.is_withdrawn else packed
 
-    def add(self, key: Key, packed: Packed, owner: int | None = None) -> None:
+    def add(self, key: Key, packed: Packed, known: Packed | None = None, owner: int | None = None) -> bool:
         """Let ``find`` find ``packed`` under ``key`` as long as it lives.
 
         Args:
             key: of the content.
             packed: the content.
+            known: what ``find`` found under ``key``, with other contents; ``packed`` takes its place.
             owner: ``lookup_view`` finds ``packed``, which must be all of its storage, for the tensor of this identity
                 and for its views.
+
+        Returns:
+            False, and ``packed`` is not added, if another thread has added a value since ``known`` was found.
         """
-        if len(self._by_key) + len(self.by_owner) > self._limit:
-            _sort_out(self._by_key)
-            _sort_out(self.by_owner)
-            self._limit = 2 * len(self) + 1024
-        reference = self._by_key[key] = weakref.ref(packed)
-        if owner is not None:
-            self.by_owner[owner] = reference
+        with self._lock:
+            if self.find(key) not in (None, known):
+                return False
+            if len(self._by_key) + len(self.by_owner) > self._limit:
+                _sort_out(self._by_key)
+                _sort_out(self.by_owner)
+                self._limit = 2 * len(self) + 1024
+            reference = self._by_key[key] = weakref.ref(packed)
+            if owner is not None:
+                self.by_owner[owner] = reference
+            return True
 
     def lookup_view(self, tensor: torch.Tensor, owner: torch.Tensor, at_least: int) -> tuple[Packed, Layout] | None:
         """The packed value of ``tensor``, and its layout. It is the short way if it or a view of it was saved before.
@@ -132,7 +142,7 @@ _Name = TypeVar("_Name")
 
 
 def _sort_out(table: dict[_Name, weakref.ref[Packed]]) -> None:
-    """Remove the references to values that are gone. Other threads, and destructors, may add some meanwhile."""
+    """Remove the references to values that are gone. A destructor may add some meanwhile."""
     for name in list(table):  # it makes no object that could start a collection of garbage
         reference = table.get(name)
         if reference is not None and reference() is None:

@@ -254,8 +254,9 @@ class SavedTensorHooks:
         # (decision 12).
         has_gradient = owner.requires_grad
         is_vector = not has_gradient and owner.dim() < 2
+        known = self._contents.find(key)
         if not is_vector:
-            packed = self._contents.find(key)
+            packed = known
             if packed is None and region is not None and not is_small:
                 packed = self._find_whole(whole_key, owner, region, storage.nbytes())
             if (
@@ -278,9 +279,12 @@ class SavedTensorHooks:
         self._counters.saved_bytes += nbytes  # the handle takes the sum
         handle = packed.handle(layout)
         with packed.lock:  # another thread that finds the packed value waits for the copy, and compares with it
-            self._contents.add(key, packed, id(owner) if has_short_way else None)
-            if part.is_cpu and not (is_fresh or is_vector):
+            is_added = self._contents.add(key, packed, known, id(owner) if has_short_way else None)
+            if is_added and part.is_cpu and not (is_fresh or is_vector):
                 packed.copy_now()
+        if not is_added:  # another thread was faster, and mostly with the same contents
+            self._counters.saved_bytes -= nbytes
+            return self._find_or_wrap(tensor, part, owner, decision, is_fresh, saved_at)
         if self._recompute is not None:
             self._annotate(tensor, owner, part, packed, layout)
             packed.prepare()
@@ -310,9 +314,12 @@ class SavedTensorHooks:
         if packed is not None or get_ident() != self._thread:
             return packed
         packed = self._parts.to_widen(key, owner, region, nbytes)
-        if packed is not None:
+        if packed is None:
+            return None
+        with packed.lock:
+            if not self._contents.add(key, packed):
+                return self._contents.find(key)  # another thread was faster
             packed.region = None
-            self._contents.add(key, packed)
             packed.copy_again()
         return packed
 

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +159,25 @@ def test_eight_replicas_share_one_attachment(how: str, tmp_path: pathlib.Path) -
             assert identical(found, list(truth))
     assert attached.report().moved > 0
     assert attached.report().held == 0
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_what_threads_save_at_the_same_moment_is_stored_once(parts: int) -> None:
+    """Each thread saves the same tensor, or halves or quarters of it: several of them find no content yet."""
+    for _ in range(100):
+        x, store = torch.randn(64, 64, requires_grad=True), Copies()
+        saved, shares = dh.saving(dh.AtLeast(0), store), (x * 1).chunk(parts)
+        y = sum(share.square().sum() for share in shares)
+        (truth,) = torch.autograd.grad(y, x, retain_graph=True)
+
+        def work(shares: tuple[torch.Tensor, ...] = shares, saved: Any = saved) -> torch.Tensor:
+            with saved:
+                return sum(share.square().sum() for share in shares)
+
+        ys = together([work] * 4)
+        assert saved.report().stored == x.nbytes
+        for y in ys:
+            assert torch.equal(*torch.autograd.grad(y, x, retain_graph=True), truth)
 
 
 def test_no_count_is_lost_between_threads() -> None:
