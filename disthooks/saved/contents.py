@@ -98,7 +98,7 @@ class ContentIndex:
             False, and ``packed`` is not added, if another thread has added a value since ``known`` was found.
         """
         with self._lock:
-            if self.find(key) not in (None, known):
+            if key in self._by_key and self.find(key) not in (None, known):
                 return False
             if len(self._by_key) + len(self.by_owner) > self._limit:
                 _sort_out(self._by_key)
