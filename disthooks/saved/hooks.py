@@ -507,7 +507,11 @@ class HookSite(NamedTuple):
         # New hooks for each call: replicas in threads, and calls inside calls, share the pipeline and no other state.
         hooks = SavedTensorHooks(self.pipeline, self.name, module)
         with hooks:
-            result = run(function, *args, **kwargs)
+            if type(function) is types.MethodType:
+                # torch 2.9 compiles `run` anew for each new object `function`, and a bound method is a new object.
+                result = run(function.__func__, function.__self__, *args, **kwargs)
+            else:
+                result = run(function, *args, **kwargs)
         # Was nothing saved in this thread during the call, by any attachment?
         if hooks._sequence == -1 and not hooks._has_inner and module is not None and function is not _next_of:
             self._warn_of_threads(module, result, args)

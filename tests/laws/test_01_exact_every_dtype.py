@@ -19,15 +19,20 @@ QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quin
 DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)} - QUANTIZED, key=str)
 
 
-#: torch has no kernel that copies these from one layout to another.
-STIFF = {kind for kind in DTYPES if str(kind)[6:] in {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}}
-
-
 def example(dtype: torch.dtype, *size: int) -> torch.Tensor:
     """Random bits as a tensor of ``dtype``."""
     count = torch.Size(size).numel()
     bits = torch.randint(0, 2 if dtype is torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
     return bits.view(dtype).view(size)
+
+
+def _is_stiff(dtype: torch.dtype) -> bool:
+    """Whether torch has no kernel that copies ``dtype`` to another layout: `int4`, and `float4_e2m1fn_x2` in 2.9."""
+    try:
+        example(dtype, 2, 2).t().contiguous()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return False
 
 
 def _bits(tensor: torch.Tensor) -> list:
@@ -62,9 +67,9 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("store", [lambda folder: dh.OnDisk(folder), lambda folder: dh.OnCpu()], ids=["disk", "cpu"])
 def test_every_dtype_comes_back_from_a_store(store: Callable, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
-    place, x = store(tmp_path), example(dtype, 8, 12)
+    place, x, is_stiff = store(tmp_path), example(dtype, 8, 12), _is_stiff(dtype)
     for name, view in VIEWS.items():
-        if dtype in STIFF and not view(x).is_contiguous():
+        if is_stiff and not view(x).is_contiguous():
             continue
         ticket = place.put(view(x))
         assert same(place.get(ticket), view(x), layout=False), name

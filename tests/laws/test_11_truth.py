@@ -21,6 +21,7 @@ from disthooks.engines.base import Engine
 from disthooks.grads.plan import VectorLayout
 from disthooks.grads.stats.base import Local, LocalStats
 from disthooks.grads.stats.norms import Power, norm_label
+from tests.support import needs
 from tests.support.engines import ENGINES, FIRST, STRATEGIES, close, grads_of, loss_of, make, sharded, train, whole
 from tests.support.optimizers import small
 from tests.support.ranks.harness import Ranks
@@ -381,6 +382,7 @@ def _zero_chosen(rank: int, stage: int) -> list[list[str]]:
     return found
 
 
+@needs("deepspeed")
 @pytest.mark.second_tier
 @pytest.mark.dist
 def test_a_predicate_sees_the_whole_parameter_under_zero_3(ranks: Ranks) -> None:
