@@ -400,5 +400,5 @@ def test_the_queues_of_tiers_do_not_grow() -> None:
     stays = tiers.put(torch.zeros(1))
     for _ in range(10_000):
         tiers.drop(tiers.put(torch.ones(1)))
-    assert len(tiers.open().queues[0]) < 2100
-    assert tiers.open().queues[0].last() is stays
+    assert len(tiers.open().queue(0, torch.device("cpu"))) < 2100
+    assert tiers.open().queue(0, torch.device("cpu")).last() is stays

@@ -92,8 +92,9 @@ class StoreReport:
 
     Attributes:
         name: the store, as the user wrote it.
-        held: bytes in the store now, those in flight included.
-        limit: most bytes that the store may hold in this process; None for no limit.
+        held: bytes in the store now, those in flight included; of ``OnDevice`` the sum over all devices.
+        limit: most bytes that the store may hold in this process; None for no limit. The limit of ``OnDevice`` is for
+            each device.
         in_flight: bytes that are still in memory and wait to be written.
         written: bytes that were written to the file, or copied to the host.
         never_written: bytes that were read or dropped before they were written.
@@ -107,6 +108,7 @@ class StoreReport:
         measured_read: the same for reading.
         why_buffered: why the file goes through the page cache of the system; empty if it does not.
         why_staged: why a GPU's tensors go through host memory although ``gpu_direct`` was asked for; empty otherwise.
+        devices: how many devices ``limit`` was used for, on each anew; 1 if it is for all of them together.
     """
 
     name: str
@@ -125,9 +127,11 @@ class StoreReport:
     measured_read: float | None = None
     why_buffered: str = ""
     why_staged: str = ""
+    devices: int = 1
 
     def __str__(self) -> str:
         most = "" if self.limit is None else f" of {format_bytes(self.limit)}"
+        most += f" on each of {self.devices} devices" if most and self.devices > 1 else ""
         flying = f", {format_bytes(self.in_flight)} of it in flight" if self.in_flight else ""
         lines = [f"{self.name}: holds {format_bytes(self.held)}{most}{flying}"]
         if self.written:
@@ -231,12 +235,21 @@ class Store(ABC):
         """Like :meth:`put`, for a tensor in host memory that another store has copied from the device of ``stream``."""
         return self.put(tensor.to(stream.device))
 
-    def device_bytes(self) -> int:
-        """Bytes on accelerators of tensors that belong elsewhere: not copied yet, or brought back early."""
+    def device_bytes(self, device: torch.device | None = None) -> int:
+        """Bytes of tensors that belong elsewhere: not copied yet, or brought back early.
+
+        Args:
+            device: the accelerator that they are on; None for all of them.
+        """
         return 0
 
-    def set_device_limit(self, nbytes: int) -> None:  # noqa: B027
-        """Keep :meth:`device_bytes` at or below ``nbytes`` from now on, as far as the host need not wait for it."""
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:  # noqa: B027
+        """Keep :meth:`device_bytes` of ``device`` at or below ``nbytes`` from now on, if the host need not wait for it.
+
+        Args:
+            nbytes: bytes.
+            device: an accelerator; None for each of them.
+        """
 
     def pop_transfer_seconds(self, ticket: Any) -> float:
         """Seconds for which the tensor was moved beside the computation since the last call; 0 if that is not known."""
@@ -325,11 +338,11 @@ class StoreSpec(Store, Generic[Opened]):
     def put_from_host(self, tensor: torch.Tensor, stream: torch.Stream) -> Any:
         return self.open().put_from_host(tensor, stream)
 
-    def device_bytes(self) -> int:
-        return self.open().device_bytes()
+    def device_bytes(self, device: torch.device | None = None) -> int:
+        return self.open().device_bytes(device)
 
-    def set_device_limit(self, nbytes: int) -> None:
-        self.open().set_device_limit(nbytes)
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
+        self.open().set_device_limit(nbytes, device)
 
     def pop_transfer_seconds(self, ticket: Any) -> float:
         return self.open().pop_transfer_seconds(ticket)
@@ -488,3 +501,45 @@ class ByteBudget:
                 debtor.owed = 0
             self.release(taken)  # an interrupt came after the bytes were taken
             raise
+
+
+class DeviceBudgets:
+    """A :class:`ByteBudget` for each device that is used, all with the same limit. The CPU is a device, too.
+
+    Args:
+        limit: most bytes on each device; None for no limit.
+        owner: the store's name, for error texts.
+
+    >>> budgets = DeviceBudgets("1 KiB", "OnDevice")
+    >>> for device in ("cpu", "meta"):
+    ...     budgets.of(torch.device(device)).reserve(1000)
+    >>> budgets.held, budgets.limit
+    (2000, 1024)
+    """
+
+    def __init__(self, limit: int | str | None, owner: str) -> None:
+        self._limit, self._owner = ByteBudget(limit, owner).limit, owner
+        self._all: dict[torch.device, ByteBudget] = {}
+
+    def of(self, device: torch.device) -> ByteBudget:
+        """The bytes in use on ``device``."""
+        found = self._all.get(device)
+        if found is None:
+            made = ByteBudget(self._limit, f"{self._owner} ({device})")
+            found = self._all.setdefault(device, made)  # another thread may have added one meanwhile
+        return found
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes that may be in use on each device; None for no limit."""
+        return self._limit
+
+    @property
+    def held(self) -> int:
+        """Bytes in use now, on all devices together."""
+        return sum(budget.held for budget in tuple(self._all.values()))
+
+    @property
+    def devices(self) -> int:
+        """How many devices were used."""
+        return len(self._all)

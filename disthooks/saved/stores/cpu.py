@@ -496,14 +496,17 @@ class OpenOnCpu(Store):
         if isinstance(ticket, _Sent):
             ticket.courier.prefetch(ticket.ticket)
 
-    def device_bytes(self) -> int:
-        """Bytes of saved tensors on the devices: those that ``in_flight`` limits."""
-        return sum(courier.device_bytes for courier in list(self.couriers.values()))
+    def device_bytes(self, device: torch.device | None = None) -> int:
+        """Bytes of saved tensors on ``device``, or on all devices: those that ``in_flight`` limits."""
+        return sum(courier.device_bytes for courier in self._of(device))
 
-    def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on each device from now on."""
-        for courier in list(self.couriers.values()):
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Hold at most ``nbytes`` on ``device``, or on each device, from now on."""
+        for courier in self._of(device):
             courier.set_device_limit(nbytes)
+
+    def _of(self, device: torch.device | None) -> list[Courier]:
+        return [courier for at, courier in list(self.couriers.items()) if device is None or at == device]
 
     def drop(self, ticket: _Held | _Sent) -> None:
         """Give the bytes back to the limit. The memory is freed when no copy needs it."""

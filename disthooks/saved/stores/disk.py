@@ -451,6 +451,7 @@ class OpenOnDisk(Store):
 
     def __init__(self, mover: Mover, budget: ByteBudget, directories: tuple[str, ...]) -> None:
         self.mover, self.budget = mover, budget
+        self._allowed: dict[torch.device | None, int] = {}  # most bytes on devices, by the device that said so
         self._path = directories[0] if len(directories) == 1 else str(directories)
         self._name = f"OnDisk({directories[0] if len(directories) == 1 else directories!r})"
         for file in mover.files:
@@ -517,13 +518,14 @@ class OpenOnDisk(Store):
         """Begin to read the tensor, because backward reads it soon."""
         ticket.mover.prefetch(ticket.ticket)
 
-    def device_bytes(self) -> int:
-        """Bytes on devices: of tensors that are being copied from there, and of those that were read early."""
+    def device_bytes(self, device: torch.device | None = None) -> int:
+        """Bytes on all devices, whichever is asked for: of tensors that are copied from there or were read early."""
         return self.mover.transfer.device_bytes
 
-    def set_device_limit(self, nbytes: int) -> None:
-        """Hold at most ``nbytes`` on devices from now on."""
-        self.mover.transfer.set_device_limit(nbytes)
+    def set_device_limit(self, nbytes: int, device: torch.device | None = None) -> None:
+        """Hold at most ``nbytes`` on all devices from now on, or less if another device has a smaller limit."""
+        self._allowed[device] = nbytes
+        self.mover.transfer.set_device_limit(min(list(self._allowed.values())))
 
     def drop(self, ticket: _Stored) -> None:
         """Let other tensors use its place in the file."""

@@ -14,10 +14,10 @@ import torch
 
 from disthooks._fork_safe import Order, shared_lock
 from disthooks._registry import register
-from disthooks._streams import handed_over, on, stream_of
+from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Functions, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.base import ByteBudget, DeviceBudgets, Functions, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.cpu import OnCpu
 from disthooks.saved.stores.turns import Placed, Turns, let_go
 
@@ -36,22 +36,23 @@ class _There(NamedTuple):
 
 
 class OpenOnDevice(Store):
-    """An :class:`OnDevice` at work: the bytes under its limit.
+    """An :class:`OnDevice` at work: the bytes on each device under its limit.
 
     Attributes:
         below: the stores behind it in a :class:`Tiered`, by identity. The bytes that they hold on the device count
             against the limit, too.
     """
 
-    def __init__(self, budget: ByteBudget) -> None:
+    def __init__(self, budget: DeviceBudgets) -> None:
         self.budget = budget
         self.below: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor) -> _There:
         """Hold ``tensor`` itself."""
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
-        self.budget.reserve(nbytes)
-        return _There(tensor, stream_of(tensor), nbytes, self.budget)
+        budget = self.budget.of(tensor.device)
+        budget.reserve(nbytes)
+        return _There(tensor, stream_of(tensor), nbytes, budget)
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor that was put, for the current stream."""
@@ -66,22 +67,25 @@ class OpenOnDevice(Store):
         ticket.drop()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry, with the bytes held."""
-        return (StoreReport("OnDevice()", held=self.budget.held, limit=self.budget.limit),)
+        """One entry, with the bytes held on all devices."""
+        held, devices = self.budget.held, max(1, self.budget.devices)
+        return (StoreReport("OnDevice()", held=held, limit=self.budget.limit, devices=devices),)
 
 
 @register("store")
 @dataclass(frozen=True)
 class OnDevice(StoreSpec["OpenOnDevice"]):
-    """Keep saved tensors on the device that they are on, up to a limit.
+    """Keep saved tensors on the device that they are on, up to a limit on each device.
 
     Use it as the first store of a :class:`Tiered`, or behind codecs that make tensors smaller. It copies nothing. A
     view counts with all the bytes of its storage, because it keeps them alive.
 
     Args:
-        limit: most bytes in this process at any time: an int, text such as ``"8 GiB"``, or ``"64 GiB per node"``, of
-            which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None for no limit. In a
-            ``Tiered``, bytes that the stores behind it hold on the device for a while count, too.
+        limit: most bytes of this process on each device at any time: an int, text such as ``"8 GiB"``, or
+            ``"64 GiB per node"``; None for no limit. A process with two GPUs (``nn.DataParallel``, a model that is
+            split) may hold ``"8 GiB"`` on each of them; the CPU counts as a device of its own. ``per node`` divides the
+            bytes equally among the processes of the node (``LOCAL_WORLD_SIZE``), and each device of a process may hold
+            that part. In a ``Tiered``, bytes that the stores behind it hold on the device for a while count, too.
 
     Raises:
         UsageError: if ``limit`` is not a size.
@@ -99,12 +103,12 @@ class OnDevice(StoreSpec["OpenOnDevice"]):
         ByteBudget(self.limit, "OnDevice")
 
     @property
-    def budget(self) -> ByteBudget:
-        """The bytes in use in this process, and their limit."""
+    def budget(self) -> DeviceBudgets:
+        """The bytes in use in this process, and their limit on each device."""
         return self.open().budget
 
     def _open(self) -> OpenOnDevice:
-        return OpenOnDevice(ByteBudget(self.limit, "OnDevice"))
+        return OpenOnDevice(DeviceBudgets(self.limit, "OnDevice"))
 
     def leaves_memory(self, tensor: torch.Tensor) -> bool:
         """False: the tensor stays where it is."""
@@ -171,39 +175,39 @@ class OpenTiered(Store):
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
         self.stores, self._name = stores, name
-        self.queues = tuple(map(Queue, range(len(stores))))  # the tensors of each tier
+        self._queues: dict[tuple[int, torch.device | None], Queue] = {}
         limits = weakref.WeakMethod(self._limits)  # weak: the turns lie in this object, and no cycle may stay
-        self.turns = Turns(lambda: found() if (found := limits()) is not None else [None])
-        self._largest = 0  # bytes of the largest tensor so far
+        self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
+        self._largest: dict[torch.device, int] = {}  # bytes of the largest tensor of each device so far
         self._broken: set[int] = set()  # tiers that failed, until they are empty
         if isinstance(stores[0], OnDevice):
             stores[0].open().below.update({id(store): store for store in stores[1:]})
 
     def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier that takes it."""
-        placed = Placed(tensor.nbytes, stream_of(tensor), self)
+        placed = Placed(tensor.nbytes, stream_of(tensor), self, tensor.device)
         tier = self.turns.put(placed)
         try:
             if tier:  # see [Note: tiers follow a plan] in turns.py
-                self._leave_room(tensor.nbytes)
+                self._leave_room(placed.device, tensor.nbytes)
                 with contextlib.suppress(StoreError):  # no tier from there on has room: try the nearer ones
                     self._place(placed, tensor, tier)
             if placed.tier < 0:
                 if placed.at is not None:
-                    self._make_way(tensor.nbytes, is_planned=tier is not None)
+                    self._make_way(placed, is_planned=tier is not None)
                 self._place(placed, tensor, 0)
         except BaseException:
             placed.drop()
             raise
         if placed.at is not None and placed.tier > 0:
-            self._leave_room(0)
+            self._leave_room(placed.device)
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from the tier that it is in."""
         following = self.turns.read(ticket, _LOOK)
         if ticket.at is not None:
-            self._leave_room(0)
+            self._leave_room(ticket.device)
         with self._at(ticket):
             ticket.asked = False
             store = self.stores[ticket.tier]
@@ -216,11 +220,11 @@ class OpenTiered(Store):
                 tensor = store.get(ticket.ticket) if held is None else held
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
         # `OnDisk` reads ahead by itself, no more than its `in_flight`.
-        planned = self.turns.to_bring(ticket, self._room())
+        planned = self.turns.to_bring(ticket, self._room(ticket.device))
         self._look_ahead([other for other in planned if isinstance(self.stores[other.tier], OnCpu)], None)
         # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
         limited = ticket.at is not None and isinstance(self.stores[0], OnDevice)
-        self._look_ahead(following, min(_AHEAD, self._room()) if limited else _AHEAD)
+        self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
         return tensor
 
     def pop_transfer_seconds(self, ticket: Placed) -> float:
@@ -256,18 +260,18 @@ class OpenTiered(Store):
         why = ""  # only the text of the error: its traceback would hold this frame, which would be a cycle
         for tier in range(first, len(self.stores)):
             try:
-                placed.ticket = self._put_at(tier, tensor, placed.at)
+                placed.ticket = self._put_at(tier, tensor, placed)
             except StoreError as error:
                 why = str(error)
                 continue
             placed.tier = tier
-            self.queues[tier].add(placed, self.turns.of(placed))
+            self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
         raise StoreError(f"{self._name}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
 
-    def _put_at(self, tier: int, tensor: torch.Tensor, at: torch.Stream | None) -> Any:
+    def _put_at(self, tier: int, tensor: torch.Tensor, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
-        store = self.stores[tier]
+        store, at, device = self.stores[tier], placed.at, placed.device
         self._mend(tier)
         while True:
             try:
@@ -275,27 +279,45 @@ class OpenTiered(Store):
                     return store.put(tensor)
                 return store.put_from_host(tensor, at) if tensor.is_cpu else store.put_away(tensor)
             except StoreError:
-                budget = getattr(store, "budget", None)
-                if not isinstance(budget, ByteBudget) or budget.has_room(tensor.nbytes):
+                budget = self._budget(tier, device)
+                if budget is None or budget.has_room(tensor.nbytes):
                     self._broken.add(tier)  # the tier failed for another reason than its limit
                     raise
                 # The tier is full: make room and try again, if a tensor can be moved down.
-                if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier):
+                if not budget.could_have_room(tensor.nbytes) or not self._make_room(tier, device):
                     raise
 
     def _mend(self, tier: int) -> None:
         """Allow a tier that failed to be used again if it is empty; StoreError if it is not."""
         if tier in self._broken:
             budget = getattr(self.stores[tier], "budget", None)
-            if isinstance(budget, ByteBudget) and budget.held:
+            if isinstance(budget, (ByteBudget, DeviceBudgets)) and budget.held:
                 raise StoreError(f"{self.stores[tier]!r} failed, and is not empty yet")
             self._broken.discard(tier)
 
-    def _make_room(self, tier: int, nbytes: int = 0) -> bool:
+    def queue(self, tier: int, device: torch.device) -> Queue:
+        """The tensors that have to make room in ``tier`` for a tensor of ``device``.
+
+        In an ``OnDevice`` these are the tensors of this device. The limit of any other store is for all devices
+        together.
+        """
+        key = tier, device if isinstance(self.stores[tier], OnDevice) else None
+        found = self._queues.get(key)
+        return self._queues.setdefault(key, Queue(tier)) if found is None else found
+
+    def _budget(self, tier: int, device: torch.device) -> ByteBudget | None:
+        """The bytes under the limit of ``tier`` that holds for a tensor of ``device``; None if that is not known."""
+        budget = getattr(self.stores[tier], "budget", None)
+        if isinstance(budget, DeviceBudgets):
+            return budget.of(device)
+        return budget if isinstance(budget, ByteBudget) else None
+
+    def _make_room(self, tier: int, device: torch.device, nbytes: int = 0) -> bool:
         """Move the tensor of ``tier`` that backward reads last to a tier below.
 
         Args:
             tier: the number of the tier.
+            device: the device of the new tensor.
             nbytes: bytes of the new tensor that needs the room, on the device.
 
         Returns:
@@ -303,7 +325,7 @@ class OpenTiered(Store):
         """
         if tier + 1 == len(self.stores):
             return False
-        while (last := self.queues[tier].last()) is not None:
+        while (last := self.queue(tier, device).last()) is not None:
             with self._at(last):
                 if last.tier != tier:
                     continue  # another thread has moved it meanwhile
@@ -314,69 +336,78 @@ class OpenTiered(Store):
                 if last.at is None:
                     self._place(last, held, tier + 1)
                 else:
-                    self._leave_room(nbytes - last.nbytes)
+                    self._leave_room(last.device, nbytes - last.nbytes)
                     with on(last.at):  # the copy of the next tier must come after the work that fills the tensor
                         self._place(last, held, tier + 1)
                 self.stores[tier].drop(before)
             return True
         return False
 
-    def _limits(self) -> list[int | None]:
-        """The bytes of each tier that a plan may use; None for no limit."""
-        budgets = [getattr(store, "budget", None) for store in self.stores]
-        limits = [budget.limit if isinstance(budget, ByteBudget) else None for budget in budgets]
+    def _limits(self, device: torch.device) -> list[int | None]:
+        """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
+        budgets = [self._budget(tier, device) for tier in range(len(self.stores))]
+        limits = [None if budget is None else budget.limit for budget in budgets]
         if isinstance(self.stores[0], OnDevice) and limits[0] is not None:
-            limits[0] -= self._window(limits[0])
+            limits[0] -= self._window(limits[0], device)
         return limits
 
     # -- the device
 
-    def _window(self, limit: int) -> int:
+    def _window(self, limit: int, device: torch.device) -> int:
         """The part of the ``limit`` of the first tier that is left to copies on their way to the tiers below.
 
         A tensor that moves down takes memory of the device until it is copied. In a window of up to an eighth of the
         limit, a tensor of the largest size can be on its way while the next one comes, so that the computation need not
         wait for the copy (decision 85).
         """
-        return min(limit // 8, 2 * self._largest)
+        return min(limit // 8, 2 * self._largest.get(device, 0))
 
-    def _make_way(self, nbytes: int, is_planned: bool) -> None:
-        """Make room for a new tensor of ``nbytes``, which is on the device already.
+    def _make_way(self, placed: Placed, is_planned: bool) -> None:
+        """Make room for a new tensor, which is on the device already.
 
         Without a plan, tensors begin to move down before the limit is reached. A plan leaves the window free by itself.
         """
-        first = self.stores[0]
-        limit = first.budget.limit if isinstance(first, OnDevice) else None
-        if limit is None or not isinstance(first, OnDevice):
+        device, nbytes = placed.device, placed.nbytes
+        budget = self._nearest(device)
+        if budget is None or budget.limit is None:
             return
-        self._largest = max(self._largest, nbytes)
-        early = limit if is_planned else limit - self._window(limit)
+        self._largest[device] = max(self._largest.get(device, 0), nbytes)
+        limit = budget.limit
+        early = limit if is_planned else limit - self._window(limit, device)
         with contextlib.suppress(StoreError):  # if the tiers below are full, `put` of the new tensor raises it
-            while nbytes <= limit and first.budget.held + nbytes > early and self._make_room(0, nbytes):
+            while nbytes <= limit and budget.held + nbytes > early and self._make_room(0, device, nbytes):
                 pass
-        self._leave_room(nbytes)
+        self._leave_room(device, nbytes)
 
-    def _leave_room(self, nbytes: int) -> None:
-        """Limit the bytes that the tiers below hold on the device, for a new tensor of ``nbytes``.
+    def _leave_room(self, device: torch.device, nbytes: int = 0) -> None:
+        """Limit the bytes that the tiers below hold on ``device``, for a new tensor of ``nbytes``.
 
         They may hold what the first tier leaves of its limit, less ``nbytes`` (decision 85).
         """
-        first = self.stores[0]
-        if not isinstance(first, OnDevice) or first.budget.limit is None:
+        budget = self._nearest(device)
+        if budget is None or budget.limit is None:
             return
-        room = first.budget.limit - first.budget.held - nbytes
-        below = list(first.open().below.values())
-        held = [store.device_bytes() for store in below]
+        below = self._below()
+        held = [store.device_bytes(device) for store in below]
+        room = budget.limit - budget.held - sum(held) - nbytes
         for store, own in zip(below, held, strict=True):
-            store.set_device_limit(max(0, room - sum(held) + own))
+            store.set_device_limit(max(0, room + own), device)
 
-    def _room(self) -> int:
-        """Bytes that the limit of the first tier leaves free on the device; 0 if the first tier is another place."""
-        first = self.stores[0]
-        if not isinstance(first, OnDevice) or first.budget.limit is None:
+    def _room(self, device: torch.device) -> int:
+        """Bytes that the limit of the first tier leaves free on ``device``; 0 if the first tier has no such limit."""
+        budget = self._nearest(device)
+        if budget is None or budget.limit is None:
             return 0
-        below = list(first.open().below.values())
-        return first.budget.limit - first.budget.held - sum(store.device_bytes() for store in below)
+        below = self._below() if is_accelerator(device) else []
+        return budget.limit - budget.held - sum(store.device_bytes(device) for store in below)
+
+    def _nearest(self, device: torch.device) -> ByteBudget | None:
+        """The bytes of ``device`` under the limit of the first tier; None if the first tier is another place."""
+        return self._budget(0, device) if isinstance(self.stores[0], OnDevice) else None
+
+    def _below(self) -> list[Store]:
+        first = self.stores[0]
+        return list(first.open().below.values()) if isinstance(first, OnDevice) else []
 
     def _look_ahead(self, following: Sequence[Placed], most: int | None) -> None:
         """Ask the tiers to bring the tensors of ``following`` nearer; ``most`` bytes of them, None for all."""

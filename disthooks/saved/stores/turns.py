@@ -26,6 +26,8 @@ from disthooks.saved.stores.plan import Plan, Tapes, make_plan
 
 _GROUP = 64 << 20  # bytes that backward asks for at once; an eighth of the nearest tier's limit if that is less
 
+_CPU = torch.device("cpu")
+
 
 class Placed:
     """A tensor in one of the tiers. It moves to the next tier if tensors that backward reads sooner need its room.
@@ -35,19 +37,20 @@ class Placed:
         ticket: the ticket of that tier.
         nbytes: bytes of the tensor.
         at: the stream that filled the tensor if it is on an accelerator; None otherwise.
+        device: the device that the tensor was put on.
         tiers: the runtime of the ``Tiered`` that it was put into.
         turn: its position in the order of reads.
         asked: whether the tier was told that backward reads the tensor soon.
     """
 
-    __slots__ = ("__weakref__", "asked", "at", "dropped", "lock", "nbytes", "ticket", "tier", "tiers", "turn")
+    __slots__ = ("__weakref__", "asked", "at", "device", "dropped", "lock", "nbytes", "ticket", "tier", "tiers", "turn")
 
-    def __init__(self, nbytes: int, at: Any = None, tiers: Any = None) -> None:
+    def __init__(self, nbytes: int, at: Any = None, tiers: Any = None, device: torch.device = _CPU) -> None:
         self.tiers = tiers
         self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
         self.tier = -1
         self.ticket: Any = None
-        self.nbytes, self.at = nbytes, at
+        self.nbytes, self.at, self.device = nbytes, at, device
         self.turn: Turn | None = None
         self.asked = self.dropped = False
 
@@ -156,22 +159,22 @@ class Turns(ForkSafe[Turn]):
     """The tapes of each thread and device: where their tensors go, and in which order backward will read them.
 
     Args:
-        limits: gives the bytes of each tier that tensors may stay in; None for no limit.
+        limits: gives the bytes of each tier that tensors of a device may stay in; None for no limit.
     """
 
-    def __init__(self, limits: Callable[[], list[int | None]] = lambda: [None]) -> None:
+    def __init__(self, limits: Callable[[torch.device], list[int | None]] = lambda device: [None]) -> None:
         super().__init__(Order.TURNS)
         self._limits = limits
-        self._own: PerThread[dict[torch.device | None, TapeOrder]] = PerThread(dict)
+        self._own: PerThread[dict[torch.device, TapeOrder]] = PerThread(dict)
 
     def put(self, placed: Placed) -> int | None:
         """Note that ``placed`` is the next tensor that this thread puts. Returns its tier; None if there is no plan."""
         with self._lock:
             self._drain_releases()
-            device, orders = None if placed.at is None else placed.at.device, self._own()
-            order = orders.get(device)
+            orders = self._own()
+            order = orders.get(placed.device)
             if order is None:
-                order = orders[device] = TapeOrder(self._limits)
+                order = orders[placed.device] = TapeOrder(functools.partial(self._limits, placed.device))
             placed.turn = Turn(placed, order)
             return order.place(placed.turn, placed.nbytes)
 
