@@ -77,6 +77,7 @@ def test_a_missing_wait_gives_wrong_numbers_with_a_lag_too(sim: torch.device) ->
         side.wait_stream(main)
         with side:
             right = y + 1
+        main.wait_stream(side)
         assert torch.equal(right.cpu(), torch.full((N,), 3.0))
         assert not torch.equal(wrong.cpu(), torch.full((N,), 3.0))
 
