@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import cpu, device_copy, pools
+from disthooks.saved.stores import courier, device_copy, pools
 from disthooks.saved.stores.order import Lane
 from tests.support.models import CASES, build, identical
 from tests.support.models import step as train
@@ -397,7 +397,7 @@ def test_interrupts_anywhere(device: torch.device, monkeypatch: pytest.MonkeyPat
 
         with monkeypatch.context() as patch:
             patch.setattr(device_copy, "event_on", interrupted)
-            patch.setattr(cpu, "event_on", interrupted)
+            patch.setattr(courier, "event_on", interrupted)
             with contextlib.suppress(KeyboardInterrupt):
                 assert torch.equal(step(store, x), truth)
         gc.collect()

@@ -180,9 +180,14 @@ class Store(ABC):
 
     Attributes:
         min_bytes: tensors with fewer bytes stay where they are, unless a pipeline has another limit (``AtLeast``).
+        can_be_tier: whether a ``Tiered`` takes it.
+        takes_plans: whether a ``Tiered`` tells it by plan which tensors to bring nearer (``prefetch``); a store that
+            reads ahead by itself does not need that.
     """
 
     min_bytes: ClassVar[int] = 4096  # a page: of ResNet-18's 100 saved tensors 40 are smaller, together 0.04 MB
+    can_be_tier: ClassVar[bool] = True
+    takes_plans: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -385,6 +390,7 @@ class Functions(Store):
     """
 
     min_bytes: ClassVar[int] = 0
+    can_be_tier: ClassVar[bool] = False
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
 

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from disthooks._registry import register
 from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, DeviceBudgets, Functions, Store, StoreReport, StoreSpec
-from disthooks.saved.stores.cpu import OnCpu
+from disthooks.saved.stores.base import ByteBudget, DeviceBudgets, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.turns import Placed, Turns, let_go
 
 
@@ -195,7 +194,7 @@ class OpenTiered(Store):
             if placed.tier < 0:
                 if placed.at is not None:
                     self._make_way(placed, is_planned=tier is not None)
-                self._place(placed, tensor, 0)
+                self._place(placed, tensor, self._first(placed))
         except BaseException:
             placed.drop()
             raise
@@ -221,7 +220,7 @@ class OpenTiered(Store):
                 tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
         # `OnDisk` reads ahead by itself, no more than its `in_flight`.
         planned = self.turns.to_bring(ticket, self._room(ticket.device))
-        self._look_ahead([other for other in planned if isinstance(self.stores[other.tier], OnCpu)], None)
+        self._look_ahead([other for other in planned if self.stores[other.tier].takes_plans], None)
         # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
         limited = ticket.at is not None and isinstance(self.stores[0], OnDevice)
         self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
@@ -268,6 +267,10 @@ class OpenTiered(Store):
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
         raise StoreError(f"{self._name}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
+
+    def _first(self, placed: Placed) -> int:
+        """The number of the nearest tier that takes ``placed``."""
+        return 0
 
     def _put_at(self, tier: int, tensor: torch.Tensor, placed: Placed) -> Any:
         """A ticket of one tier; StoreError if no room can be made there."""
@@ -458,7 +461,7 @@ class Tiered(StoreSpec["OpenTiered"]):
 
     Raises:
         UsageError: if there are fewer than two stores, if one of them cannot be a tier (``Functions``, another
-            ``Tiered``), or if an ``OnDevice`` with stores behind it has no limit.
+            ``Tiered``, an ``OnCpu`` with ``keep``), or if an ``OnDevice`` with stores behind it has no limit.
         StoreError: in forward, if the last store is full too.
 
     >>> tiers = Tiered(OnDevice(8), OnDevice(100))
@@ -469,11 +472,15 @@ class Tiered(StoreSpec["OpenTiered"]):
     (1, 0)
     """
 
+    can_be_tier: ClassVar[bool] = False
     stores: tuple[Store, ...]
 
     def __init__(self, *stores: Store) -> None:
-        if len(stores) < 2 or not all(isinstance(s, Store) and not isinstance(s, (Functions, Tiered)) for s in stores):
-            raise UsageError(f"Tiered takes two or more stores, not Functions and no other Tiered, got {stores!r}")
+        if len(stores) < 2 or not all(isinstance(store, Store) and store.can_be_tier for store in stores):
+            raise UsageError(
+                "Tiered takes two or more stores, not Functions, no other Tiered and no OnCpu(keep=...), in place of "
+                f"which OnDevice stands in front, got {stores!r}"
+            )
         if any(isinstance(store, OnDevice) and store.budget.limit is None for store in stores[:-1]):
             raise UsageError(
                 f"{stores!r}: OnDevice() without a limit takes everything, and the stores behind it get nothing; "
