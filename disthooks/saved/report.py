@@ -265,10 +265,15 @@ class SavedReport:
                 f"worth moving: keep the small ones, AtLeast({format_bytes(_WORTH)!r})"
             )
         elif self.moved and waited > _MUCH and waited > self.hidden_seconds:
+            only_host = all(tier.name.startswith(("OnCpu", "OnDevice")) for tier in self.tiers)
+            last = (
+                "let more stay on the device, OnCpu(keep=...)"
+                if only_host
+                else "give it a faster or a second directory"
+            )
             found.append(
                 f"forward and backward waited {waited:.1f} s for what took {waited + self.hidden_seconds:.1f} s: the "
-                "store is the bottleneck. Save fewer modules, store less of each tensor (Cast, Quantize), or give it a "
-                "faster or a second directory"
+                f"store is the bottleneck. Save fewer modules, store less of each tensor (Cast, Quantize), or {last}"
             )
         if self.differed:
             where = ", ".join(place for place, _ in _largest(self.differed))

@@ -95,6 +95,9 @@ def test_the_bytes_on_the_device_are_those_that_were_allowed(device: torch.devic
         del y
     written, read = moved(store)
     assert 3 * (length - kept - flying) * N <= read <= written <= 3 * (length - kept) * N
+    stayed, _ = store.report()
+    assert stayed.from_memory >= 3 * kept * N - 2 * N  # the first forward does not fill it to the last byte
+    assert "stayed there until backward read them" in str(stayed)
     assert soon(lambda: is_empty(store))
 
 
@@ -109,8 +112,10 @@ def test_the_limit_counts_the_bytes_of_the_host_alone(device: torch.device) -> N
         assert store.budget.held == (length - kept) * N <= store.budget.limit
         assert [report.held for report in store.report()] == [kept * N, (length - kept) * N]
         assert torch.equal(torch.autograd.grad(y, x)[0], truth)
-        with dh.saving(every(store)), pytest.raises(StoreError, match=r"OnCpu.* is full: wanted"):
+        with dh.saving(every(store)), pytest.raises(StoreError, match=r"saved: OnCpu is full: wanted") as caught:
             chain(x, length + 3)
+        assert (caught.value.wanted, caught.value.free) == (N, 0)
+        del caught
         assert soon(lambda: is_empty(store))
 
 

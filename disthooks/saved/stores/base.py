@@ -144,6 +144,8 @@ class StoreReport:
                 f"{format_bytes(self.from_memory)} wanted while in memory, "
                 f"{format_bytes(self.never_written)} never written"
             )
+        elif self.from_memory:
+            lines.append(f"  {format_bytes(self.from_memory)} stayed there until backward read them")
         if self.why_buffered:
             lines.append(f"  through the page cache: {self.why_buffered}")
         if self.why_staged:

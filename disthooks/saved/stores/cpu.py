@@ -201,7 +201,7 @@ class OpenKeeping(OpenTiered):
     """
 
     def __init__(self, keep: int, in_flight: int, host: OnCpu) -> None:
-        super().__init__((OnDevice(keep + in_flight), host), "OnCpu")
+        super().__init__((OnDevice(keep + in_flight), host), "")
         self._in_flight, self._host = in_flight, host
 
     @property

@@ -44,6 +44,7 @@ class OpenOnDevice(Store):
 
     def __init__(self, budget: DeviceBudgets) -> None:
         self.budget = budget
+        self._read = 0  # no lock: an update that another thread overwrites only makes the figure inexact
         self.below: weakref.WeakValueDictionary[int, Store] = weakref.WeakValueDictionary()
 
     def put(self, tensor: torch.Tensor) -> _There:
@@ -55,6 +56,7 @@ class OpenOnDevice(Store):
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor that was put, for the current stream."""
+        self._read += ticket.nbytes
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
     def peek(self, ticket: _There) -> torch.Tensor:
@@ -67,8 +69,8 @@ class OpenOnDevice(Store):
 
     def report(self) -> tuple[StoreReport, ...]:
         """One entry, with the bytes held on all devices."""
-        held, devices = self.budget.held, max(1, self.budget.devices)
-        return (StoreReport("OnDevice()", held=held, limit=self.budget.limit, devices=devices),)
+        held, limit, devices = self.budget.held, self.budget.limit, max(1, self.budget.devices)
+        return (StoreReport("OnDevice()", held=held, limit=limit, from_memory=self._read, devices=devices),)
 
 
 @register("store")
@@ -169,7 +171,7 @@ class OpenTiered(Store):
 
     Args:
         stores: the tiers, the fastest first.
-        name: the spec, as text for errors.
+        name: the spec, as text for errors; empty if the error of the last tier says enough.
     """
 
     def __init__(self, stores: tuple[Store, ...], name: str) -> None:
@@ -256,17 +258,19 @@ class OpenTiered(Store):
 
     def _place(self, placed: Placed, tensor: torch.Tensor, first: int) -> None:
         """Put ``tensor`` into the first tier from number ``first`` on that takes it."""
-        why = ""  # only the text of the error: its traceback would hold this frame, which would be a cycle
+        # Only the text and the figure of the error: its traceback would hold this frame, which would be a cycle.
+        why, free = "", None
         for tier in range(first, len(self.stores)):
             try:
                 placed.ticket = self._put_at(tier, tensor, placed)
             except StoreError as error:
-                why = str(error)
+                why, free = str(error), error.free
                 continue
             placed.tier = tier
             self.queue(tier, placed.device).add(placed, self.turns.of(placed))
             return
-        raise StoreError(f"{self._name}: the last tier is full, or failed: {why}", wanted=tensor.nbytes)
+        said = f"{self._name}: the last tier is full, or failed: {why}" if self._name else why
+        raise StoreError(said, wanted=tensor.nbytes, free=free)
 
     def _first(self, placed: Placed) -> int:
         """The number of the nearest tier that takes ``placed``."""
