@@ -83,19 +83,21 @@ class Order(enum.IntEnum):
     PACKED = 3  # one packed value
     PLACE = 4  # the verifications of Recompute
     PLACED = 5  # one tensor of a Tiered
-    OPENING = 6  # the movers and scratch files of OnDisk that exist
-    MOVER = 7  # the queues of a mover (OnDisk) or of a courier (OnCpu)
-    WAY = 8  # whether GPUDirect Storage can be used
-    TRANSFER = 9  # copies that a mover has under way between devices and the host
-    LINK = 10  # the copies between one device and the host
-    TURNS = 11  # the order in which the tensors of a Tiered are read
-    QUEUE = 12  # the tensors of one tier
-    POOL = 13  # memory that is used again
-    SCRATCH_FILE = 14  # the used parts of a file
-    BUDGET = 15  # bytes under a limit
-    IO_STATS = 16  # the time during which threads move bytes
-    WATCH = 17  # the records of a watcher
-    COUNTERS = 18  # the counts of an attachment, and the index of its packed values
+    OPENING = 6  # what works in this process for stores
+    TAPE = 7  # the open group of a tape
+    GROUP = 8  # what is read of one group of a tape
+    MOVER = 9  # the bytes in flight and the threads of a runtime (OnDisk), the queues of a mover or of a courier
+    WAY = 10  # whether GPUDirect Storage can be used
+    STAGING = 11  # copies between devices and the memory that files are written from
+    LINK = 12  # the copies between one device and the host
+    TURNS = 13  # the order in which the tensors of a Tiered are read
+    QUEUE = 14  # the tensors of one tier
+    POOL = 15  # memory that is used again
+    SCRATCH_FILE = 16  # the used parts of a file
+    BUDGET = 17  # bytes under a limit
+    IO_STATS = 18  # the time during which threads move bytes
+    WATCH = 19  # the records of a watcher
+    COUNTERS = 20  # the counts of an attachment, and the index of its packed values
 
 
 def _make(order: Order, again: bool) -> Any:

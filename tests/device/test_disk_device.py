@@ -16,7 +16,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import disk, transfer
+from disthooks.saved.stores import group_files, tape
 from disthooks.saved.stores.device_copy import link_of
 from tests.support.models import CASES, build, identical, step
 from tests.support.sim import simulated
@@ -44,12 +44,14 @@ def on(device: torch.device, numel: int = 20_000, seed: int = 0) -> torch.Tensor
 
 def clean(store: dh.OnDisk) -> bool:
     """Whether nothing is held, in flight, in the file or on its way any more."""
-    moving = store.open().mover
+    moving = store.open().offload
 
     def nothing() -> bool:
         gc.collect()
-        busy = moving.in_flight or moving._ahead or any(moving._jobs.values())
-        links = moving.transfer._links.values()
+        moving._ring()  # the owner frees what was dropped
+        busy = moving.in_flight or moving._ahead.groups or len(moving._crew)
+        moving.staging.poll()
+        links = moving.staging._links.values()
         copying = any(link._sent or link._coming for link in links)
         used = 0
         for file in moving.files:
@@ -63,8 +65,7 @@ def clean(store: dh.OnDisk) -> bool:
 @pytest.fixture
 def each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are not joined: each is written when it is put."""
-    monkeypatch.setattr(disk, "_SMALL", 0)
-    monkeypatch.setattr(disk, "_JOINED", 1)
+    monkeypatch.setattr(tape, "SMALL", 0)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Pat
     """From the device while its copy is under way, afterwards from pinned memory. Nobody waits for the disk."""
     store, tensor = dh.OnDisk(tmp_path, direct=False), torch.arange(10_000.0).to(device)
     ticket = store.put(tensor)
-    outgoing = ticket.ticket.outgoing
+    outgoing = ticket.entry.outgoing
     assert outgoing is not None
     first = store.get(ticket)
     assert torch.equal(first.cpu(), tensor.cpu())
@@ -141,7 +142,7 @@ def test_what_is_not_written_comes_from_memory(gate: Gate, tmp_path: pathlib.Pat
     assert store.report()[0].from_memory == 2 * tensor.nbytes
     gate.open.set()
     store.wait()
-    assert ticket.ticket.outgoing is None
+    assert ticket.entry.outgoing is None
     assert torch.equal(store.get(ticket).cpu(), tensor.cpu())
     store.drop(ticket)
     assert clean(store)
@@ -319,14 +320,14 @@ def test_its_threads_are_on_the_device(
     seen: set[int] = set()
 
     def watched(name: str) -> None:
-        real = getattr(transfer.Transfer, name)
+        real = getattr(group_files.GroupFiles, name)
 
         def run(*args: object) -> object:
             if threading.current_thread().name.startswith("disthooks"):
                 seen.add(torch.accelerator.current_device_index())
             return real(*args)
 
-        monkeypatch.setattr(transfer.Transfer, name, run)
+        monkeypatch.setattr(group_files.GroupFiles, name, run)
 
     watched("write")
     watched("read")

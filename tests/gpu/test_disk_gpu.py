@@ -26,7 +26,7 @@ def chain(x: torch.Tensor, length: int) -> torch.Tensor:
 def test_it_is_written_from_pinned_pages(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
     ticket = store.put(torch.randn(1 << 20, device="cuda"))
-    outgoing = ticket.ticket.outgoing
+    outgoing = ticket.entry.outgoing
     if outgoing is not None:
         assert outgoing.host.is_pinned()
         assert outgoing.host.data_ptr() % PAGE == 0

@@ -23,7 +23,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts how often regions, handles, restored contents and blocks were looked at."""
     counts = {"regions": 0, "handles": 0, "brought": 0, "blocks": 0}
     nbytes = StorageRegion.nbytes.fget
-    part, bring, total = packed.Readers.drop_far_readers, contents.StoredContent._restore, AlignedPool._total
+    part, bring, total = packed.Readers.drop_far_readers, contents.StoredContent._restore, AlignedPool._count
 
     def counted_nbytes(region: StorageRegion) -> int:
         counts["regions"] += 1
@@ -38,14 +38,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["brought"] += 1
         return bring(self)
 
-    def counted_total(self: Any) -> int:
+    def counted_total(self: Any) -> None:
         counts["blocks"] += len(self._blocks)
-        return total(self)
+        total(self)
 
     monkeypatch.setattr(StorageRegion, "nbytes", property(counted_nbytes))
     monkeypatch.setattr(packed.Readers, "drop_far_readers", counted_part)
     monkeypatch.setattr(contents.StoredContent, "_restore", counted_bring)
-    monkeypatch.setattr(AlignedPool, "_total", counted_total)
+    monkeypatch.setattr(AlignedPool, "_count", counted_total)
     return counts
 
 

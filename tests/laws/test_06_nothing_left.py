@@ -255,7 +255,7 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path: pathlib.Path, monke
         ticket = store.put(x)
         store.wait()
         store.drop(ticket)
-    assert os.fstat(store.open().mover.files[0]._fd).st_size == x.nbytes
+    assert os.fstat(store.open().files[0]._fd).st_size == x.nbytes
 
 
 def test_a_backward_whose_read_failed_can_be_run_again(make: Callable[..., Step]) -> None:
@@ -608,7 +608,7 @@ def test_a_fork_has_a_file_of_its_own(tmp_path: pathlib.Path) -> None:
     pid = os.fork()
     if pid == 0:
         theirs = store.put(torch.full((1000,), 2.0))
-        os._exit(0 if store.get(theirs)[0] == 2 and theirs[0] is not mine[0] else 1)
+        os._exit(0 if store.get(theirs)[0] == 2 and theirs.runtime is not mine.runtime else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert torch.equal(store.get(mine), torch.full((1000,), 1.0))
     store.drop(mine)

@@ -16,7 +16,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import transfer
+from disthooks.saved.stores import group_files
 from tests.support.stores.faulty import soon
 from tests.support.stores.moving import (
     Gate,
@@ -183,7 +183,7 @@ def test_short_writes_and_reads_are_completed(
     store = dh.OnDisk(tmp_path, direct=direct)
     sizes = [size for size in SIZES if size / most < 2000]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    aligned = store.open().mover.files[0].direct
+    aligned = store.open().files[0].direct
     monkeypatch.setattr(os, "pwrite", lambda fd, memory, at: write(fd, bytes_of(memory, most, aligned), at))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: read(fd, [bytes_of(into[0], most, aligned)], at))
     for tensor in tensors:
@@ -205,7 +205,7 @@ def test_a_file_that_was_cut_off_is_an_error(left: int, direct: Any, tmp_path: p
     with dh.saving(pipe(store)):
         y = chain(x, 12)
     store.wait()
-    os.truncate(store.open().mover.files[0]._fd, left)
+    os.truncate(store.open().files[0]._fd, left)
     assert "too soon" in str(error_of(y.backward))
     del y
     assert clean(store)
@@ -219,7 +219,7 @@ def test_many_writes_that_fail_are_one_error(tmp_path: pathlib.Path, gate: Gate)
     (y,) = forward(store, x)
     gate.open.set()
     assert "Input/output error" in str(error_of(lambda: [store.drop(store.put(x)) for _ in range(100_000)]))
-    assert store.open().mover.in_flight > 0
+    assert store.open().offload.in_flight > 0
     (grad,) = torch.autograd.grad(y, x, retain_graph=True)
     assert torch.equal(grad, truth(x))
     store.wait()
@@ -257,9 +257,7 @@ def test_a_flipped_bit_is_an_error(at: int, direct: Any, tmp_path: pathlib.Path)
     ticket = store.put(x)
     store.wait()
     assert torch.equal(store.get(ticket), x)
-    fd = os.open(
-        f"/proc/self/fd/{store.open().mover.files[0]._fd}", os.O_RDWR
-    )  # a second descriptor, which is not direct
+    fd = os.open(f"/proc/self/fd/{store.open().files[0]._fd}", os.O_RDWR)  # a second descriptor, which is not direct
     byte = os.pread(fd, 1, at)
     write(fd, bytes([byte[0] ^ 4]), at)
     with pytest.raises(StoreError, match="checksum differs"):
@@ -276,7 +274,7 @@ def test_a_descriptor_that_somebody_closes_twice_is_not_the_files(tmp_path: path
     x = torch.rand(50_000)
     ticket = store.put(x)
     store.wait()
-    assert store.open().mover.files[0].fileno() >= 512
+    assert store.open().files[0].fileno() >= 512
     with contextlib.suppress(OSError):
         os.close(theirs)  # a second time
     assert torch.equal(store.get(ticket), x)
@@ -288,7 +286,7 @@ def test_backward_says_whose_tensor_it_was(tmp_path: pathlib.Path) -> None:
     with dh.save_activations(model, "1", store):
         y = model(torch.ones(1, 8))
     store.wait()
-    fd = os.open(f"/proc/self/fd/{store.open().mover.files[0]._fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{store.open().files[0]._fd}", os.O_RDWR)
     write(fd, bytes([os.pread(fd, 1, 99)[0] ^ 4]), 99)
     os.close(fd)
     with pytest.raises(StoreError, match=r"to bring back what '1' saved: .*checksum differs"):
@@ -317,7 +315,7 @@ def test_a_disk_that_cannot_be_measured_is_used_all_the_same(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(fd, memory, at)
 
-    monkeypatch.setattr(transfer, "_MEASURE_FROM", 0)
+    monkeypatch.setattr(group_files, "_MEASURE_FROM", 0)
     monkeypatch.setattr(os, "pwrite", no_room)
     store = dh.OnDisk(tmp_path)
     for _ in range(3):

@@ -123,7 +123,7 @@ MIB = 1 << 20
 
 
 def _blocks(store: OnDisk) -> int:
-    return sum(file.resident for file in store.open().mover.files)
+    return sum(file.resident for file in store.open().files)
 
 
 def test_one_survivor_does_not_keep_the_blocks_of_its_slab(tmp_path: pathlib.Path) -> None:
@@ -168,7 +168,7 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
                 assert torch.equal(store.get(ticket), was)
                 store.drop(ticket)
         assert _blocks(store) <= 3 * MIB + MIB // 2
-    assert any(file._has_holes for file in store.open().mover.files)
+    assert any(file._has_holes for file in store.open().files)
     store.wait()
     for ticket, was in here:
         assert torch.equal(store.get(ticket), was)
@@ -177,9 +177,9 @@ def test_holes_lose_nothing(direct: Any, tmp_path: pathlib.Path) -> None:
 
 def test_a_limit_leaves_no_room_to_measure_the_disk(tmp_path: pathlib.Path) -> None:
     small = dh.OnDisk(tmp_path, "2 MiB")
-    assert not small.open().mover.files[0].may_be_measured
+    assert not small.open().files[0].may_be_measured
     large = dh.OnDisk(tmp_path, "1 GiB", checksum=True)  # in the same file: the limits add up
-    assert small.open().mover.files[0].may_be_measured
+    assert small.open().files[0].may_be_measured
     del large
 
 
@@ -193,7 +193,7 @@ def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
         ticket = store.put(torch.zeros(nbytes, dtype=torch.uint8))
         store.wait()  # one that is dropped while a thread writes it gives its place back when that is done
         store.drop(ticket)
-    assert os.fstat(store.open().mover.files[0]._fd).st_blocks * 512 <= 2 << 20
+    assert os.fstat(store.open().files[0]._fd).st_blocks * 512 <= 2 << 20
 
 
 # --- Tiers: a tier that is full sends down the tensors that backward reads last, and nothing is lost or held twice

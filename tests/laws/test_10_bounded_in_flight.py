@@ -34,7 +34,7 @@ def opened(gate: Gate, folder: pathlib.Path, **options: Any) -> dh.OnDisk:
 
 def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: Gate) -> None:
     store = opened(gate, tmp_path)
-    stats = store.open().mover.stats
+    stats = store.open().offload.stats
     tickets = []
     for thread in (1, 2):
         tickets.append(store.put(X))
@@ -42,7 +42,7 @@ def test_what_is_dropped_in_time_is_never_written(tmp_path: pathlib.Path, gate: 
     tickets += [store.put(X + i) for i in range(8)]
     for ticket in tickets:
         store.drop(ticket)
-    assert store.open().mover.in_flight == 2 * X.nbytes
+    assert store.open().offload.in_flight == 2 * X.nbytes
     gate.open.set()
     store.wait()
     assert (stats.never_written, gate.waiting) == (8 * X.nbytes, 2)
@@ -62,7 +62,7 @@ def test_what_is_wanted_in_time_is_never_read(
     store = opened(gate, tmp_path, direct=False)
     x, y = forward(store)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
-    stats = store.open().mover.stats
+    stats = store.open().offload.stats
     assert stats.from_memory == 12 * X.nbytes
     gate.open.set()
     del y
@@ -73,7 +73,7 @@ def test_what_is_wanted_in_time_is_never_read(
 
 def step(store: dh.OnDisk, length: int = 12) -> Any:
     """A step whose tensors are all on disk before its backward begins; what moved in it."""
-    stats = store.open().mover.stats
+    stats = store.open().offload.stats
     before = stats.read, stats.ahead, stats.in_vain
     x, y = forward(store, length)
     store.wait()
@@ -105,7 +105,7 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     """The same order again is read ahead, and any other comes out right."""
     monkeypatch.setattr(os, "preadv", slow(read, 0.001))
     store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
-    stats = store.open().mover.stats
+    stats = store.open().offload.stats
     for order in (first, second, second):
         tickets = [(i, store.put(X + i)) for i in range(12)]
         store.wait()
@@ -140,13 +140,18 @@ def test_never_more_than_in_flight_is_on_its_way(
 ) -> None:
     """The bound holds for writes and for reads; a tensor that is larger than the bound goes alone."""
     store = dh.OnDisk(tmp_path, in_flight=budget)
-    mover, most = store.open().mover, collections.Counter()
+    offload, most = store.open().offload, collections.Counter()
 
     def look(name: str, call: Any) -> Any:
         def looked(*args: Any) -> int:
-            with mover._lock:
-                most["written"] = max(most["written"], mover._flying)
-                most["ahead"] = max(most["ahead"], sum(ticket.nbytes for ticket in mover._ahead))
+            most["written"] = max(most["written"], sum(offload._flights.values()))
+            # What backward takes in this moment is not ahead of it.
+            ahead = (
+                group.nbytes
+                for group in list(offload._ahead.groups)
+                if group is not group.tape.last_read and (group.is_planned or group.is_reading or group.ahead)
+            )
+            most["ahead"] = max(most["ahead"], sum(ahead))
             return slow(call, 0.0005)(*args)
 
         return looked
@@ -178,8 +183,8 @@ def test_several_directories_take_turns(tmp_path: pathlib.Path, monkeypatch: pyt
     store = dh.OnDisk([folders[0], tmp_path / "rank{local_rank}"])
     x, y = forward(store)
     store.wait()
-    assert [os.path.realpath(file.directory) for file in store.open().mover.files] == list(map(str, folders))
-    assert all(os.fstat(file._fd).st_size >= 6 * X.nbytes for file in store.open().mover.files)
+    assert [os.path.realpath(file.directory) for file in store.open().files] == list(map(str, folders))
+    assert all(os.fstat(file._fd).st_size >= 6 * X.nbytes for file in store.open().files)
     assert torch.equal(torch.autograd.grad(y, x)[0], truth(x))
     del y
     assert clean(store)
@@ -202,21 +207,19 @@ def test_direct_writes_are_used_where_they_are_possible(where: str, direct: Any,
     folder = "/dev/shm" if where == "memory" else tmp_path
     if not os.path.isdir(folder):
         pytest.skip("no /dev/shm")
-    if direct is True and not dh.OnDisk(folder).open().mover.files[0].direct:
+    if direct is True and not dh.OnDisk(folder).open().files[0].direct:
         with pytest.raises(StoreError, match="takes no direct writes"):
             dh.OnDisk(folder, direct=True)
         return
     store = dh.OnDisk(folder, direct=direct)
-    assert store.open().mover.files[0].direct is (
-        direct is not False and store.open().mover.files[0].why_buffered == ""
-    )
+    assert store.open().files[0].direct is (direct is not False and store.open().files[0].why_buffered == "")
     assert right(store)
     assert step(store)[0] == 12 * X.nbytes
 
 
 def test_space_is_used_again_and_given_back(tmp_path: pathlib.Path) -> None:
     store = dh.OnDisk(tmp_path)
-    (file,) = store.open().mover.files
+    (file,) = store.open().files
 
     def size() -> int:
         return os.fstat(file._fd).st_size

@@ -38,9 +38,8 @@ class Slow(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (x,) = ctx.saved_tensors
         time.sleep(ctx.seconds / 2)
-        mover = ctx.store.open().mover
-        with mover._lock:
-            Slow.noted.append(sum(ticket.nbytes for ticket in mover._ahead if ticket.ahead is not None))
+        mover = ctx.store.open().offload
+        Slow.noted.append(sum(group.nbytes for group in list(mover._ahead.groups) if group.ahead))
         time.sleep(ctx.seconds / 2)
         return grad * 2 + 0 * x, None, None
 
@@ -86,7 +85,7 @@ def test_a_short_backward_has_much_read_ahead(tmp_path: pathlib.Path) -> None:
 
 def _read_ahead(stored: Any) -> bool:
     """Whether the tensor is in memory within seconds, before anybody asks for it."""
-    return soon(lambda: stored.ticket.ahead is not None)
+    return soon(lambda: stored.entry.is_ahead)
 
 
 @pytest.mark.second_tier
@@ -120,7 +119,7 @@ def test_a_backward_that_does_not_wait_keeps_no_memory_to_read_into(tmp_path: pa
     store = dh.OnDisk(tmp_path)
     for _ in range(2):
         _step(store, 0.05)
-    pool = store.open().mover.transfer.buffers
+    pool = store.open().offload.buffers
     assert sum(len(block) for block in (reference() for reference in pool._blocks) if block is not None) <= 2 << 20
 
 
@@ -159,12 +158,11 @@ def test_nothing_stays_to_be_read_of_a_graph_that_is_gone(rows: int, tmp_path: p
     del y
     (tier,) = store.report()
     assert tier.held == 0
-    mover = store.open().mover
-    with mover._lock:
-        mover._drain_releases()
-        assert not mover._reads
+    mover = store.open().offload
+    mover._ring()  # the owner frees what was dropped
+    assert soon(lambda: not mover._ahead.planned)
     store.release_idle()
-    assert soon(lambda: len(mover.files[0]._parts) == 0)  # a thread may be reading in this moment
+    assert soon(lambda: mover.files[0].in_use == 0)  # a thread may be reading in this moment
 
 
 def test_a_far_reader_is_no_new_backward() -> None:

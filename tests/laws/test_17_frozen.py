@@ -212,7 +212,7 @@ def test_what_works_for_a_store_is_one_thing_a_process(tmp_path: pathlib.Path) -
     ticket = store.put(torch.arange(5000.0))
     store.wait()
     gone = weakref.ref(opened)
-    files = [weakref.ref(file) for file in opened.mover.files]
+    files = [weakref.ref(file) for file in opened.files]
     del opened
     assert gone() is not None
     found = store.get(ticket)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,6 @@ from disthooks._fork_safe import Order, shared_lock
 from disthooks._streams import current_stream, event_on, handed_over, new_stream, on, used_on
 from disthooks._torch import capturing
 from disthooks.saved.stores.order import Lane
-from disthooks.saved.stores.pools import PAGE, pool_of, shaped, tensor_over
 
 # [Note: both ends of a copy]
 # Copies run on two side streams for each device, one for each direction, and events order them. If memory is freed
@@ -252,93 +250,6 @@ def _count(copy: _Copy, total: Throughput) -> None:
 def link_of(device: torch.device) -> Link:
     """The link of ``device`` in this process."""
     return Link(device)
-
-
-class Incoming:
-    """A tensor that was read from a file, on its way to its device.
-
-    Attributes:
-        coming: the copy to the device, into memory of the stream that the tensor was put on.
-    """
-
-    __slots__ = ("__weakref__", "coming")
-
-    def __init__(self, coming: Coming) -> None:
-        self.coming = coming
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device, until a reader takes the tensor."""
-        return 0 if self.coming.tensor is None else self.coming.host.nbytes
-
-
-class _Read(Outgoing):
-    """Host memory that is filled already, in the form that :meth:`Link.bring` takes."""
-
-    __slots__ = ()
-
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        self.device, self.host, self.rate, self.source = device, host, None, None
-        self.done = event_on(current_stream(device))  # `Link.bring` waits for the current stream anyway
-
-
-def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Page-locked host memory for copies from and to ``device``: ``uint8``, whole pages, beginning at a page.
-
-    Raises:
-        OSError: if the system has no more memory.
-    """
-    pool = pool_of(device, True)
-    lease = pool.lease(nbytes)
-    begin = -ctypes.addressof(lease) % PAGE
-    if begin:  # on some systems pinned memory does not begin at a page: take a page more, and skip to the next page
-        lease = pool.lease(nbytes + PAGE)
-        begin = -ctypes.addressof(lease) % PAGE
-    return tensor_over(lease, torch.Size([(len(lease) - begin) // PAGE * PAGE]), torch.uint8, begin)
-
-
-def sent(tensor: torch.Tensor) -> Outgoing:
-    """Begin to copy ``tensor`` into pinned pages, in the order of the current stream.
-
-    ``tensor`` is contiguous and not empty.
-
-    Raises:
-        OSError: if the system has no more memory.
-    """
-    host = shaped(pinned(tensor.nbytes, tensor.device), tensor.shape, tensor.dtype)
-    return link_of(tensor.device).send(tensor, host)
-
-
-def arriving(host: torch.Tensor, stream: torch.Stream) -> Incoming:
-    """Begin to copy ``host``, which is filled, to the device of ``stream``, into memory of that stream."""
-    with on(stream):
-        return Incoming(link_of(stream.device).bring(_Read(host, stream.device)))
-
-
-def brought(host: torch.Tensor, device: torch.device, outgoing: Outgoing | None) -> torch.Tensor:
-    """A copy of ``host`` on ``device``, for the current stream; ``outgoing`` is the copy that still fills ``host``."""
-    link = link_of(device)
-    return link.take(link.bring(_Read(host, device) if outgoing is None else outgoing))
-
-
-def taken(incoming: Incoming, device: torch.device) -> torch.Tensor:
-    """The tensor of ``incoming`` on its device, for the current stream."""
-    return link_of(device).take(incoming.coming)
-
-
-def source_of(outgoing: Outgoing | None, made_on: torch.Stream) -> torch.Tensor | None:
-    """The source of ``outgoing`` while it is held, for the current stream; None after that."""
-    source = None if outgoing is None else outgoing.source
-    return None if source is None else handed_over(source, made_on)
-
-
-def let_go(outgoing: Outgoing | None) -> None:
-    """Release the source of ``outgoing``: now if the copy is done, otherwise when the link is next used.
-
-    This takes no lock and waits for nothing, so that destructors may call it.
-    """
-    if outgoing is not None and outgoing.is_done():
-        outgoing.source = None
 
 
 class Carried:

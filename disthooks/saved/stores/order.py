@@ -110,8 +110,8 @@ class AccessOrder:
         self._tickets.append(ticket)
         self._live.add(ticket)
 
-    def read(self, ticket: Ordered) -> None:
-        """Note that ``ticket`` is read now.
+    def read(self, ticket: Ordered, now: float | None = None) -> None:
+        """Note that ``ticket`` is read, ``now`` by ``time.perf_counter``.
 
         If it was read before, either another node of the same backward reads it, or another backward has begun. In the
         second case the next ticket was read before, too. So two such reads in a row count as a new backward.
@@ -123,7 +123,7 @@ class AccessOrder:
             self._reached = ticket
         self._again = again
         self._passed.add(ticket.position)
-        self._reads.setdefault(ticket.position, time.perf_counter() - self._waited)
+        self._reads.setdefault(ticket.position, (time.perf_counter() if now is None else now) - self._waited)
 
     def waited(self, seconds: float) -> None:
         """Note that the last read made the computation wait for ``seconds``."""
@@ -239,11 +239,11 @@ class Lane(AccessOrder):
         turn = self._expected.get(ticket.position)
         return turn is not None and turn + ticket.nbytes <= room
 
-    def read(self, ticket: Ordered) -> None:
+    def read(self, ticket: Ordered, now: float | None = None) -> None:
         place = ticket.position
         if place not in self._turns and place < len(self._before):
             self._turns[place] = self._total - self._before[place] - cast(Sized, ticket).nbytes
-        super().read(ticket)
+        super().read(ticket, now)
 
     def drop(self, ticket: Ordered) -> None:
         count = len(self._tickets)

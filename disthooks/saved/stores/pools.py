@@ -95,6 +95,7 @@ class AlignedPool(ForkSafe[Any]):
         self._idle: collections.OrderedDict[int, Any] = collections.OrderedDict()  # by number, the oldest first
         self._numbers = 0
         self._blocks: list[weakref.ref[Any]] = []  # all blocks, idle or in use
+        self._bytes = 0  # of all blocks
         self._many = 64  # when there are so many of these references, those to freed blocks are removed
 
     def lease(self, nbytes: int) -> Any:
@@ -114,6 +115,7 @@ class AlignedPool(ForkSafe[Any]):
             if block is None:
                 block = map_block(room)
                 self._blocks.append(weakref.ref(block))
+                self._bytes += room
         lease = lease_type(len(block)).from_buffer(block)
         lease.give_back = functools.partial(self.release, block)
         return lease
@@ -139,17 +141,19 @@ class AlignedPool(ForkSafe[Any]):
 
     def _shrink(self, most: int) -> None:
         """Free idle blocks, the oldest first, until all blocks together have at most ``most`` bytes."""
-        if not self._idle and len(self._blocks) < self._many:
-            return  # nothing to free; counting all blocks at each lease would take the square of their number
-        total = self._total()
-        self._many = 2 * len(self._blocks) + 64
-        while self._idle and total > most:
-            total -= len(self._idle.popitem(last=False)[1])
+        if len(self._blocks) >= self._many:
+            self._count()
+        while self._idle and self._bytes > most:
+            self._bytes -= len(self._idle.popitem(last=False)[1])
 
-    def _total(self) -> int:
-        """Bytes of all blocks, in use or idle."""
-        self._blocks = [reference for reference in self._blocks if reference() is not None]
-        return sum(0 if block is None else len(block) for block in (reference() for reference in self._blocks))
+    def _count(self) -> None:
+        """Count the blocks and their bytes anew, because an interrupt may have lost a release.
+
+        This is done when their number has doubled: at each lease it would take the square of their number.
+        """
+        alive = [(reference, block) for reference in self._blocks if (block := reference()) is not None]
+        self._blocks, self._bytes = [reference for reference, _ in alive], sum(len(block) for _, block in alive)
+        self._many = 2 * len(alive) + 64
 
 
 def map_block(room: int) -> mmap.mmap:

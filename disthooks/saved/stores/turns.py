@@ -108,8 +108,8 @@ class TapeOrder(AccessOrder):
         plan = self._tape.plan = self._tapes.plan
         return None if plan is None or turn.index >= len(plan) else plan.group(turn.index).place
 
-    def read(self, ticket: Ordered) -> None:
-        super().read(ticket)
+    def read(self, ticket: Ordered, now: float | None = None) -> None:
+        super().read(ticket, now)
         turn = cast(Turn, ticket)
         tape = turn.tape
         if tape is None:

@@ -15,7 +15,7 @@ import torch
 
 import disthooks as dh
 from disthooks.errors import StoreError
-from disthooks.saved.stores import disk
+from disthooks.saved.stores import tape
 from tests.support import ROOT
 from tests.support.stores.faulty import soon
 
@@ -50,11 +50,13 @@ def right(store: Any, numel: int = 5000, length: int = 12) -> bool:
 
 def clean(store: Any) -> bool:
     """Whether nothing is held, in flight or in the files any more: within seconds, for threads are at it."""
-    mover = store.open().mover
+    opened = store.open()
+    offload = opened.offload
 
     def nothing() -> bool:
-        busy = mover.in_flight or mover._ahead or any(mover._jobs.values())
-        return not busy and store.budget.held == 0 and not any(_used(file) for file in mover.files)
+        offload._ring()  # the owner frees what was dropped
+        busy = offload.in_flight or offload._ahead.groups or len(offload._crew)
+        return not busy and store.budget.held == 0 and not any(_used(file) for file in opened.files)
 
     return soon(nothing)
 
@@ -77,7 +79,7 @@ def error_of(function: Callable[[], object], *kinds: type[BaseException]) -> Bas
 
 
 def movers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "disthooks Mover"]
+    return [thread for thread in threading.enumerate() if thread.name in ("disthooks owner", "disthooks crew")]
 
 
 class Gate:
@@ -159,5 +161,4 @@ def script(text: str, *args: object, timeout: float = 300) -> subprocess.Complet
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors are not joined: each is written when it is put."""
-    monkeypatch.setattr(disk, "_SMALL", 0)
-    monkeypatch.setattr(disk, "_JOINED", 1)
+    monkeypatch.setattr(tape, "SMALL", 0)
