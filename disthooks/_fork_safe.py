@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import enum
@@ -11,11 +10,8 @@ import itertools
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
-
-from disthooks.errors import StoreError
 
 # [Note: the order of locks]
 # Every lock of the library is made in this file and has a place in ``Order``. A thread that holds a lock takes only
@@ -86,7 +82,7 @@ class Order(enum.IntEnum):
     OPENING = 6  # what works in this process for stores
     TAPE = 7  # the open group of a tape
     GROUP = 8  # what is read of one group of a tape
-    MOVER = 9  # the bytes in flight and the threads of a runtime (OnDisk), the queues of a mover or of a courier
+    IN_FLIGHT = 9  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
     WAY = 10  # whether GPUDirect Storage can be used
     STAGING = 11  # copies between devices and the memory that files are written from
     LINK = 12  # the copies between one device and the host
@@ -285,160 +281,3 @@ if hasattr(os, "register_at_fork"):
     # If Ctrl-C comes during the fork, it ends the first handler that runs after the fork, and locks would stay taken.
     # This second handler releases them.
     os.register_at_fork(after_in_parent=_after, after_in_child=_after)
-
-
-Job = TypeVar("Job")
-
-
-_IDLE = 1.0  # seconds after which a thread without work ends
-_LOOK = 0.1  # seconds after which a waiter checks whether the threads are alive
-
-
-class Workers(ForkSafe[Released], ABC, Generic[Job, Released]):
-    """Up to ``most`` threads. They start when there is work, and end after a second without work.
-
-    A thread that waits for a job calls :meth:`_wait`. If the thread of that job has died, ``_wait`` calls :meth:`_lost`
-    with the job, so no thread waits for ever.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._jobs: dict[threading.Thread, Job | None] = {}  # the job of each thread; None while it waits for one
-        self._closed = False
-        super().__init__(Order.MOVER)
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        _workers.add(self)
-
-    # -- for subclasses; all but `_do` are called under the lock
-
-    @abstractmethod
-    def _next(self) -> Job | None:
-        """The next job; None if there is none now."""
-
-    def _pause(self) -> float | None:
-        """The seconds until the next job will be there; None if that is not known. Called if there is no job now."""
-        return None
-
-    @abstractmethod
-    def _do(self, job: Job) -> None:
-        """Do ``job``, in one of the threads and without the lock. This method must not raise an error."""
-
-    @abstractmethod
-    def _lost(self, job: Job) -> None:
-        """Handle a ``job`` whose thread has died."""
-
-    # -- for every thread, without the lock
-
-    def after_fork(self) -> None:
-        # A child has none of the threads, and another thread may have held the lock of a condition.
-        self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._jobs.clear()
-
-    def end_idle(self) -> None:
-        """End the threads if none of them has a job, and wait until they have ended."""
-        with self._lock:
-            self._drain_releases()
-            busy = any(job is not None for job in self._jobs.values())
-            ending = [] if busy else list(self._jobs)
-            for thread in ending:
-                del self._jobs[thread]
-            self._work.notify_all()
-        _join(ending)
-
-    def close(self) -> None:
-        """End the threads when the process ends. They finish their jobs and begin no others."""
-        with self._lock:
-            self._closed = True
-            threads = list(self._jobs)
-            self._work.notify_all()
-        _join(threads)
-
-    # -- for subclasses, which hold the lock
-
-    def _call_for_work(self) -> None:
-        """Wake or start a thread for the next job.
-
-        Raises:
-            StoreError: if there is no thread, and the system starts none.
-        """
-        # An error outside of `_do`, such as a MemoryError, ends a thread. Forget the thread, and hand on its job.
-        for thread, job in list(self._jobs.items()):
-            if not thread.is_alive():
-                del self._jobs[thread]
-                if job is not None:
-                    self._lost(job)
-        if len(self._jobs) < self._most and None not in self._jobs.values() and not self._closed:
-            thread = threading.Thread(target=self._serve, name=f"disthooks {type(self).__name__}", daemon=True)
-            self._jobs[thread] = None
-            try:
-                thread.start()
-            except RuntimeError as error:
-                del self._jobs[thread]
-                if not self._jobs:
-                    raise StoreError(
-                        f"no thread can be started to move saved tensors: {error}. The process, its user or its "
-                        "container has reached its limit of threads. Raise the limit (ulimit -u, pids.max, docker run "
-                        "--pids-limit), or use fewer threads (OMP_NUM_THREADS, workers of a DataLoader). The tensors "
-                        "that were saved before are still in memory, and their backward can run"
-                    ) from error
-        self._work.notify()
-
-    def _is_over(self, job: Job) -> None:
-        """Remember that ``job`` is done, before its thread has come back for the next one."""
-        for thread, at in self._jobs.items():
-            if at is job:
-                self._jobs[thread] = None
-
-    def _wait(self) -> None:
-        """Wait until some job is done, for a tenth of a second at most, and notice threads that have died."""
-        self._call_for_work()
-        try:
-            self._done.wait(_LOOK)
-        except BaseException:
-            # An interrupt may come while `wait` does not hold the lock. The caller's `with` will release the lock, so
-            # it must be held here.
-            if not self._lock._is_owned():
-                self._lock.acquire()
-            raise
-        self._drain_releases()
-
-    # -- in the threads
-
-    def _serve(self) -> None:
-        me = threading.current_thread()
-        while True:
-            with self._lock:
-                self._drain_releases()
-                job = self._next() if me in self._jobs and not self._closed else None
-                if job is None and me in self._jobs and not self._closed:
-                    pause = self._pause()
-                    if self._work.wait(_IDLE if pause is None else pause) or pause is not None:
-                        continue
-                if job is None:
-                    # A job may have come while `wait` returned without it: look once more before the thread ends.
-                    job = self._next() if me in self._jobs and not self._closed else None
-                if job is None:
-                    self._jobs.pop(me, None)
-                    return
-                self._jobs[me] = job
-            self._do(job)
-            with self._lock:
-                if me in self._jobs:
-                    self._jobs[me] = None
-            job = None  # the thread must not hold the job, and so its tensors, while it waits for the next one
-
-
-_workers: weakref.WeakSet[Workers[Any, Any]] = weakref.WeakSet()
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        # A thread that Ctrl-C prevented from starting has no ident and cannot be joined.
-        if thread.ident is not None and thread is not threading.current_thread():
-            thread.join(_IDLE)
-
-
-@atexit.register
-def _close_all() -> None:
-    for workers in list(_workers):
-        workers.close()

@@ -49,7 +49,7 @@ def clean(store: dh.OnDisk) -> bool:
     def nothing() -> bool:
         gc.collect()
         moving._ring()  # the owner frees what was dropped
-        busy = moving.in_flight or moving._ahead.groups or len(moving._crew)
+        busy = moving._inbox or moving.in_flight or moving._ahead.groups or len(moving._crew)
         moving.staging.poll()
         links = moving.staging._links.values()
         copying = any(link._sent or link._coming for link in links)

@@ -45,14 +45,14 @@ SEEN = {
     (Order.PACKED, Order.PACKED),
     (Order.PACKED, Order.PLACE),
     (Order.PACKED, Order.PLACED),
-    (Order.PACKED, Order.MOVER),
+    (Order.PACKED, Order.IN_FLIGHT),
     (Order.PACKED, Order.POOL),
     (Order.PACKED, Order.TURNS),
     (Order.PACKED, Order.QUEUE),
     (Order.PACKED, Order.BUDGET),
     (Order.PACKED, Order.COUNTERS),
     (Order.PLACED, Order.PLACED),
-    (Order.PLACED, Order.MOVER),
+    (Order.PLACED, Order.IN_FLIGHT),
     (Order.PLACED, Order.QUEUE),
     (Order.PLACED, Order.TURNS),
     (Order.PLACED, Order.BUDGET),
@@ -129,7 +129,7 @@ def test_a_fork_takes_every_shared_lock_in_order(orders: Orders, tmp_path: pathl
     _fork_safe._after()
     taken = {order for pair in orders.pairs for order in pair}
     assert {
-        Order.MOVER,
+        Order.IN_FLIGHT,
         Order.POOL,
         Order.SCRATCH_FILE,
         Order.BUDGET,

@@ -41,7 +41,7 @@ class Courier(ForkSafe[Carried]):
     """
 
     def __init__(self, device: torch.device, most: int, pin: bool) -> None:
-        super().__init__(Order.MOVER)
+        super().__init__(Order.IN_FLIGHT)
         self.device, self.most = device, most
         self._is_governed = False  # whether a ``Tiered`` sets ``most`` and says what comes back early
         self._link, self.pool = link_of(device), pool_of(device, pin)

@@ -85,7 +85,7 @@ class Offload:
         self._answers: collections.deque[queue.SimpleQueue[None]] = collections.deque()  # of threads that wait
         self._planned_for: collections.deque[queue.SimpleQueue[None]] = collections.deque()  # that wait for a plan
         # Under the lock.
-        self._lock = shared_lock(Order.MOVER)
+        self._lock = shared_lock(Order.IN_FLIGHT)
         self._owner: threading.Thread | None = None
         self._flights: dict[Group, int] = {}  # bytes of the groups that are not written yet
         # An error that was not raised yet (decision 36), and the group that could not be written; None if the owner

@@ -55,7 +55,7 @@ def clean(store: Any) -> bool:
 
     def nothing() -> bool:
         offload._ring()  # the owner frees what was dropped
-        busy = offload.in_flight or offload._ahead.groups or len(offload._crew)
+        busy = offload._inbox or offload.in_flight or offload._ahead.groups or len(offload._crew)
         return not busy and store.budget.held == 0 and not any(_used(file) for file in opened.files)
 
     return soon(nothing)
