@@ -142,7 +142,10 @@ class OpenOnCpu(Store):
             courier.set_device_limit(nbytes)
 
     def _of(self, device: torch.device | None) -> list[Courier]:
-        return [courier for at, courier in list(self.couriers.items()) if device is None or at == device]
+        if device is None:
+            return list(self.couriers.values())
+        courier = self.couriers.get(device)
+        return [] if courier is None else [courier]
 
     def drop(self, ticket: _Held | _Sent) -> None:
         """Give the bytes back to the limit. The memory is freed when no copy needs it."""

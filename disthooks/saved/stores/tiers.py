@@ -181,8 +181,9 @@ class OpenTiered(Store):
         self.turns = Turns(lambda device: found(device) if (found := limits()) is not None else [None])
         self._largest: dict[torch.device, int] = {}  # bytes of the largest tensor of each device so far
         self._broken: set[int] = set()  # tiers that failed, until they are empty
-        if isinstance(stores[0], OnDevice):
-            stores[0].open().below.update({id(store): store for store in stores[1:]})
+        self._device = stores[0].open() if isinstance(stores[0], OnDevice) else None
+        if self._device is not None:
+            self._device.below.update({id(store): store for store in stores[1:]})
 
     def put(self, tensor: torch.Tensor) -> Placed:
         """Put ``tensor`` into the first tier that takes it."""
@@ -410,11 +411,10 @@ class OpenTiered(Store):
 
     def _nearest(self, device: torch.device) -> ByteBudget | None:
         """The bytes of ``device`` under the limit of the first tier; None if the first tier is another place."""
-        return self._budget(0, device) if isinstance(self.stores[0], OnDevice) else None
+        return None if self._device is None else self._device.budget.of(device)
 
     def _below(self) -> list[Store]:
-        first = self.stores[0]
-        return list(first.open().below.values()) if isinstance(first, OnDevice) else []
+        return [] if self._device is None else list(self._device.below.values())
 
     def _look_ahead(self, following: Sequence[Placed], most: int | None) -> None:
         """Ask the tiers to bring the tensors of ``following`` nearer; ``most`` bytes of them, None for all."""
