@@ -234,8 +234,8 @@ class OnCpu(StoreSpec["OpenOnCpu | OpenKeeping"]):
     and the times of the reads from the last backward. The last tensors of a forward are not copied, because backward
     reads them at once.
 
-    With ``keep``, as many bytes as the device has room for stay there and are never copied: those that backward reads
-    first, which are mostly the last that forward saves. Of 40 GiB, ``OnCpu(keep="10 GiB")`` copies 30 GiB out and back.
+    With ``keep``, so many bytes stay on the device and are never copied: those that backward reads first, which are
+    mostly the last that forward saves. Of 40 GiB, ``OnCpu(keep="10 GiB")`` copies 30 GiB out and back.
     The first forward moves the oldest tensors when ``keep`` is reached. From the second forward with the same sizes on,
     there is a plan: each tensor that does not stay is sent when it is saved, from the first one on, and comes back as
     soon as backward has freed the room for it.

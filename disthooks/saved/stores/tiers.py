@@ -460,6 +460,9 @@ class Tiered(StoreSpec["OpenTiered"]):
     store instead. A store that fails counts as full until it is empty. A tensor that is still in memory when its write
     fails is not lost.
 
+    Each device of the process has a plan of its own, and the limit of an ``OnDevice`` for itself. The limits of other
+    stores are for all devices together.
+
     Args:
         stores: two or more, such as ``OnDevice("8 GiB"), OnCpu("64 GiB per node"), OnDisk("/scratch")``.
 
