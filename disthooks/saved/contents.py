@@ -316,7 +316,6 @@ class StoredContent(Packed):
         self.counters.change_held(total)
         self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
         self._tickets = stored
-        self.is_sealed = True  # the content is a copy
         return True
 
     def _encode(self, content: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -434,7 +433,6 @@ class SmallCopy(Packed):
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         if not hasattr(self, "_copy"):
             self._copy = self.content(storage).clone(memory_format=torch.contiguous_format)
-        self.is_sealed = True
         return True
 
     def _restore(self) -> torch.Tensor:

@@ -32,7 +32,7 @@ from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_
 from disthooks.errors import AttachError
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
-from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Packed
+from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Nature, Packed
 from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.context import RecomputeContext, Recomputed
 from disthooks.saved.recompute.graph import annotate
@@ -252,8 +252,7 @@ class SavedTensorHooks:
         whole_key: Key = (address, version, dtype, id(owner))
         # Batch norm writes into its running statistics without counting it, so constant vectors are not shared
         # (decision 12).
-        has_gradient = owner.requires_grad
-        is_vector = not has_gradient and owner.dim() < 2
+        is_vector = not owner.requires_grad and owner.dim() < 2
         known = self._contents.find(key)
         if not is_vector:
             packed = known
@@ -270,10 +269,7 @@ class SavedTensorHooks:
                 # It was written without a count since it was saved first, so its node does not tell what it is now.
                 decision = decision._replace(fate="store")
         packed = self._wrap(decision, part.detach(), storage, region, layout, owner)
-        packed.owner, packed.saved_at, packed.is_constant = weakref.ref(owner), saved_at, not has_gradient
-        # Leaves to be optimised, and views of them, are written through `.data`, which counts no change.
-        is_of_leaf = (tensor.requires_grad and tensor.is_leaf) or (has_gradient and owner.is_leaf)
-        packed.is_volatile = is_vector or is_of_leaf
+        packed.owner, packed.saved_at, packed.nature = weakref.ref(owner), saved_at, _nature(tensor, owner)
         # Views of a plain tensor that is packed whole are found by their owner, which is the short way.
         has_short_way = region is None and not is_vector and part is tensor and isinstance(packed, StoredContent)
         self._counters.saved_bytes += nbytes  # the handle takes the sum
@@ -327,10 +323,7 @@ class SavedTensorHooks:
         """Whether ``part`` still is what was ``packed``. See [Note: leaves within one call]."""
         if packed.saved_at == saved_at:
             return True
-        if part.is_cpu:
-            is_same = packed.has_contents_of(part, layout)
-        else:
-            is_same = not (packed.is_volatile or packed.is_constant)
+        is_same = packed.has_contents_of(part, layout) if part.is_cpu else packed.nature == "result"
         is_same = is_same and packed.is_intact  # or what computes it again is gone, as a weight that FSDP has freed
         if is_same:
             packed.saved_at = saved_at
@@ -465,6 +458,13 @@ def _plain_part(tensor: torch.Tensor) -> torch.Tensor:
     kind: Any = type(tensor)
     is_dtensor = kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
     return tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
+
+
+def _nature(tensor: torch.Tensor, owner: torch.Tensor) -> Nature:
+    """What ``tensor``, whose changes ``owner`` counts, is to autograd."""
+    if not owner.requires_grad:
+        return "constant"
+    return "leaf" if owner.is_leaf or (tensor.requires_grad and tensor.is_leaf) else "result"
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

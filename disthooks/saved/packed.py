@@ -37,7 +37,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -47,6 +47,11 @@ from disthooks._tensors import Layout, StorageRegion, memory_under
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.report import Counters
+
+#: What a saved tensor is to autograd. An operator made a "result", and its version tells whether it was changed. A
+#: "leaf" and its views, and a "constant", to which no gradient flows, may be written without a count: see
+#: [Note: leaves within one call]. The user may also write into a constant that he reads outside of a backward.
+Nature = Literal["result", "leaf", "constant"]
 
 
 def changed_message(module_name: str, now: int, then: int) -> str:
@@ -274,12 +279,10 @@ class Packed(ABC):
         counters: of the attachment.
         cost: how many operators run to restore the contents.
         products: how many of them are matrix products.
-        is_constant: whether no gradient flows to what was saved.
-        is_volatile: whether it may be changed without a count while it is in memory.
+        nature: what the saved tensor, or the tensor that it is a view of, is to autograd.
         is_withdrawn: whether no other saved tensor may share it any more.
-        is_offloaded: whether the contents are no longer in the user's memory.
-        is_sealed: whether the offloaded contents are as they were saved, in memory or in a file of their own. Then they
-            stay so, even if somebody writes to the tensor from now on.
+        is_offloaded: whether the contents are no longer in the user's memory. Then they stay as they were saved, even
+            if somebody writes to the tensor from now on.
         is_undecided: whether a device has yet to say if the contents may be dropped.
         lock: guards the contents and the handles.
     """
@@ -294,15 +297,13 @@ class Packed(ABC):
         "counters",
         "first_layout",
         "is_changed",
-        "is_constant",
         "is_in_order",
         "is_offloaded",
-        "is_sealed",
         "is_undecided",
-        "is_volatile",
         "is_withdrawn",
         "lock",
         "module_name",
+        "nature",
         "nbytes",
         "owner",
         "products",
@@ -328,8 +329,9 @@ class Packed(ABC):
         self.owner: weakref.ref[torch.Tensor]
         self.saved_at: tuple[int, int]
         self.stream = None if alias.is_cpu else stream_of(alias)
-        self.is_changed = self.is_in_order = self.is_constant = self.is_volatile = self.is_withdrawn = False
-        self.is_offloaded = self.is_sealed = self.is_undecided = False
+        self.nature: Nature = "constant"
+        self.is_changed = self.is_in_order = False
+        self.is_offloaded = self.is_undecided = self.is_withdrawn = False
         self.lock = tensor_lock(Order.PACKED)
         self._first_handle: weakref.ref[Handle] | None = None
         self._readers: Readers | None = None  # None as long as there is one handle
@@ -351,8 +353,8 @@ class Packed(ABC):
     def _offload(self, storage: torch.UntypedStorage) -> bool:
         """Put the contents of ``storage`` elsewhere, and say whether that was done.
 
-        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. This sets
-        ``is_sealed`` if the contents lie in memory of their own. After an error everything is as it was.
+        False when the contents have to stay. If this sets ``is_undecided``, it may be called again later. After
+        an error everything is as it was.
         """
 
     @abstractmethod
@@ -398,7 +400,7 @@ class Packed(ABC):
     @property
     def is_intact(self) -> bool:
         """Whether the contents that were saved can still be had, even if the tensor was changed since."""
-        return self.is_sealed or not self.looks_changed()
+        return self.is_offloaded or not self.looks_changed()
 
     @property
     def is_lossless(self) -> bool:
@@ -437,10 +439,11 @@ class Packed(ABC):
             else:
                 with on(self.stream):
                     self.is_offloaded = self._offload(storage)
+            if self.is_offloaded and self.looks_changed():
+                # Another thread has written while the contents were copied. Nobody can read them: `unpack` raises.
+                self.is_offloaded = False
+                self.stay_in_memory()
             if self.is_offloaded:
-                # Another thread may have written while the contents were copied.
-                if self.alias._version != self.version:
-                    self.is_changed, self.is_sealed = True, False
                 if self.stream is not None:
                     # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
                     # allocator must not give it away before this stream is done with it.
@@ -521,7 +524,7 @@ class Packed(ABC):
                 readers.drop_far_readers(handle, restored, self.nbytes)
         if is_python:
             # Outside of a backward the saved tensors of a user's graph share their memory, as they do without hooks.
-            if (node is not None or self.is_constant) and not (is_new and is_alone):
+            if (node is not None or self.nature == "constant") and not (is_new and is_alone):
                 tensor = tensor.clone()
             elif not self.is_own_memory(tensor):
                 tensor = restored.tensor = tensor.clone()

@@ -220,18 +220,18 @@ class AutocastCopy(Packed):
             answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(is_same, non_blocking=True)
             self._answer = answer, event_on(current_stream(is_same.device))
         answer, done = self._answer
-        if self._weight not in _proofs and not self.is_constant and not is_capturing(self.alias.device):
+        if self._weight not in _proofs and self.nature == "result" and not is_capturing(self.alias.device):
             done.synchronize()
         if not done.query():
             return None
-        if answer and not self.is_constant:
+        if answer and self.nature == "result":
             _proofs[self._weight] = _CastProof(self._kind(), StorageRef(storage))
         return bool(answer)
 
     def _is_as_proven(self, storage: torch.UntypedStorage) -> bool:
         """Whether a cast of this weight was proven before, and the graph shows that this is a new one."""
         proof = _proofs.get(self._weight)
-        if proof is None or self.is_constant or self.alias._version or self._answer is not None:
+        if proof is None or self.nature != "result" or self.alias._version or self._answer is not None:
             return False
         was_there = proof.copy.address == storage._cdata and proof.copy.get() is not None
         if was_there or self._kind() != proof.kind or not self._is_weight_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -219,3 +220,56 @@ def test_what_stays_on_the_device_is_read_in_order(device: torch.device) -> None
         back.copy_(store.get(ticket), non_blocking=True)  # on another stream, which does not know of the side stream
     torch.accelerator.synchronize()
     assert torch.equal(back, values)
+
+
+def _leaf(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The saved tensor, and the one that is written through ``.data``."""
+    return leaf, leaf
+
+
+def _of_leaf(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return leaf.view(-1, 100), leaf
+
+
+def _constant(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    constant = leaf.detach().clone()
+    return constant, constant
+
+
+def _of_constant(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    constant = leaf.detach().clone()
+    return constant.t(), constant
+
+
+def _vector(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    constant = leaf.detach().clone().flatten()
+    return constant, constant
+
+
+@pytest.mark.parametrize("stages", [(), (dh.Recompute(),)], ids=["stored", "recompute"])
+@pytest.mark.parametrize("kind", [_leaf, _of_leaf, _constant, _of_constant, _vector], ids=lambda kind: kind.__name__)
+def test_what_has_no_history_is_not_trusted_by_its_version(
+    device: torch.device, kind: Callable[..., tuple[torch.Tensor, torch.Tensor]], stages: tuple[object, ...]
+) -> None:
+    """Optimizers and line searches write leaves and constants through ``.data``, and a device cannot compare bytes."""
+
+    def gradients(hooks: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
+        leaf = torch.linspace(1, 2, 200 * 100).view(200, 100).to(device).requires_grad_()
+        weight = torch.ones((), device=device, requires_grad=True)
+        saved, written = kind(leaf)
+        with hooks:
+            total = (saved * weight).sum()
+            for _ in range(3):
+                total = total + weight.exp()  # the contents are taken when the next operator begins
+                written.data.add_(1)
+                total = total + (saved * weight).sum() + (saved * weight).exp().sum() * 1e-6
+        return [
+            each.cpu() for each in torch.autograd.grad(total, [weight, leaf], allow_unused=True) if each is not None
+        ]
+
+    copying = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+    expected = gradients(copying)
+    found = gradients(dh.saving(dh.AtLeast(0), *stages, dh.OnCpu()))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)

@@ -7,6 +7,7 @@ what torch's own hooks give when they copy, for they act at that moment (laws 1,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import pathlib
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import disthooks as dh
+from disthooks.saved.stores.base import Store
 from tests.support import shows_saved
 from tests.support.functions import Prepared
 
@@ -325,3 +327,75 @@ def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> N
         copies += packed._copy is not None
         node = node.next_functions[0][0]
     assert copies <= 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Interrupted(Store):
+    """A store in whose ``put`` the user's tensor is written, as another thread may do."""
+
+    tensors: list[torch.Tensor]
+    held: list[torch.Tensor]
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            while self.tensors:
+                self.tensors.pop().mul_(2)
+        self.held.append(tensor.clone())
+        return self.held[-1]
+
+    def get(self, ticket: torch.Tensor) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: torch.Tensor) -> None:
+        self.held[:] = [held for held in self.held if held is not ticket]
+
+
+@pytest.mark.parametrize("stages", [(), (dh.Recompute(),)], ids=["stored", "recompute"])
+def test_a_counted_write_while_the_store_takes_the_contents_raises(stages: tuple[Any, ...]) -> None:
+    """Nobody gets what may be half written, and the store keeps nothing of it."""
+    x, store = torch.randn(64, 64, requires_grad=True), Interrupted([], [])
+    with dh.saving(ALL, *stages, store) as saved:
+        y = x * 1
+        z = y.square()
+        store.tensors.append(y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    del y, z
+    assert saved.report().held == 0
+    assert not store.held
+
+
+@pytest.mark.parametrize("stages", [(), (dh.Recompute(),)], ids=["stored", "recompute"])
+def test_what_is_stored_stays_when_the_tensor_is_changed(stages: tuple[Any, ...], tmp_path: pathlib.Path) -> None:
+    """A counted write spoils the reader of the tensor, not what is computed again from the stored contents."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with dh.saving(ALL, *stages, dh.OnDisk(tmp_path)):
+        h = x * 1
+        spoilt = h.square()
+        y = h.relu()
+        z = y.exp()
+    with torch.no_grad():
+        h.mul_(-3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(spoilt.sum(), x, retain_graph=True)
+    (got,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(got, torch.where(x > 0, x.exp(), 0.0))
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["uncounted", "counted"])
+@pytest.mark.parametrize("store", STORES)
+def test_a_constant_that_is_read_outside_of_a_backward_may_be_written(
+    store: str, counted: bool, tmp_path: pathlib.Path
+) -> None:
+    """Neither the user's memory nor what other nodes read is changed by that."""
+    x, other = (torch.ones(64, 64, requires_grad=True) for _ in range(2))
+    constant = torch.full((64, 64), 3.0)
+    with dh.saving(STORES[store](tmp_path)):
+        one, two = Prepared.apply(x, constant), Prepared.apply(other, constant)
+    for _ in range(2):
+        (got,) = one.grad_fn.saved_tensors
+        (got if counted else got.data).mul_(7)
+    (one + two).backward()
+    assert torch.equal(constant, torch.full((64, 64), 3.0))
+    assert torch.equal(x.grad, constant)
+    assert torch.equal(other.grad, constant)

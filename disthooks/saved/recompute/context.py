@@ -232,7 +232,7 @@ class Recomputed(StoredContent):
         origin = self._origin
         if self._copy is not None:
             storage = self._copy.untyped_storage()  # the contents as they were saved; the user may have changed them
-        if origin is not None and not self.is_volatile:
+        if origin is not None and self.nature == "result":
             original = origin.layout.over(storage)
             program = origin.context.program(origin, original)
             if program is not None:

@@ -340,7 +340,7 @@ def exact(packed: Packed, layout: Layout) -> torch.Tensor | None:
         return None
     unchanged = packed.alias._version == packed.version and not packed.is_changed
     storage = packed.storage_ref.get() if unchanged else None
-    if storage is not None and storage.nbytes() == packed.nbytes and not packed.is_volatile:
+    if storage is not None and storage.nbytes() == packed.nbytes and packed.nature == "result":
         now = layout.over(storage)
         # On a CPU the bytes are compared, because a write may have left the version as it was.
         if not (now.is_cpu and packed.can_compare) or packed.has_contents_of(now, layout):
