@@ -68,6 +68,12 @@ def format_bytes(count: float) -> str:
     return f"{size:.1f} TiB"
 
 
+# Every saved tensor pays for the look-ups of these names.
+_new_tuple = tuple.__new__
+_Tensor, _STRIDED = torch.Tensor, torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 class Layout(NamedTuple):
     """Where the elements of a strided tensor are in its storage.
 
@@ -94,7 +100,7 @@ class Layout(NamedTuple):
             tensor.is_neg(),
         )
         # `tuple.__new__` takes half the time of `Layout(...)`, and every saved tensor has a layout.
-        return tuple.__new__(Layout, fields)
+        return _new_tuple(Layout, fields)
 
     def end(self) -> int:
         """The number of elements from the start of the storage to the last one of this layout, both included.
@@ -182,9 +188,9 @@ def exotic(tensor: torch.Tensor) -> str | None:
     >>> exotic(torch.ones(2)), exotic(torch.ones(2).to_sparse()), exotic(torch.ones(2, device="meta"))
     (None, 'sparse', 'meta')
     """
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not _Tensor:
         return "subclass"
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _STRIDED:
         return "sparse" if "sparse" in str(tensor.layout) else "layout"
     if tensor.is_quantized:
         return "quantized"
@@ -194,7 +200,7 @@ def exotic(tensor: torch.Tensor) -> str | None:
         return "meta"
     if tensor._is_zerotensor():
         return "zerotensor"
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return "functorch"
     return None
 

@@ -52,12 +52,15 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
+_PythonNode = torch.autograd.function.BackwardCFunction
+
+
 def is_python_node(node: Any) -> bool:
     """Whether ``node`` runs a user's code. Such code may read a saved tensor several times; torch's nodes read it once.
 
     It is True for None, too: outside of a backward only a user's code reads saved tensors.
     """
-    return node is None or isinstance(node, torch.autograd.function.BackwardCFunction)
+    return node is None or isinstance(node, _PythonNode)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -67,7 +70,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def node_name(node: Any) -> str:
     """The name that torch gives to the kind of ``node``; "" for a user's own node, whose ``name`` may be anything."""
-    return "" if isinstance(node, torch.autograd.function.BackwardCFunction) else node.name()
+    return "" if isinstance(node, _PythonNode) else node.name()
 
 
 class _Counts:

@@ -86,6 +86,7 @@ class SavedTensorHooks:
         self._counters, self._module_counts = pipeline.counters, pipeline.counters.of_module(module_name)
         self._weights = _NO_WEIGHTS if module is None else ModuleWeights(module)
         self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
+        self._by_owner = self._contents.by_owner
         self._thread = get_ident()
         self._sequence = -1  # number of the operator that saved something last
         self._has_inner = False  # whether another attachment took the tensors that a part of the call saved
@@ -154,7 +155,7 @@ class SavedTensorHooks:
         owner: Any = tensor._base  # see [Note: storage and version]
         if owner is None:
             owner = tensor
-        if id(owner) in self._contents.by_owner:
+        if id(owner) in self._by_owner:
             found = self._contents.lookup_view(tensor, owner, self._pipeline.at_least)
             if found is not None and self._has_same_contents(found[0], tensor, found[1], saved_at):
                 if self._recompute is not None:
