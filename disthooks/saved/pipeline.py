@@ -128,7 +128,7 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
 
     >>> from disthooks import OnCpu
     >>> print(pipeline(AtLeast("1 MiB"), OnCpu()))
-    AtLeast('1.0 MiB'), OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB')
+    AtLeast('1.0 MiB'), OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB', keep=None)
     """
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
         return stages[0]
