@@ -80,20 +80,21 @@ class Order(enum.IntEnum):
     PLACE = 4  # the verifications of Recompute
     PLACED = 5  # one tensor of a Tiered
     OPENING = 6  # what works in this process for stores
-    TAPE = 7  # the open group of a tape
-    GROUP = 8  # what is read of one group of a tape
-    IN_FLIGHT = 9  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
-    WAY = 10  # whether GPUDirect Storage can be used
-    STAGING = 11  # copies between devices and the memory that files are written from
-    LINK = 12  # the copies between one device and the host
-    TURNS = 13  # the order in which the tensors of a Tiered are read
-    QUEUE = 14  # the tensors of one tier
-    POOL = 15  # memory that is used again
-    SCRATCH_FILE = 16  # the used parts of a file
-    BUDGET = 17  # bytes under a limit
-    IO_STATS = 18  # the time during which threads move bytes
-    WATCH = 19  # the records of a watcher
-    COUNTERS = 20  # the counts of an attachment, and the index of its packed values
+    OWNER = 7  # the work of the owner of a runtime
+    TAPE = 8  # the open group of a tape
+    GROUP = 9  # what is read of one group of a tape
+    IN_FLIGHT = 10  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
+    WAY = 11  # whether GPUDirect Storage can be used
+    STAGING = 12  # copies between devices and the memory that files are written from
+    LINK = 13  # the copies between one device and the host
+    TURNS = 14  # the order in which the tensors of a Tiered are read
+    QUEUE = 15  # the tensors of one tier
+    POOL = 16  # memory that is used again
+    SCRATCH_FILE = 17  # the used parts of a file
+    BUDGET = 18  # bytes under a limit
+    IO_STATS = 19  # the time during which threads move bytes
+    WATCH = 20  # the records of a watcher
+    COUNTERS = 21  # the counts of an attachment, and the index of its packed values
 
 
 def _make(order: Order, again: bool) -> Any:

@@ -360,3 +360,24 @@ def test_readers_in_several_threads_get_memory_of_their_own(tmp_path: pathlib.Pa
             thread.join()
         assert len({tensor.data_ptr() for tensor in got}) == 4
         assert all(torch.equal(tensor, x) for tensor in got)
+
+
+def test_an_owner_that_seems_dead_has_no_second_one_beside_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C, ``Thread.is_alive`` may be False for a thread that lives (Python 3.11)."""
+    monkeypatch.setattr(offload, "_IDLE", 30.0)  # on a busy machine a second is over before anybody looks
+    store, x = dh.OnDisk(tmp_path, in_flight="40 KiB"), torch.arange(5000.0)
+    stored = [store.put(x)]
+    store.wait()
+    owner = store.open().offload._owner
+    assert owner is not None
+    monkeypatch.setattr(owner, "is_alive", lambda: False)
+    stored += [store.put(x + i) for i in range(1, 50)]
+    store.wait()
+    assert store.open().offload._owner is owner
+    for i, ticket in reversed(list(enumerate(stored))):
+        assert torch.equal(store.get(ticket), x + i)
+        store.drop(ticket)
+    monkeypatch.undo()
+    store.release_idle()

@@ -51,6 +51,9 @@ class Watched:
         held = self.orders.mine.held
         del held[len(held) - 1 - held[::-1].index(self)]
 
+    def locked(self) -> bool:
+        return bool(self._lock.locked())
+
     def __enter__(self) -> bool:
         return self.acquire()
 

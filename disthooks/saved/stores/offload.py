@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import torch
 
-from disthooks._fork_safe import Order, shared_lock
+from disthooks._fork_safe import Order, shared_lock, tensor_lock
 from disthooks._streams import event_on, work_for
 from disthooks.errors import StoreError
 from disthooks.saved.stores.backend import check_process
@@ -87,6 +87,7 @@ class Offload:
         # Under the lock.
         self._lock = shared_lock(Order.IN_FLIGHT)
         self._owner: threading.Thread | None = None
+        self._at_work = tensor_lock(Order.OWNER, again=False)  # the owner holds it as long as it works
         self._flights: dict[Group, int] = {}  # bytes of the groups that are not written yet
         # An error that was not raised yet (decision 36), and the group that could not be written; None if the owner
         # itself failed.
@@ -339,7 +340,9 @@ class Offload:
             StoreError: if the system starts no thread.
         """
         with self._lock:
-            if self._owner is None or not self._owner.is_alive():
+            # After Ctrl-C, `is_alive` of a thread that lives may be False from then on (Python 3.11). Its lock tells. A
+            # second owner waits until the first one ends.
+            if self._owner is None or not (self._at_work.locked() or self._owner.is_alive()):
                 if not self._has_owner:
                     return
                 self._owner = threading.Thread(target=self._run, name="disthooks owner", daemon=True)
@@ -361,9 +364,12 @@ class Offload:
     # -- in the owner
 
     def _run(self) -> None:
+        with self._at_work:
+            self._serve()
+
+    def _serve(self) -> None:
         idle_since, is_new = time.monotonic(), True
-        # Ctrl-C may have stopped the thread that started this one, so that it started another.
-        while self._owner is threading.current_thread():
+        while True:
             try:
                 if is_new:
                     self._recover()
@@ -389,7 +395,9 @@ class Offload:
                 self._is_ending = False
                 return False
             self._crew.end()
-            self._owner, self._is_ending = None, False
+            self._is_ending = False
+            if self._owner is threading.current_thread():
+                self._owner = None
             return True
 
     def _settle(self) -> None:
