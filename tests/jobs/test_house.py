@@ -17,7 +17,13 @@ from tests.support import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 # Files that the page names and the trips do not enter: they attach once, or serve another form of the same way.
-NOT_ON_THE_TRIP = {"saved/module_class.py", "saved/weights.py", "grads/attach.py", "grads/stats/scan.py"}
+NOT_ON_THE_TRIP = {
+    "saved/module_class.py",
+    "saved/weights.py",
+    "saved/stores/staging.py",
+    "grads/attach.py",
+    "grads/stats/scan.py",
+}
 
 FIRST = '''"""A module.
 

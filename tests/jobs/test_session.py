@@ -153,7 +153,7 @@ save:
         (SEVERAL.replace('"right"', '"wrong"'), r"hooks\.yaml:5: 'wrong' matches no module"),
         (
             SEVERAL.replace('"right.0", store: {kind: OnCpu}', "right, store: {kind: OnDevice}") + "budget: 1 GiB",
-            r"hooks\.yaml:6: save\.2\.store: OnDevice and 'budget'",
+            r"hooks\.yaml:6: save\.2\.store: 'budget' says how much stays on the device",
         ),
     ],
     ids=["overlap", "match", "budget"],

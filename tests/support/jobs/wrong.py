@@ -138,7 +138,7 @@ WRONG: dict[str, Wrong] = {
     "a budget beside OnDevice": Wrong(
         "budget: 1 GiB\n" + _store("{kind: Tiered, stores: [{kind: OnDevice, limit: 1}, {kind: OnCpu}]}"),
         4,
-        "OnDevice and 'budget' both say",
+        "'budget' says how much stays on the device",
     ),
     "a tracker without its engine": Wrong(_sink("kind: DeepSpeedMonitor"), 4, "give DeepSpeed's engine"),
 }
