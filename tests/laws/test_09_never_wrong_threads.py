@@ -30,7 +30,7 @@ from disthooks.saved.stores.scratch_file import CHUNK
 from tests.support.models import identical
 from tests.support.stores.copies import Copies
 from tests.support.stores.faulty import soon
-from tests.support.stores.moving import Nth, error_of, movers, read, right, slow, step, write
+from tests.support.stores.moving import Gate, Nth, error_of, movers, read, right, slow, step, write
 
 # --- A thread that raises or is killed
 
@@ -381,3 +381,34 @@ def test_an_owner_that_seems_dead_has_no_second_one_beside_it(
         store.drop(ticket)
     monkeypatch.undo()
     store.release_idle()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_group_whose_owner_was_killed_while_it_was_dropped_is_not_waited_for(
+    gate: Gate, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next owner finds the group, which is neither in flight nor to be written any more."""
+    store, x = dh.OnDisk(tmp_path, direct=False), torch.arange(100_000.0)
+    landed, kills = Offload._has_landed, [True]
+
+    def killed(self: Offload, group: object) -> None:
+        if kills:
+            kills.pop()
+            raise SystemExit
+        landed(self, group)  # type: ignore[arg-type]
+
+    tickets = [store.put(x + i) for i in range(3)]  # two threads wait at the gate, and the third group waits for them
+    offload = store.open().offload
+    assert soon(lambda: gate.waiting == 2 and len(offload._writes) == 1)
+    owner = offload._owner
+    assert owner is not None
+    monkeypatch.setattr(Offload, "_has_landed", killed)
+    store.drop(tickets.pop())
+    offload._ring()
+    assert soon(lambda: not kills and not owner.is_alive())
+    gate.open.set()
+    waiting = threading.Thread(target=store.wait, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert all(torch.equal(store.get(ticket), x + i) for i, ticket in enumerate(tickets))

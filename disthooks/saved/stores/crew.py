@@ -111,7 +111,7 @@ class Crew:
 
 
 def no_thread(error: RuntimeError) -> StoreError:
-    """What is said when the system starts no thread."""
+    """The error for a system that starts no thread."""
     return StoreError(
         f"no thread can be started to move saved tensors: {error}. The process, its user or its container has reached "
         "its limit of threads. Raise the limit (ulimit -u, pids.max, docker run --pids-limit), or use fewer threads "

@@ -189,17 +189,17 @@ class Offload:
             while tensor is None:
                 tensor = self._bring(entry, group)
             self._inbox.append((Offload._has_waited, order, time.perf_counter() - begin))
-        return self._hand_over(entry, tensor, None)
+        return self._on_device(entry, tensor, None)
 
     def peek(self, entry: Entry) -> torch.Tensor | None:
         """The tensor of ``entry`` on its device while it is in memory; None after that."""
         outgoing, tensor = entry.outgoing, entry.tensor  # in this order: the copy is forgotten when it is done
         if tensor is None:
             return None
-        found = self._hand_over(entry, tensor, outgoing)
+        found = self._on_device(entry, tensor, outgoing)
         return cloned(found) if entry.is_copy else found
 
-    def _hand_over(self, entry: Entry, found: torch.Tensor | Incoming, outgoing: Outgoing | None) -> torch.Tensor:
+    def _on_device(self, entry: Entry, found: torch.Tensor | Incoming, outgoing: Outgoing | None) -> torch.Tensor:
         if entry.at is None:
             return cast(torch.Tensor, found).to(entry.device)
         return self.staging.take(found, outgoing, entry.at)

@@ -182,15 +182,6 @@ def tensor_over(lease: Any, shape: torch.Size, dtype: torch.dtype, offset: int =
     return flat.view(dtype).view(shape).data  # `.data`: autograd does not take it for a view of ``flat``
 
 
-def shaped(block: torch.Tensor, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """A contiguous tensor at byte ``offset`` of ``block``.
-
-    >>> shaped(torch.arange(8, dtype=torch.uint8), torch.Size([2]), torch.uint8, offset=4)
-    tensor([4, 5], dtype=torch.uint8)
-    """
-    return block[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-
-
 _view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 
 _view_memory.restype = ctypes.py_object

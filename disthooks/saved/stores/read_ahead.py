@@ -1,4 +1,4 @@
-"""What is read from files before backward asks for it, and when."""
+"""Reading ahead: which groups are read from files before backward asks for them, and when."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ReadAhead:
     def plan(self, group: Group, wanted: set[Group], asked: Group | None = None) -> None:
         """Plan to read ``group`` at once. Groups that were read and are not ``wanted`` make room for it.
 
-        What was read of ``asked`` does not count, because backward takes it now.
+        The bytes of ``asked`` do not count, because backward takes them now.
         """
         if group.state != WRITTEN or group.is_reading or group in self.groups:
             return

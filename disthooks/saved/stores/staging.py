@@ -86,9 +86,9 @@ class Staging:
         device = made_on.device
         if isinstance(found, Incoming):
             return link_of(device).take(found.coming)
-        source = found if found.device == device else None if outgoing is None else outgoing.source
-        if source is not None:
-            return handed_over(source, made_on)
+        source = None if outgoing is None else outgoing.source
+        if found.device == device or source is not None:
+            return handed_over(found if source is None else source, made_on)
         link = link_of(device)
         return link.take(link.bring(_Read(found, device) if outgoing is None else outgoing))
 
