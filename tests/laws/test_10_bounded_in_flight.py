@@ -102,11 +102,16 @@ def orders(tickets: list) -> dict[str, list]:
 def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
     first: str, second: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same order again is read ahead, and any other comes out right."""
+    """The same order again is read ahead, and any other comes out right.
+
+    Reads begin just in time, by the pace of the last backward. A busy machine may upset that, so there are ten tries.
+    """
     monkeypatch.setattr(os, "preadv", slow(read, 0.001))
     store = dh.OnDisk(tmp_path, in_flight=5 * X.nbytes + 1000)
     stats = store.open().offload.stats
-    for order in (first, second, second):
+
+    def read_all(order: str) -> tuple[int, int]:
+        """The bytes that were read ahead, and in vain."""
         tickets = [(i, store.put(X + i)) for i in range(12)]
         store.wait()
         ahead, in_vain = stats.ahead, stats.in_vain
@@ -115,8 +120,12 @@ def test_any_order_comes_out_right_and_the_same_order_is_read_ahead(
             store.drop(ticket)
         del tickets, ticket
         assert clean(store)
-    assert stats.ahead - ahead >= 11 * X.nbytes
-    assert stats.in_vain == in_vain
+        return stats.ahead - ahead, stats.in_vain - in_vain
+
+    read_all(first)
+    read_all(second)
+    again = (read_all(second) for _ in range(10))
+    assert any(ahead >= 11 * X.nbytes and in_vain == 0 for ahead, in_vain in again)
 
 
 def test_a_branch_that_is_never_run_disturbs_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
