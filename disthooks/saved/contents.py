@@ -218,6 +218,8 @@ class StoredContent(Packed):
         self._copy: torch.Tensor | None = None
         self._weak_copy: weakref.ref[torch.Tensor] | None = None
         self._checksum: int | None = None
+        # Whether the contents stayed where the user has them, because no codec changed them. Otherwise a value without
+        # a copy is one that nobody has copied yet, and a second thread must not share it.
         self.is_in_place = False
 
     @property
