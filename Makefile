@@ -40,7 +40,7 @@ test-all: test test-rest
 FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py) \
   tests/device/test_long_run.py tests/device/test_race_hunt.py
 test-full: $(READY)
-	DISTHOOKS_FULL=1 $(RUN) -m pytest -s $(FULL_TESTS) $(ARGS)
+	DISTHOOKS_FULL=1 $(RUN) -m pytest -s -o faulthandler_timeout=0 $(FULL_TESTS) $(ARGS)
 
 # What is a GPU's own, and the laws on it, within GPU_LIMIT seconds; what did not run is named in GPU_JSON. docs/gpu.md.
 # Few threads each: as many as there are cores, in every one of the processes, take turns on them.

@@ -13,7 +13,9 @@ objects of a process that is killed stay, so give the prefix a lifecycle rule ("
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import queue
@@ -42,7 +44,7 @@ class Objects(Backend[memoryview]):
 
     def __init__(self, url: str) -> None:
         self.url, self._names = url, itertools.count()
-        self._lock, self._opened = threading.Lock(), {}
+        self._opened: dict[int, tuple[Any, str]] = {}
         self._files()  # now, so that a URL that cannot be used is an error here
 
     def _files(self) -> tuple[Any, str]:
@@ -56,7 +58,7 @@ class Objects(Backend[memoryview]):
             except Exception as error:  # each file system has errors of its own
                 raise StoreError(f"{self.url}: {error}", path=self.url) from error
             self._opened[os.getpid()] = files, prefix
-            weakref.finalize(self, _remove, files, prefix, os.getpid())
+            _remover(os.getpid()).remove_after(self, files, prefix)
         return self._opened[os.getpid()]
 
     def write(self, memory: memoryview) -> str:
@@ -82,10 +84,43 @@ class Objects(Backend[memoryview]):
             raise StoreError(what, path=key, wanted=nbytes) from error
 
 
-def _remove(files: Any, prefix: str, process: int) -> None:
-    with contextlib.suppress(Exception):
-        if process == os.getpid():
-            files.rm(prefix, recursive=True)
+class Remover:
+    """The thread of a process that removes what its backends leave.
+
+    A finalizer must not wait for another thread, as a request to an object store does: it runs wherever the collector
+    runs, also in a thread that holds a lock which that other thread needs. ``put`` of a SimpleQueue waits for nobody.
+    """
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[tuple[Any, str] | None] = queue.SimpleQueue()
+        self._finalizers: set[weakref.finalize[Any, Any]] = set()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def remove_after(self, backend: Objects, files: Any, prefix: str) -> None:
+        """Remove ``prefix`` when ``backend`` is gone, and at the end of the process at the latest."""
+        finalizer = weakref.finalize(backend, self._left.put, (files, prefix))
+        finalizer.atexit = False  # it would come after ``_end``
+        self._finalizers = {each for each in self._finalizers if each.alive} | {finalizer}
+
+    def _work(self) -> None:
+        while (left := self._left.get()) is not None:
+            files, prefix = left
+            with contextlib.suppress(Exception):
+                files.rm(prefix, recursive=True)
+
+    def _end(self) -> None:
+        if self._thread.is_alive():  # it is not in a fork, whose parent removes its own
+            for finalizer in self._finalizers:
+                finalizer()
+            self._left.put(None)
+            self._thread.join(60)
+
+
+@functools.cache
+def _remover(process: int) -> Remover:
+    return Remover()
 
 
 @dataclass(eq=False)

@@ -76,9 +76,8 @@ def test_two_nodes_train_as_one_process_and_restart_together(tmp_path: pathlib.P
         logs = tmp_path / "runs" / "logs"
         assert sorted(log.name for log in logs.iterdir()) == ["10.0.0.1", "10.0.0.2"], "which machine's they are"
         assert len(list((logs / "10.0.0.2").glob("*/attempt_1/0/stdout.log"))) == 1
-        as_the_truth(made, run=f"of-{nodes[0]}")
+        as_the_truth(made, run=f"of-{nodes[0]}", killed_in=2)
         assert not (tmp_path / "runs" / f"of-{nodes[1]}" / "checkpoint.pt").exists(), "rank 0 told the step"
-        assert [row["step"] for row in made.rows("gradients.jsonl")] == [0, 1, 2, 0, 1, 2], "each life counts anew"
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -34,8 +37,10 @@ def s3() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"KEY": "test", "SECRET": "test", "ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setitem(fsspec.config.conf.setdefault("s3", {}), name.lower(), value)
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("scratch")
-        yield "s3://scratch"
+        # A worker of pytest may start a second server later, and all servers of a process share their buckets.
+        bucket = f"scratch-{port}"
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+        yield f"s3://{bucket}"
     server.stop()
 
 
@@ -96,6 +101,50 @@ def test_objects_of_a_process_go_with_it(url: str) -> None:
     backend.write(memoryview(b"x"))
     del backend
     assert soon(lambda: not objects(url))
+
+
+def test_the_end_of_a_backend_waits_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may end it in a thread that holds a lock which the request needs."""
+    url = f"memory://{uuid.uuid4().hex}"
+    memory = fsspec.get_filesystem_class("memory")
+    goes_on, remove = threading.Event(), memory.rm
+
+    def rm(self: Any, *args: Any, **kwargs: Any) -> None:
+        assert goes_on.wait(20)
+        remove(self, *args, **kwargs)
+
+    monkeypatch.setattr(memory, "rm", rm)
+    backend = Objects(url)
+    backend.write(memoryview(b"x"))
+    del backend
+    assert objects(url)
+    goes_on.set()
+    assert soon(lambda: not objects(url))
+
+
+ENDS = """
+import os, sys
+from object_store import Objects
+backend = Objects(sys.argv[1])
+backend.write(memoryview(b"x"))
+if not os.fork():
+    Objects(sys.argv[1]).write(memoryview(b"x"))
+    backend.write(memoryview(b"x"))
+    sys.exit()
+os.wait()
+assert len(os.listdir(sys.argv[1].removeprefix("file://"))) == 1, "the fork removed what was its own, and no more"
+"""
+
+
+def test_nothing_is_left_of_a_process_that_ends(tmp_path: pathlib.Path) -> None:
+    """Its own objects and those of its fork, also of backends that still live."""
+    place = tmp_path / "objects"
+    place.mkdir()
+    python = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    call = [sys.executable, "-c", ENDS, f"file://{place}"]
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": python}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list(place.iterdir()) == []
 
 
 def test_a_write_that_fails_is_said_once_and_the_tensor_is_kept(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
