@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ def command(*words: str) -> str:
 
 
 @functools.cache
-def truth(clip: float | None = CLIP) -> tuple[list[float], list[float]]:
+def truth(clip: float | None = CLIP) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Losses and gradient norms of the example in one process, with torch's own clipping."""
     spec = importlib.util.spec_from_file_location("launch_model", ROOT / "launch" / "model.py")
     assert spec is not None
@@ -62,7 +62,7 @@ def truth(clip: float | None = CLIP) -> tuple[list[float], list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, norms
+    return tuple(losses), tuple(norms)
 
 
 @dataclass
@@ -170,7 +170,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def close(found: list[float], expected: list[float], tolerance: float = 2e-5) -> None:
+def close(found: Sequence[float], expected: Sequence[float], tolerance: float = 2e-5) -> None:
     """Equal but for the order in which float32 sums are made: two halves here, one batch there."""
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=tolerance, atol=0)
 
@@ -192,7 +192,7 @@ def as_the_truth(made: Folder, clip: float | None = CLIP, run: str = "example", 
     if killed_in is not None:
         steps = [*range(killed_in + 1), *range(STEPS - killed_in - 1)]  # each life counts anew
         if len(log) < STEPS:
-            del steps[killed_in], norms[killed_in]
+            steps, norms = ([*each[:killed_in], *each[killed_in + 1 :]] for each in (steps, norms))
     assert [row["step"] for row in log] == steps
     close([row["grad_norm"] for row in log], norms)
     assert all(row["clip_ratio"] < 1 for row in log)
