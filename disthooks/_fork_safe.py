@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
 # [Note: the order of locks]
@@ -210,6 +210,7 @@ class DeferredSum:
 
     Attributes:
         change: a function for destructors, which adds its argument. It is a C function; see [Note: destructors].
+        change_by: the same for all numbers of its argument, an iterable.
 
     >>> held = DeferredSum()
     >>> held.change(5); held.change(-2)
@@ -217,12 +218,13 @@ class DeferredSum:
     3
     """
 
-    __slots__ = ("_changes", "_total", "change")
+    __slots__ = ("_changes", "_total", "change", "change_by")
 
     def __init__(self) -> None:
         self._total = 0
         self._changes: collections.deque[int] = collections.deque()
         self.change: Callable[[int], None] = self._changes.append
+        self.change_by: Callable[[Iterable[int]], None] = self._changes.extend
 
     def __len__(self) -> int:
         """The number of changes that are not added up yet."""

@@ -167,6 +167,24 @@ def test_small_ones_go_together(device: torch.device) -> None:
     assert is_clean(store, device)
 
 
+def test_small_ones_that_came_back_with_another_one_count_and_make_room(device: torch.device) -> None:
+    """A backward may read one tensor of each copy and leave the others for later: they may not fill the device."""
+    store = dh.OnCpu(in_flight="1 MiB", pin_memory=False)
+    tickets = [store.put(torch.full((8192,), float(i), device=device)) for i in range(512)]
+    store.wait()
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated(device)
+    for first in (0, 1, 2, 3):
+        for number in range(first, 512, 4):  # four tensors share a copy
+            assert float(store.get(tickets[number])[7]) == number
+        assert 0 < store.device_bytes(device) <= 1 << 20
+        torch.accelerator.synchronize()
+        assert torch.accelerator.memory_allocated(device) - before <= 1 << 20
+    for ticket in tickets:
+        store.drop(ticket)
+    assert is_clean(store, device)
+
+
 def test_small_ones_of_all_kinds(device: torch.device) -> None:
     store = dh.OnCpu()
     values = [

@@ -17,6 +17,7 @@ import torch
 from disthooks._fork_safe import DeferredSum, Order, shared_lock
 from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
+from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 
 
@@ -448,6 +449,16 @@ class ByteBudget:
     def __reduce__(self) -> tuple[Any, ...]:
         return ByteBudget, (self._limit, self._owner, self._grain)
 
+    def debt(self, count: int, _partial: type[functools.partial[None]] = functools.partial) -> Callable[[], None]:
+        """A function that gives ``count`` bytes back at its first call, and nothing later. Destructors may call both.
+
+        >>> budget = ByteBudget(None, "OnCpu")
+        >>> budget.reserve(1000); pay = budget.debt(1000); pay(); pay(); budget.held
+        0
+        """
+        # ``extend`` empties the iterator in one C function, so no interrupt comes in between.
+        return _partial(self._released.change_by, iter((count,)))
+
     @property
     def limit(self) -> int | None:
         """Most bytes that may be in use; None for no limit."""
@@ -509,6 +520,31 @@ class ByteBudget:
                 debtor.owed = 0
             self.release(taken)  # an interrupt came after the bytes were taken
             raise
+
+
+class Counted:
+    """A ticket whose bytes a budget counts. Its destructor gives them back, since after Ctrl-C nobody may own it.
+
+    ``budget.reserve(nbytes, ticket)`` takes the bytes.
+
+    Attributes:
+        owed: the bytes that ``budget`` counts.
+    """
+
+    __slots__ = ("budget", "owed")
+
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget, self.owed = budget, 0
+
+    def drop(self) -> None:
+        """Give the bytes back to the limit, unless that was done already."""
+        owed, self.owed = self.owed, 0
+        if owed:
+            self.budget.release(owed)  # no interrupt comes between these lines
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.drop()
 
 
 class DeviceBudgets:

@@ -26,9 +26,9 @@ _MARGIN = 1.5  # a copy is expected to take up to so many times as long as the l
 class Courier(ForkSafe[Carried]):
     """Copies tensors of ``device`` to host memory and back, beside the computation.
 
-    It holds at most ``most`` bytes on the device, or one tensor if the newest is larger. Three kinds of tensors are
-    held there: tensors that are being copied, tensors that are not sent because backward reads them soon, and tensors
-    that were brought back before backward reads them.
+    It holds at most ``most`` bytes on the device, or one parcel if the newest is larger. Four kinds of tensors are held
+    there: tensors that are being copied, tensors that are not sent because backward reads them soon, tensors that were
+    brought back before backward reads them, and small tensors that came back because they share a copy with another.
 
     Args:
         device: an accelerator, with its index.
@@ -54,6 +54,8 @@ class Courier(ForkSafe[Carried]):
         self._bytes = 0  # bytes of the tensors in these three
         self._coming: dict[Parcel, None] = {}  # brought back before backward reads them, the oldest first
         self._coming_bytes = 0
+        self._cached: dict[Parcel, None] = {}  # joined, and back until all their tensors are read; the oldest first
+        self._cached_bytes = 0
         self.owed = Owed()  # bytes of dropped tensors whose host memory is still being copied
 
     # -- for the threads of the computation
@@ -90,7 +92,7 @@ class Courier(ForkSafe[Carried]):
                     batch = self._batches[number] = Batch(min(JOINED, self.most // 8))
                 if batch.add(ticket):
                     self._flush([number])
-            while self._bytes + self._coming_bytes > self.most and self._relieve(ticket):
+            while self._on_device > self.most and self._relieve(ticket):
                 pass
 
     def get(self, ticket: Carried) -> torch.Tensor:
@@ -127,15 +129,15 @@ class Courier(ForkSafe[Carried]):
         """
         if ticket.dropped:
             return
-        ticket.dropped, ticket.tensor = True, None
         parcel = ticket.parcel
+        ticket.dropped, ticket.tensor = True, None  # no interrupt comes before the next call
+        self.release(ticket)
         if parcel is not None and not parcel.joined:
             coming = parcel.coming
             if coming is not None and coming.is_done():
                 coming.tensor = None
             if parcel.outgoing.is_done():
                 parcel.outgoing.source = None
-        self.release(ticket)
 
     def wait(self) -> None:
         """Make the host wait until all tensors that are to be sent have arrived."""
@@ -173,7 +175,7 @@ class Courier(ForkSafe[Carried]):
         """Bytes on the device, of any kind."""
         with self._lock:
             self._drain_releases()
-            return self._bytes + self._coming_bytes
+            return self._on_device
 
     def set_device_limit(self, nbytes: int) -> None:
         """Hold at most ``nbytes`` on the device, in place of ``in_flight``.
@@ -183,15 +185,21 @@ class Courier(ForkSafe[Carried]):
         with self._lock:
             self._drain_releases()
             self.most, self._is_governed = nbytes, True
-            while self._bytes + self._coming_bytes > self.most and self._relieve(None):
+            while self._on_device > self.most and self._relieve(None):
                 pass
 
     def wait_for_memory(self) -> bool:
         """Make the host wait for the oldest copy of a dropped tensor. Returns False if there is none."""
         with self._lock:
-            had_dropped = bool(self._releases)  # draining them gave bytes back, maybe enough of them
+            was_owed = bool(self._releases or self.owed.parcel)  # draining gives bytes back, maybe enough of them
             self._drain_releases()
-        return self.owed.wait() or had_dropped
+            parcel = self.owed.parcel
+        if parcel is None:
+            return was_owed
+        parcel.wait()
+        with self._lock:
+            self._drain_releases()
+        return True
 
     def release_idle(self) -> None:
         """Free the memory of copies that are done, and idle host memory."""
@@ -229,6 +237,9 @@ class Courier(ForkSafe[Carried]):
         Returns:
             Whether there was one.
         """
+        if self._cached:  # the host has it, too; a later read brings it again
+            self._forget(next(iter(self._cached)))
+            return True
         # The oldest copy under way: the computation waits for it, and its memory is used again.
         newly = None if newest is None else newest.parcel
         parcel = next((parcel for parcel in self._flying if parcel is not newly), None)
@@ -248,16 +259,18 @@ class Courier(ForkSafe[Carried]):
 
     def _drain_releases(self) -> None:
         self._link.poll()
-        self.owed.poll()
         while self._flying and self._flying[0].outgoing.source is None:
             self._landed(self._flying[0])
         super()._drain_releases()
+        self.owed.poll()
         if not self._bytes:
             self._batches.clear()  # all tensors in them were dropped
         elif not (self._flying or self._staying or self._batches):
             self._bytes = 0  # an interrupt may have left another value; see [Note: interrupts]
         if not self._coming:
             self._coming_bytes = 0
+        if not self._cached:
+            self._cached_bytes = 0
 
     def _apply_release(self, release: Carried) -> None:
         release.lane.drop(release)
@@ -271,6 +284,8 @@ class Courier(ForkSafe[Carried]):
     def _let_go(self, ticket: Carried, parcel: Parcel) -> None:
         parcel.members.discard(ticket)
         parcel.done_with(ticket)
+        if parcel.whole is None:
+            self._forget(parcel)
         ticket.parcel = None
         if not parcel.members:
             self._give_up(parcel)
@@ -289,7 +304,7 @@ class Courier(ForkSafe[Carried]):
         if source is not None:  # it was sent, and is still on the device
             return parcel.from_source(ticket, source)
         if parcel.whole is not None:  # it came back with another tensor of its parcel
-            return parcel.from_back(ticket, None)
+            return self._part_of(parcel, ticket, None)
         # It is in host memory: take the copy that began before, or begin one now.
         coming = parcel.coming
         if coming is None:
@@ -299,7 +314,27 @@ class Courier(ForkSafe[Carried]):
             self.ahead += parcel.nbytes
         back = self._link.take(coming)
         self._is_taken(parcel)
-        return parcel.from_back(ticket, back)
+        return self._part_of(parcel, ticket, back)
+
+    def _part_of(self, parcel: Parcel, ticket: Carried, back: torch.Tensor | None) -> torch.Tensor:
+        """The tensor of ``ticket`` from ``back``, or from the joined tensor of ``parcel``, which is there already."""
+        found = parcel.from_back(ticket, back)
+        if parcel.whole is None:
+            self._forget(parcel)
+            return found
+        if parcel not in self._cached:
+            self._cached[parcel] = None
+            self._cached_bytes += parcel.nbytes
+        while self._on_device > self.most and (oldest := next(iter(self._cached))) is not parcel:
+            self._forget(oldest)
+        return found
+
+    def _forget(self, parcel: Parcel) -> None:
+        """Free the joined tensor of ``parcel`` that came back."""
+        parcel.whole = None
+        if parcel in self._cached:
+            del self._cached[parcel]
+            self._cached_bytes -= parcel.nbytes
 
     def _is_taken(self, parcel: Parcel) -> None:
         if parcel in self._coming:
@@ -311,9 +346,7 @@ class Courier(ForkSafe[Carried]):
     def _give_up(self, parcel: Parcel) -> None:
         """Free the copy of ``parcel`` that came back early; if it has no members left, give their bytes back too."""
         if not parcel.members:
-            while parcel.owed:
-                release, nbytes = parcel.owed.popleft()
-                self.owed.give_back(parcel, release, nbytes)
+            self.owed.add(parcel, parcel.owed)
         if parcel.coming is not None:
             self.in_vain += parcel.nbytes
             self._is_taken(parcel)  # the link holds the memory on the device until the copy into it is done
@@ -326,7 +359,7 @@ class Courier(ForkSafe[Carried]):
         times = ticket.lane.times()
         due: dict[Parcel, float] = {}  # in the order of reads, with the time at which backward reads each
         following = cast("Iterable[tuple[Carried, float]]", ticket.lane.after(ticket))
-        soonest, room = None, self.most - self._bytes
+        soonest, room = None, self.most - self._bytes - self._cached_bytes
         for other, _ in itertools.islice(following, _LOOK):
             at, parcel = times.get(other.position), other.parcel
             soonest = at if soonest is None else soonest
@@ -376,4 +409,8 @@ class Courier(ForkSafe[Carried]):
             self._coming_bytes += parcel.nbytes
 
     def _has_room(self, parcel: Parcel) -> bool:
-        return self._bytes + self._coming_bytes + parcel.nbytes <= self.most
+        return self._on_device + parcel.nbytes <= self.most
+
+    @property
+    def _on_device(self) -> int:
+        return self._bytes + self._coming_bytes + self._cached_bytes

@@ -13,24 +13,21 @@ from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes, parse_bytes, resident
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.base import ByteBudget, Counted, Store, StoreReport, StoreSpec
 from disthooks.saved.stores.courier import Courier
 from disthooks.saved.stores.device_copy import Carried
 from disthooks.saved.stores.tiers import OnDevice, OpenTiered
 from disthooks.saved.stores.turns import Placed
 
 
-class _Held(NamedTuple):
+class _Held(Counted):
     """A tensor in CPU memory, and the device that :meth:`OnCpu.get` returns it on."""
 
-    tensor: torch.Tensor
-    device: torch.device
-    nbytes: int
-    budget: ByteBudget
+    __slots__ = ("device", "tensor")
 
-    def drop(self) -> None:
-        """Give the bytes back to the limit."""
-        self.budget.release(self.nbytes)
+    def __init__(self, tensor: torch.Tensor, budget: ByteBudget) -> None:
+        super().__init__(budget)
+        self.tensor, self.device = tensor, tensor.device
 
 
 class _Sent(NamedTuple):
@@ -41,15 +38,28 @@ class _Sent(NamedTuple):
     budget: ByteBudget
 
     def drop(self) -> None:
-        """Drop the ticket, unless it is dropped already."""
-        owed, self.ticket.owed = self.ticket.owed, 0
-        parcel = self.ticket.parcel
-        self.courier.drop(self.ticket)
-        if owed and parcel is not None and parcel.joined:
-            # The tensors of a parcel share one block of host memory. The last of them frees it, and gives these back.
-            parcel.owed.append((self.budget.release, owed))
+        """Drop the ticket, unless that was done already. If Ctrl-C ends this, the destructor does the rest.
+
+        A debt is made first. No interrupt comes between the line that clears ``owed`` and the call that hands it over.
+        """
+        ticket = self.ticket
+        parcel = ticket.parcel
+        if ticket.owed and parcel is not None and parcel.joined:
+            # The tensors of a parcel share one block of host memory. The last of them frees it, and pays this debt.
+            debt = self.budget.debt(ticket.owed)
+            ticket.owed = 0
+            parcel.owed.append(debt)
+        self.courier.drop(ticket)
+        if not ticket.owed:
+            return
+        debt = self.budget.debt(ticket.owed)
+        if parcel is None or parcel.is_idle:
+            ticket.owed = 0
+            debt()
         else:
-            self.courier.owed.give_back(parcel, self.budget.release, owed)
+            later = parcel, (debt,)
+            ticket.owed = 0
+            self.courier.owed.append(later)
 
     @uncompiled()
     def __del__(self) -> None:
@@ -74,14 +84,15 @@ class OpenOnCpu(Store):
         if on_accelerator(tensor):
             return self._send(tensor, may_stay=True)
         nbytes = max(tensor.nbytes, resident(tensor) if tensor.is_cpu else 0)  # a view keeps its whole storage alive
-        self.budget.reserve(nbytes)
-        if tensor.is_cpu:
-            return _Held(tensor, tensor.device, nbytes, self.budget)
-        try:
-            return _Held(tensor.cpu(), tensor.device, nbytes, self.budget)
-        except BaseException:
-            self.budget.release(nbytes)
-            raise
+        held = _Held(tensor, self.budget)
+        self.budget.reserve(nbytes, held)
+        if not tensor.is_cpu:
+            try:
+                held.tensor = tensor.cpu()
+            except BaseException:
+                held.drop()  # now, because the traceback holds this frame
+                raise
+        return held
 
     def put_away(self, tensor: torch.Tensor) -> _Held | _Sent:
         """Like :meth:`put`, but a copy begins even if backward reads the tensor soon."""
@@ -89,15 +100,15 @@ class OpenOnCpu(Store):
 
     def _send(self, tensor: torch.Tensor, may_stay: bool) -> _Sent:
         courier = self.courier(tensor.device)
-        self._reserve(tensor.nbytes)
+        counted = Counted(self.budget)
+        self._reserve(tensor.nbytes, counted)
         sent = None
         try:
             sent = _Sent(courier, courier.ticket(tensor), self.budget)
-            sent.ticket.owed = tensor.nbytes
+            sent.ticket.owed, counted.owed = counted.owed, 0
             courier.put(sent.ticket, may_stay)
         except BaseException as error:
-            if sent is None or not sent.ticket.owed:
-                self.budget.release(tensor.nbytes)
+            counted.drop()  # now, because the traceback holds this frame
             if sent is not None:
                 sent.drop()
             if isinstance(error, OSError):
@@ -106,11 +117,11 @@ class OpenOnCpu(Store):
             raise
         return sent
 
-    def _reserve(self, nbytes: int) -> None:
-        """Take ``nbytes`` of the limit. At the limit, wait until the copies of dropped tensors are done."""
+    def _reserve(self, nbytes: int, debtor: Counted) -> None:
+        """Take ``nbytes`` of the limit for ``debtor``; at the limit, wait until copies of dropped tensors are done."""
         while True:
             try:
-                self.budget.reserve(nbytes)
+                self.budget.reserve(nbytes, debtor)
             except StoreError:
                 if not any(courier.wait_for_memory() for courier in list(self.couriers.values())):
                     raise

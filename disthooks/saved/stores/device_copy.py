@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -340,9 +339,8 @@ class Parcel:
         self.whole: torch.Tensor | None = None
         self._stream = current_stream(outgoing.device)  # the stream that fills ``whole``, or the joined source
         self._unread: set[Carried] = set()
-        # The bytes of dropped members, each with the budget that counts them. They stay in use as host memory while
-        # another member is alive.
-        self.owed: collections.deque[tuple[Callable[[int], None], int]] = collections.deque()
+        # The debts of dropped members (``ByteBudget.debt``): their host memory is in use while another member is alive.
+        self.owed: collections.deque[Callable[[], None]] = collections.deque()
 
     @property
     def is_there(self) -> bool:
@@ -427,32 +425,30 @@ class Owed:
     """Bytes of dropped tensors in host memory that copies still use: they count until the copies are done."""
 
     def __init__(self) -> None:
-        self._all: collections.deque[tuple[Parcel, Callable[[int], None], int]] = collections.deque()
+        self._all: collections.deque[tuple[Parcel, Iterable[Callable[[], None]]]] = collections.deque()
+        #: Pay the debts when the copies of their parcel are done: a C function, which destructors may call.
+        self.append: Callable[[tuple[Parcel, Iterable[Callable[[], None]]]], None] = self._all.append
 
-    def give_back(self, parcel: Parcel | None, release: Callable[[int], None], nbytes: int) -> None:
-        """Call ``release(nbytes)`` now, or when the copies of ``parcel`` are done. Destructors call this."""
-        if parcel is None or parcel.is_idle:
-            release(nbytes)
-        elif nbytes:
-            self._all.append((parcel, release, nbytes))
+    def add(self, parcel: Parcel, debts: Iterable[Callable[[], None]]) -> None:
+        """Pay ``debts`` when the copies of ``parcel`` are done."""
+        self.append((parcel, debts))
 
-    def poll(self) -> bool:
-        """Give back the bytes whose copies are done, the oldest first. Returns whether any bytes were owed."""
-        owed = bool(self._all)
-        with contextlib.suppress(IndexError):  # the queue is empty; another thread may have emptied it
-            while True:
-                parcel, release, nbytes = self._all.popleft()
-                if not parcel.is_idle:
-                    self._all.appendleft((parcel, release, nbytes))
-                    break
-                release(nbytes)
-        return owed
+    @property
+    def parcel(self) -> Parcel | None:
+        """The parcel of the oldest debt; None if nothing is owed."""
+        return self._all[0][0] if self._all else None
 
-    def wait(self) -> bool:
-        """Make the host wait for the oldest copies. Returns False if no bytes were owed."""
-        if not self.poll():
-            return False
-        with contextlib.suppress(IndexError):
-            self._all[0][0].wait()
-        self.poll()
-        return True
+    def poll(self) -> None:
+        """Pay the debts whose copies are done, the oldest first. The caller holds the lock of the courier.
+
+        After an interrupt a debt is paid once more, which gives nothing back. A signal handler may call this, too.
+        """
+        while self._all:
+            first = self._all[0]
+            parcel, debts = first
+            if not parcel.is_idle:
+                return
+            for pay in tuple(debts):
+                pay()
+            if self._all and self._all[0] is first:
+                self._all.popleft()

@@ -6,9 +6,9 @@ import contextlib
 import heapq
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,21 +17,18 @@ from disthooks._registry import register
 from disthooks._streams import handed_over, is_accelerator, on, stream_of
 from disthooks._tensors import resident
 from disthooks.errors import StoreError, UsageError
-from disthooks.saved.stores.base import ByteBudget, DeviceBudgets, Store, StoreReport, StoreSpec
-from disthooks.saved.stores.turns import Placed, Turns, let_go
+from disthooks.saved.stores.base import ByteBudget, Counted, DeviceBudgets, Store, StoreReport, StoreSpec
+from disthooks.saved.stores.turns import Placed, Turns
 
 
-class _There(NamedTuple):
+class _There(Counted):
     """A tensor, and the stream that filled it if it is on an accelerator."""
 
-    tensor: torch.Tensor
-    stream: torch.Stream | None
-    nbytes: int
-    budget: ByteBudget
+    __slots__ = ("stream", "tensor")
 
-    def drop(self) -> None:
-        """Give the bytes back to the limit."""
-        self.budget.release(self.nbytes)
+    def __init__(self, tensor: torch.Tensor, budget: ByteBudget) -> None:
+        super().__init__(budget)
+        self.tensor, self.stream = tensor, stream_of(tensor)
 
 
 class OpenOnDevice(Store):
@@ -50,13 +47,13 @@ class OpenOnDevice(Store):
     def put(self, tensor: torch.Tensor) -> _There:
         """Hold ``tensor`` itself."""
         nbytes = max(tensor.nbytes, resident(tensor))  # a view keeps its whole storage alive
-        budget = self.budget.of(tensor.device)
-        budget.reserve(nbytes)
-        return _There(tensor, stream_of(tensor), nbytes, budget)
+        there = _There(tensor, self.budget.of(tensor.device))
+        there.budget.reserve(nbytes, there)
+        return there
 
     def get(self, ticket: _There) -> torch.Tensor:
         """The tensor that was put, for the current stream."""
-        self._read += ticket.nbytes
+        self._read += ticket.owed
         return ticket.tensor if ticket.stream is None else handed_over(ticket.tensor, ticket.stream)
 
     def peek(self, ticket: _There) -> torch.Tensor:
@@ -210,17 +207,11 @@ class OpenTiered(Store):
         following = self.turns.read(ticket, _LOOK)
         if ticket.at is not None:
             self._leave_room(ticket.device)
-        with self._at(ticket):
-            ticket.asked = False
-            store = self.stores[ticket.tier]
-            try:
-                tensor = store.get(ticket.ticket)
-            except StoreError:
-                # The error may be about another tensor: a store raises the error of a failed write once, at the next
-                # call (decision 36). If this tensor is still in memory, backward can use it.
-                held = store.peek(ticket.ticket)
-                tensor = store.get(ticket.ticket) if held is None else held
-                tensor = tensor if ticket.at is None else tensor.to(ticket.at.device)
+        try:
+            with ticket.lock:
+                tensor = self._read(ticket)
+        finally:
+            ticket.let_go()
         # `OnDisk` reads ahead by itself, no more than its `in_flight`.
         planned = self.turns.to_bring(ticket, self._room(ticket.device))
         self._look_ahead([other for other in planned if self.stores[other.tier].takes_plans], None)
@@ -229,15 +220,37 @@ class OpenTiered(Store):
         self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
         return tensor
 
+    def _read(self, ticket: Placed) -> torch.Tensor:
+        """The tensor, from the tier that it is in. The caller holds its lock."""
+        if ticket.dropped:
+            raise StoreError("a stored tensor was read after it was dropped")
+        ticket.asked = False
+        store = self.stores[ticket.tier]
+        try:
+            return store.get(ticket.ticket)
+        except StoreError:
+            # The error may be about another tensor: a store raises the error of a failed write once, at the next call
+            # (decision 36). If this tensor is still in memory, backward can use it.
+            held = store.peek(ticket.ticket)
+            tensor = store.get(ticket.ticket) if held is None else held
+            return tensor if ticket.at is None else tensor.to(ticket.at.device)
+
     def pop_transfer_seconds(self, ticket: Placed) -> float:
         """Seconds for which the tier that the tensor is in moved it."""
-        with self._at(ticket):
-            return self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
+        try:
+            with ticket.lock:
+                return 0.0 if ticket.dropped else self.stores[ticket.tier].pop_transfer_seconds(ticket.ticket)
+        finally:
+            ticket.let_go()
 
     def prefetch(self, ticket: Placed) -> None:
         """Let its tier bring the tensor nearer."""
-        with self._at(ticket):
-            self.stores[ticket.tier].prefetch(ticket.ticket)
+        try:
+            with ticket.lock:
+                if not ticket.dropped:
+                    self.stores[ticket.tier].prefetch(ticket.ticket)
+        finally:
+            ticket.let_go()
 
     def drop(self, ticket: Placed) -> None:
         """Release the tensor in the tier that it is in."""
@@ -334,22 +347,33 @@ class OpenTiered(Store):
         if tier + 1 == len(self.stores):
             return False
         while (last := self.queue(tier, device).last()) is not None:
-            with self._at(last):
-                if last.tier != tier:
-                    continue  # another thread has moved it meanwhile
-                held = self.stores[tier].peek(last.ticket)
-                if held is None:
-                    return False  # it is on a disk, and moving it would take a read
-                before = last.ticket
-                if last.at is None:
-                    self._place(last, held, tier + 1)
-                else:
-                    self._leave_room(last.device, nbytes - last.nbytes)
-                    with on(last.at):  # the copy of the next tier must come after the work that fills the tensor
-                        self._place(last, held, tier + 1)
-                self.stores[tier].drop(before)
-            return True
+            try:
+                with last.lock:
+                    if last.tier != tier or last.dropped:
+                        continue  # another thread has moved or dropped it meanwhile
+                    return self._move_down(last, nbytes)
+            finally:
+                last.let_go()
         return False
+
+    def _move_down(self, placed: Placed, nbytes: int) -> bool:
+        """Move ``placed`` to a tier below, for a new tensor of ``nbytes``. The caller holds its lock.
+
+        Returns:
+            False if it is on a disk, because moving it would take a read.
+        """
+        tier, before = placed.tier, placed.ticket
+        held = self.stores[tier].peek(before)
+        if held is None:
+            return False
+        if placed.at is None:
+            self._place(placed, held, tier + 1)
+        else:
+            self._leave_room(placed.device, nbytes - placed.nbytes)
+            with on(placed.at):  # the copy of the next tier must come after the work that fills the tensor
+                self._place(placed, held, tier + 1)
+        self.stores[tier].drop(before)
+        return True
 
     def _limits(self, device: torch.device) -> list[int | None]:
         """The bytes of each tier that a plan for tensors of ``device`` may use; None for no limit."""
@@ -423,23 +447,14 @@ class OpenTiered(Store):
                 most -= placed.nbytes if placed.tier > 0 else 0
                 if most < 0:
                     return
-            if placed.tier > 0 and not placed.asked and placed.lock.acquire(blocking=False):
+            if placed.tier > 0 and not placed.asked and not placed.lock.locked():
                 try:
-                    if placed.tier > 0 and not placed.dropped:
-                        placed.asked = True
-                        self.stores[placed.tier].prefetch(placed.ticket)
+                    with placed.lock:
+                        if placed.tier > 0 and not placed.dropped:
+                            placed.asked = True
+                            self.stores[placed.tier].prefetch(placed.ticket)
                 finally:
-                    placed.lock.release()
-                    let_go(self.stores, placed)
-
-    @contextlib.contextmanager
-    def _at(self, placed: Placed) -> Iterator[None]:
-        """Hold the lock of ``placed``. If ``placed`` is dropped meanwhile, its tier drops it at the end."""
-        try:
-            with placed.lock:
-                yield
-        finally:
-            let_go(self.stores, placed)
+                    placed.let_go()
 
 
 def _tiered(stores: Sequence[Store]) -> Tiered:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from disthooks._fork_safe import ForkSafe, Order, tensor_lock
-from disthooks.saved.stores.base import Store
+from disthooks._torch import uncompiled
 from disthooks.saved.stores.order import AccessOrder, Ordered, PerThread
 from disthooks.saved.stores.plan import Plan, Tapes, make_plan
 
@@ -43,7 +43,20 @@ class Placed:
         asked: whether the tier was told that backward reads the tensor soon.
     """
 
-    __slots__ = ("__weakref__", "asked", "at", "device", "dropped", "lock", "nbytes", "ticket", "tier", "tiers", "turn")
+    __slots__ = (
+        "__weakref__",
+        "_to_let_go",
+        "asked",
+        "at",
+        "device",
+        "dropped",
+        "lock",
+        "nbytes",
+        "ticket",
+        "tier",
+        "tiers",
+        "turn",
+    )
 
     def __init__(self, nbytes: int, at: Any = None, tiers: Any = None, device: torch.device = _CPU) -> None:
         self.tiers = tiers
@@ -53,31 +66,52 @@ class Placed:
         self.nbytes, self.at, self.device = nbytes, at, device
         self.turn: Turn | None = None
         self.asked = self.dropped = False
+        self._to_let_go = [True]  # the thread that pops the item lets go of the tensor
 
     def drop(self) -> None:
         """Release the tensor in the tier that it is in; destructors call this."""
         self.dropped = True
         if self.tiers is not None:
             self.tiers.turns.drop(self)
-            let_go(self.tiers.stores, self)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let the tier drop the tensor, if it was dropped here and no thread holds its lock. This takes no lock.
+
+        Each thread that takes the lock looks at ``dropped`` under it, and calls this after it has released it. So
+        either the lock is free here, or the thread that holds it lets go.
+        """
+        if not self.dropped or self.lock.locked() or not self._to_let_go:
+            return
+        try:
+            self._to_let_go.pop()
+        except IndexError:  # another thread was faster
+            return
+        tier, self.tier = self.tier, -1
+        if tier >= 0:
+            self.tiers.stores[tier].drop(self.ticket)
+            self.ticket = None
+
+    @uncompiled()
+    def __del__(self) -> None:
+        self.drop()  # after Ctrl-C its owner may never have got it
 
 
 class Tape:
     """What one thread puts on one device, from the first put after a read to the next one.
 
     Attributes:
-        turns: the position of each tensor; None once the tensor is dropped.
-        sizes: bytes of each tensor. Those that were dropped before backward began have 0 bytes.
+        turns: the position of each tensor. For a tensor that was dropped it is the number of its bytes, and 0 if that
+            was before backward began.
         plan: where they go; None if this tape is not known.
         reads: the indices in the order in which backward has read them first; empty before backward begins.
         next_back: how many groups of ``plan.back`` were asked back.
     """
 
-    __slots__ = ("next_back", "plan", "reads", "sizes", "turns")
+    __slots__ = ("next_back", "plan", "reads", "turns")
 
     def __init__(self) -> None:
-        self.turns: list[Turn | None] = []
-        self.sizes: list[int] = []
+        self.turns: list[Turn | int] = []
         self.plan: Plan | None = None
         self.reads: dict[int, None] = {}
         self.next_back = 0
@@ -103,7 +137,6 @@ class TapeOrder(AccessOrder):
             self._tape = Tape()
         turn.tape, turn.index = self._tape, len(self._tape.turns)
         self._tape.turns.append(turn)
-        self._tape.sizes.append(nbytes)
         self._tapes.put(nbytes)
         plan = self._tape.plan = self._tapes.plan
         return None if plan is None or turn.index >= len(plan) else plan.group(turn.index).place
@@ -111,25 +144,23 @@ class TapeOrder(AccessOrder):
     def read(self, ticket: Ordered, now: float | None = None) -> None:
         super().read(ticket, now)
         turn = cast(Turn, ticket)
-        tape = turn.tape
-        if tape is None:
-            return
-        if not tape.reads:
-            tape.sizes = [0 if other is None else size for other, size in zip(tape.turns, tape.sizes, strict=True)]
-        tape.reads.setdefault(turn.index)
+        if turn.tape is not None:
+            turn.tape.reads.setdefault(turn.index)
 
     def drop(self, ticket: Ordered) -> None:
         super().drop(ticket)
         turn = cast(Turn, ticket)
-        if turn.tape is not None:
-            turn.tape.turns[turn.index] = None  # a tape and its turns hold each other: no cycle may stay
+        tape = turn.tape
+        if tape is not None:  # a tape and its turns hold each other: no cycle may stay
+            tape.turns[turn.index] = turn.nbytes if tape.reads else 0
         if not self._live:
             self._end()
 
     def _end(self) -> None:
         tape, self._tape = self._tape, None
         if tape is not None:
-            self._tapes.end(tuple(tape.reads) or None, tape.sizes)
+            sizes = [turn.nbytes if isinstance(turn, Turn) else turn for turn in tape.turns]
+            self._tapes.end(tuple(tape.reads) or None, sizes)
 
 
 def _planned(limits: Callable[[], list[int | None]], sizes: Sequence[int], reads: Sequence[int] | None) -> Plan:
@@ -142,15 +173,16 @@ class Turn:
 
     Attributes:
         position: among the tensors that are stored.
+        nbytes: bytes of the tensor.
         tape: the tape that the tensor is on.
         index: the position on the tape.
     """
 
-    __slots__ = ("dropped", "index", "order", "placed", "position", "tape")
+    __slots__ = ("dropped", "index", "nbytes", "order", "placed", "position", "tape")
 
     def __init__(self, placed: Placed, order: TapeOrder) -> None:
         self.placed, self.order = weakref.ref(placed), order
-        self.position, self.dropped = 0, False
+        self.position, self.dropped, self.nbytes = 0, False, placed.nbytes
         self.tape: Tape | None = None
         self.index = 0
 
@@ -199,7 +231,7 @@ class Turns(ForkSafe[Turn]):
         with self._lock:
             while tape.next_back < len(tape.plan.back):
                 group = tape.plan.groups[tape.plan.back[tape.next_back]]
-                tickets = (turn for turn in tape.turns[group.first : group.last + 1] if turn is not None)
+                tickets = (turn for turn in tape.turns[group.first : group.last + 1] if isinstance(turn, Turn))
                 turns = (turn for turn in tickets if turn.index not in tape.reads)  # what was read need not come again
                 members = [other for turn in turns if (other := turn.placed()) is not None]
                 members = [other for other in reversed(members) if other.tier > 0 and not other.asked]
@@ -227,18 +259,3 @@ class Turns(ForkSafe[Turn]):
 
     def _apply_release(self, release: Turn) -> None:
         release.order.drop(release)
-
-
-def let_go(stores: Sequence[Store], placed: Placed) -> None:
-    """Let the tier of ``placed`` drop it if it was dropped.
-
-    If another thread holds its lock, that thread does this when it releases the lock.
-    """
-    while placed.dropped and placed.tier >= 0 and placed.lock.acquire(blocking=False):
-        try:
-            tier, placed.tier = placed.tier, -1
-            if tier >= 0:
-                stores[tier].drop(placed.ticket)
-                placed.ticket = None
-        finally:
-            placed.lock.release()
