@@ -185,6 +185,20 @@ def test_small_ones_that_came_back_with_another_one_count_and_make_room(device: 
     assert is_clean(store, device)
 
 
+def test_what_comes_early_leaves_room_for_small_ones_that_came_back(device: torch.device) -> None:
+    store = dh.OnCpu(in_flight="1 MiB", pin_memory=False)
+    large = [store.put(torch.full((65536,), float(i), device=device)) for i in range(8)]
+    small = [store.put(torch.full((8192,), float(i), device=device)) for i in range(64)]
+    store.wait()
+    for tickets, numbers in ((small, range(60, -1, -4)), (large, range(7, -1, -1)), (small, range(63, -1, -1))):
+        for number in numbers:
+            assert float(store.get(tickets[number])[7]) == number
+            assert store.device_bytes(device) <= 1 << 20
+    for ticket in large + small:
+        store.drop(ticket)
+    assert is_clean(store, device)
+
+
 def test_small_ones_of_all_kinds(device: torch.device) -> None:
     store = dh.OnCpu()
     values = [

@@ -1,13 +1,14 @@
 """Law 6, Nothing left: Ctrl-C at any moment of a step leaves no byte counted, and the next steps go on.
 
 Python 3.11 looks for signals when a Python function begins and when a call has returned. So a profile function raises
-KeyboardInterrupt there, once for each trial. ``OnDisk`` has a test of its own with real signals.
+KeyboardInterrupt there, once for each trial. ``OnDisk`` has a test with real signals, too.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,6 +77,7 @@ KINDS: dict[str, Callable[[], Store]] = {
     "OnCpu": lambda: dh.OnCpu("64 MiB", in_flight="256 KiB", pin_memory=False),
     "OnCpu(keep)": lambda: dh.OnCpu("64 MiB", in_flight="256 KiB", keep="256 KiB", pin_memory=False),
     "Tiered": lambda: dh.Tiered(dh.OnDevice("256 KiB"), dh.OnCpu("64 MiB", in_flight="256 KiB", pin_memory=False)),
+    "OnDisk": lambda: dh.OnDisk(tempfile.gettempdir(), in_flight="256 KiB"),
 }
 
 
@@ -120,7 +122,7 @@ def trials(kind: str, device: torch.device, small: bool) -> None:
     assert interrupted >= TRIALS // 2  # the others were in destructors
 
 
-@pytest.mark.parametrize("kind", ["OnDevice", "Tiered"])
+@pytest.mark.parametrize("kind", ["OnDevice", "OnDisk", "Tiered"])
 def test_nothing_is_left_of_a_step_that_was_interrupted(kind: str, quiet: None) -> None:
     trials(kind, torch.device("cpu"), small=False)
 

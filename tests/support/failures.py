@@ -1,4 +1,4 @@
-"""Each failure is printed when it happens, in two lines: a run that is stopped before its end has said what failed."""
+"""Each failure is printed when it happens: a run that is stopped before its end has said what failed."""
 
 from __future__ import annotations
 

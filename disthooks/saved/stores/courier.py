@@ -119,7 +119,7 @@ class Courier(ForkSafe[Carried]):
             parcel = ticket.parcel
             if parcel is None or ticket.dropped or parcel.is_there or parcel.coming:
                 return
-            if self._has_room(parcel) or not (self._coming or self._bytes):
+            if self._has_room(parcel) or not self._on_device:
                 self._bring([parcel], {parcel})
 
     def drop(self, ticket: Carried) -> None:
@@ -286,9 +286,9 @@ class Courier(ForkSafe[Carried]):
         parcel.done_with(ticket)
         if parcel.whole is None:
             self._forget(parcel)
-        ticket.parcel = None
         if not parcel.members:
             self._give_up(parcel)
+        ticket.parcel = None  # last: after an interrupt the release is applied once more
 
     # -- to the device, under the lock
 
@@ -345,7 +345,7 @@ class Courier(ForkSafe[Carried]):
 
     def _give_up(self, parcel: Parcel) -> None:
         """Free the copy of ``parcel`` that came back early; if it has no members left, give their bytes back too."""
-        if not parcel.members:
+        if parcel.owed and not parcel.members:
             self.owed.add(parcel, parcel.owed)
         if parcel.coming is not None:
             self.in_vain += parcel.nbytes
@@ -398,7 +398,9 @@ class Courier(ForkSafe[Carried]):
             needless = [other for other in self._coming if other not in wanted]
             while needless and not self._has_room(parcel):
                 self._give_up(needless.pop(0))
-            if (self._coming or self._bytes) and not self._has_room(parcel):
+            while len(self._cached) > 1 and not self._has_room(parcel):  # backward reads the newest one now
+                self._forget(next(iter(self._cached)))
+            if self._on_device and not self._has_room(parcel):
                 return
             try:
                 parcel.coming = self._link.bring(parcel.outgoing, self.back)

@@ -59,7 +59,6 @@ class Placed:
     )
 
     def __init__(self, nbytes: int, at: Any = None, tiers: Any = None, device: torch.device = _CPU) -> None:
-        self.tiers = tiers
         self.lock = tensor_lock(Order.PLACED, again=False)  # held while it is moved or read
         self.tier = -1
         self.ticket: Any = None
@@ -67,6 +66,7 @@ class Placed:
         self.turn: Turn | None = None
         self.asked = self.dropped = False
         self._to_let_go = [True]  # the thread that pops the item lets go of the tensor
+        self.tiers = tiers  # last: the destructor does nothing before
 
     def drop(self) -> None:
         """Release the tensor in the tier that it is in; destructors call this."""
