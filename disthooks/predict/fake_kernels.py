@@ -113,7 +113,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             if func is aten.nonzero.default:
                 return x.new_empty((count, x.dim()), dtype=torch.int64)
             if func is aten.masked_select.default:
-                return x.new_empty(torch.broadcast_tensors(x, args[1])[0].numel())
+                return x.new_empty((x.expand_as(args[1]) if x.dim() < args[1].dim() else x).numel())
             if func is aten.index.Tensor:
                 return self._by_mask(x, args[1])
             if "unique" in name:

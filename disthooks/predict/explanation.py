@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.explain.record import StepRecord, Unknown
-from disthooks.explain.timeline import Sample, Share, Timeline
+from disthooks.predict.record import StepRecord, Unknown
+from disthooks.predict.timeline import Sample, Share, Timeline
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Explanation:
 
 
 def _categories(sample: Sample) -> dict[str, int]:
-    from disthooks.explain.record import CATEGORIES
+    from disthooks.predict.record import CATEGORIES
 
     pairs = zip(CATEGORIES, sample.nbytes, strict=True)
     return dict(sorted(((name, nbytes) for name, nbytes in pairs if nbytes), key=lambda pair: -pair[1]))

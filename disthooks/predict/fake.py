@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.explain.fake_kernels import FakeKernels
+from disthooks.predict.fake_kernels import FakeKernels
 
 #: Variables that make libraries read files on this machine and ask no hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}

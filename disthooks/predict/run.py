@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import DisthooksError, UsageError
-from disthooks.explain.builder import Builder
-from disthooks.explain.fake import as_if_real, fake_run
-from disthooks.explain.record import StepRecord
-from disthooks.explain.recorder import CostOf, Recorder
+from disthooks.predict.builder import Builder
+from disthooks.predict.fake import as_if_real, fake_run
+from disthooks.predict.record import StepRecord
+from disthooks.predict.recorder import CostOf, Recorder
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.explain.fake import faked, faked_module
+from disthooks.predict.fake import faked, faked_module
 
 #: Names of arguments that mean the batch size, and the length of a sequence.
 _BATCH = ("batch", "batch_size", "bs", "b", "n")

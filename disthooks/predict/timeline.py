@@ -6,7 +6,7 @@ import collections
 from collections.abc import Callable
 from typing import NamedTuple
 
-from disthooks.explain.record import CATEGORIES, Phase, StepRecord
+from disthooks.predict.record import CATEGORIES, Phase, StepRecord
 
 
 class Sample(NamedTuple):
@@ -16,7 +16,7 @@ class Sample(NamedTuple):
         moment: the number of operators that had begun.
         phase: the part of the step.
         module: the name of the module that ran.
-        nbytes: bytes for each of :data:`~disthooks.explain.record.CATEGORIES`, in that order.
+        nbytes: bytes for each of :data:`~disthooks.predict.record.CATEGORIES`, in that order.
     """
 
     moment: int
