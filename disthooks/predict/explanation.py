@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.record import StepRecord, Unknown
+from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
+from disthooks.predict.run import Situation
 from disthooks.predict.timeline import Sample, Share, Timeline
+
+_STATE = ("parameters", "buffers", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ class Explanation:
 
     Attributes:
         model: the name of what was explained.
-        situation: how the step runs: device, backend, dtype, autocast, optimizer, engine, world, batch, seq.
+        situation: how the step runs.
         record: everything that was recorded.
         timeline: the memory of the device over time.
         warnings: what the user should know.
     """
 
     model: str
-    situation: Mapping[str, Any]
+    situation: Situation
     record: StepRecord = field(repr=False)
     timeline: Timeline = field(repr=False)
     warnings: tuple[str, ...] = ()
@@ -139,6 +142,55 @@ class Explanation:
         """What could not be known, and what was assumed instead."""
         return tuple(self.record.unknown)
 
+    @property
+    def state(self) -> dict[str, int]:
+        """Bytes of the parameters, buffers, gradients and the optimizer's state of this rank, by category."""
+        total: collections.Counter[str] = collections.Counter()
+        for each in self.record.allocations:
+            if each.category in _STATE:
+                total[each.category] += each.nbytes
+        return {name: total[name] for name in _STATE}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as a document that JSON can hold; docs/cli.md has its keys."""
+        position = {row.name: number for number, row in enumerate(self.modules)}
+        phases = list(self.record.phases)
+        points = [
+            [each.moment, phases.index(each.phase) if each.phase in phases else -1, position[each.module], *each.nbytes]
+            for each in self.timeline.curve()
+        ]
+        peak = self.peak
+        return {
+            "model": self.model,
+            "situation": self.situation.to_dict(),
+            "saved": self.saved_bytes,
+            "weight_copies": self.weight_copies,
+            "peak": {
+                "nbytes": peak.nbytes,
+                "phase": peak.phase,
+                "module": peak.module,
+                "operator": peak.operator,
+                "categories": dict(peak.by_category),
+                "shares": [each._asdict() for each in peak.shares[:50]],
+            },
+            "state": self.state,
+            "modules": [
+                {
+                    "module": row.name,
+                    "class": row.kind,
+                    "parent": row.parent,
+                    "own": row.own,
+                    "whole": row.whole,
+                    "operators": dict(row.operators),
+                }
+                for row in self.modules
+            ],
+            "operators": self.by_operator,
+            "curve": {"categories": list(CATEGORIES), "phases": phases, "points": points},
+            "unknown": [each._asdict() for each in self.unknown],
+            "warnings": list(self.warnings),
+        }
+
     def __str__(self) -> str:
         at = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
         lines = [
@@ -150,7 +202,5 @@ class Explanation:
 
 
 def _categories(sample: Sample) -> dict[str, int]:
-    from disthooks.predict.record import CATEGORIES
-
     pairs = zip(CATEGORIES, sample.nbytes, strict=True)
     return dict(sorted(((name, nbytes) for name, nbytes in pairs if nbytes), key=lambda pair: -pair[1]))

@@ -252,7 +252,7 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
         arguments = tensors_in((args, kwargs))
         if any(_is_wrapper(each) for each in arguments):
@@ -263,7 +263,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             self._module_at.setdefault(number, position)
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)
-        if not (_is_view(func) or func.namespace == "prim"):
+        if not _is_view(func):
             cost = (0, 0, 0, "") if self._cost is None else self._cost(func, args, kwargs, result)
             is_again = self._phase == "backward" and bool(self._stack)
             self.record.operators.append(Operator(name, self._phase, position, *cost, is_again))

@@ -44,6 +44,20 @@ class Situation:
     batch: int | None = None
     seq: int | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Texts and numbers; None for what is left to the model."""
+        made = self.optimizer
+        name = None if made is None else getattr(getattr(made, "func", made), "__name__", type(made).__name__)
+        return {
+            "device": self.device,
+            "backend": self.backend,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "autocast": None if self.autocast is None else str(self.autocast).removeprefix("torch."),
+            "optimizer": name,
+            "batch": self.batch,
+            "seq": self.seq,
+        }
+
 
 def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> StepRecord:
     """Run one step of the model on fake tensors, and record it.
