@@ -5,6 +5,7 @@ Each is a small copy of an architecture that people train, and saves tensors in 
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -50,7 +51,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
         self.first = self._double(3, width)
-        self.down = nn.ModuleList(self._double(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(self._double(a, b) for a, b in itertools.pairwise(widths))
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
         self.joined = nn.ModuleList(self._double(2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, classes, 1)
