@@ -102,10 +102,12 @@ def measure(
         tracker: whether to run the step once more under MemTracker.
     """
     measured = Measured()
-    with unchanged(model), saved_by_module(model, inputs) as saved:
-        # Weights by reference: what the mode counts is what the step holds.
-        with LivingStorages(model, inputs) as living:
-            _step(model, inputs, autocast, optimizer, saved.hooks(), measured, living)
+    with (
+        unchanged(model),
+        saved_by_module(model, inputs) as saved,
+        LivingStorages(model, inputs) as living,
+    ):
+        _step(model, inputs, autocast, optimizer, saved.hooks(), measured, living)
     measured.saved_bytes, measured.by_module = saved.total(False), saved.totals(False)
     measured.saved_inputs, measured.inputs_by_module = saved.total(True), saved.totals(True)
     measured.saved_tensors = saved.tensors
@@ -444,9 +446,8 @@ def saved_by_trace(model: nn.Module, inputs: Any, autocast: MakeContext | None =
     storage counts as the part, and a storage that was changed in place between two savings counts twice.
     """
     own: collections.Counter[str] = collections.Counter()
-    with unchanged(model):
-        with dh.trace(model, print=None) as traced:
-            forward(model, inputs, autocast).backward()
+    with unchanged(model), dh.trace(model, print=None) as traced:
+        forward(model, inputs, autocast).backward()
     for event in traced.events:
         if event.kind == "pack" and event.note not in ("parameter", "shared"):
             own[event.name] += event.nbytes
