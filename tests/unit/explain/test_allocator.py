@@ -193,6 +193,49 @@ def test_events_that_cannot_be_are_refused() -> None:
         simulate([(3, -1)])
 
 
+# -- a real record
+
+
+def resnet18() -> list[int]:
+    """The bytes of each parameter and buffer of torchvision's ResNet-18, in the order of ``Module.cuda()``."""
+
+    def convolution(inputs: int, outputs: int, kernel: int) -> list[int]:  # with its batch norm
+        return [4 * outputs * inputs * kernel * kernel, *[4 * outputs] * 4, 8]
+
+    sizes = convolution(3, 64, 7)
+    for inputs, outputs in ((64, 64), (64, 128), (128, 256), (256, 512)):
+        sizes += convolution(inputs, outputs, 3) + convolution(outputs, outputs, 3)
+        sizes += convolution(inputs, outputs, 1) if inputs != outputs else []
+        sizes += convolution(outputs, outputs, 3) * 2
+    return [*sizes, 4 * 512 * 1000, 4 * 1000]
+
+
+def test_the_parameters_of_resnet18_lie_as_in_a_recorded_snapshot() -> None:
+    """What a GPU recorded for ``resnet18().cuda()`` and an image of 3 x 224 x 224.
+
+    The source is ``segments.svg`` of the page "Visualizing PyTorch memory usage" by torch's author of the allocator
+    (zdevito.github.io, 2022-08-16). It has the bytes of the parameters in each segment, three large ones and two small
+    ones; the whole of one large segment counts as allocated, though 49,152 bytes of it are a rest; the image has begun
+    a third small segment, because it fits in neither of the two.
+    """
+    allocator = CachingAllocator()
+    parameters = [(allocator.allocate(size), size) for size in resnet18()]
+    image = allocator.allocate(4 * 3 * 224 * 224)
+    by_segment: dict[int, tuple[int, int]] = {}
+    for block, size in parameters:
+        head = block
+        while head.before is not None:
+            head = head.before
+        requested, counted = by_segment.get(head.address, (0, 0))
+        by_segment[head.address] = requested + size, counted + block.size
+    large = {each for each in by_segment.values() if each[0] > 2 * MiB}
+    assert {requested for requested, _ in large} == {12_976_128, 20_922_368, 9_437_184}
+    assert (20_922_368, 20_971_520) in large
+    assert {each[0] for each in by_segment.values()} - {each[0] for each in large} == {1_756_992, 1_703_936}
+    assert image.before is None
+    assert allocator.reserved == 3 * 20 * MiB + 3 * 2 * MiB
+
+
 # -- any sequence
 
 
