@@ -1,0 +1,1 @@
+"""What a training step will save, where, and whether it fits, said before anything runs."""
