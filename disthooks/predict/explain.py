@@ -21,7 +21,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagr
 
 
 def explain(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Callable[..., Any] | Builder,
     *inputs: Any,
     optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
     device: str = "cuda",
@@ -71,7 +71,7 @@ def explain(
         batch=batch,
         seq=seq,
     )
-    return explain_built(Builder(model, inputs), situation)
+    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
 def explain_built(builder: Builder, situation: Situation) -> Explanation:

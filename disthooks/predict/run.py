@@ -77,6 +77,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         optimizer = None if situation.optimizer is None else _optimizer(situation.optimizer, model)
         recorder = Recorder(model, cost)
+        mode.told = recorder.assumed
         recorder.adopt([args, kwargs], "inputs")
         if optimizer is not None:
             recorder.adopt(optimizer.state.values(), "optimizer state")
