@@ -108,4 +108,5 @@ def as_optimizer(given: str | Callable[[Any], torch.optim.Optimizer] | None) -> 
     kind: Any = getattr(torch.optim, _OPTIMIZERS.get(given.lower(), given), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UsageError(f"optimizer: torch.optim has no {given!r}; there are {', '.join(_OPTIMIZERS)}")
-    return functools.partial(kind, lr=1e-3)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return functools.partial(make, lr=1e-3)
