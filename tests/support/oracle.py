@@ -388,7 +388,7 @@ def tracked(
     tracker: Any = MemTracker()
     # It would put hooks on the gradients of frozen parameters, which torch refuses. It puts none where it has some.
     for frozen in (each for each in model.parameters() if not each.requires_grad):
-        tracker._param_to_grad_hook_handles[frozen] = (RemovableHandle({}), RemovableHandle({}))
+        tracker._param_to_grad_hook_handles[frozen] = (_no_handle(), _no_handle())
     made = optimizer([each for each in model.parameters() if each.requires_grad]) if optimizer else None
     tracker.track_external(model, *([made] if made else []))
     tracker.track_external(*[each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)])
@@ -399,6 +399,10 @@ def tracked(
     found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     by_category = {getattr(key, "value", key): nbytes for key, nbytes in found.items()}
     return by_category.pop("Total"), by_category
+
+
+def _no_handle() -> RemovableHandle:
+    return RemovableHandle(collections.OrderedDict())
 
 
 def allocated_peak(
