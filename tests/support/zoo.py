@@ -111,6 +111,13 @@ def llama(batch: int = 2, seq: int = 128) -> Built:
 
 
 @entry
+def llama_masked(batch: int = 2, seq: int = 128) -> Built:
+    """The same with a mask that masks nothing, as a tokenizer gives it: transformers reads it and leaves it out."""
+    module, inputs = llama(batch, seq)
+    return module, inputs | {"attention_mask": torch.ones(batch, seq, dtype=torch.int64)}
+
+
+@entry
 def qwen3(batch: int = 2, seq: int = 128) -> Built:
     return hf("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=32), labelled(512, batch, seq)
 
