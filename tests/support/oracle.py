@@ -7,7 +7,7 @@
 - ``by_category`` and ``tracked_peak``: torch's own ``MemTracker``.
 
 :func:`allocated_peak` asks torch's allocator, which sees what no dispatch mode sees. :func:`saved_by_trace` and
-:func:`kept_by_hooks` ask disthooks' own hooks. :func:`largest_batch` looks for the largest batch under a limit.
+:func:`stored_by_hooks` ask disthooks' own hooks. :func:`largest_batch` looks for the largest batch under a limit.
 """
 
 # [Note: what is a saved byte]
@@ -36,8 +36,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 import disthooks as dh
+from tests.support.stores.copies import Copies
 
 PHASES = ("forward", "backward", "optimizer")
 #: Makes the optimizer of the parameters that it is given.
@@ -384,6 +386,9 @@ def tracked(
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker: Any = MemTracker()
+    # It would put hooks on the gradients of frozen parameters, which torch refuses. It puts none where it has some.
+    for frozen in (each for each in model.parameters() if not each.requires_grad):
+        tracker._param_to_grad_hook_handles[frozen] = (_no_handle(), _no_handle())
     made = optimizer([each for each in model.parameters() if each.requires_grad]) if optimizer else None
     tracker.track_external(model, *([made] if made else []))
     tracker.track_external(*[each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)])
@@ -394,6 +399,10 @@ def tracked(
     found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     by_category = {getattr(key, "value", key): nbytes for key, nbytes in found.items()}
     return by_category.pop("Total"), by_category
+
+
+def _no_handle() -> RemovableHandle:
+    return RemovableHandle(collections.OrderedDict())
 
 
 def allocated_peak(
@@ -454,15 +463,15 @@ def saved_by_trace(model: nn.Module, inputs: Any, autocast: MakeContext | None =
     return {name: nbytes for name, nbytes in own.items() if nbytes}
 
 
-def kept_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dh.SavedReport:
-    """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store in the host's memory."""
-    with unchanged(model):
-        saving = dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), dh.OnCpu()))
-        try:
-            forward(model, inputs, autocast).backward()
-            return saving.report()
-        finally:
-            saving.remove()
+def stored_by_hooks(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> dh.SavedReport:
+    """The report of ``dh.save_activations`` on all of ``model`` for one step, with a store that takes every tensor.
+
+    ``stored`` has the bytes that the store got: of each storage, or of the part that is saved if that is less than half
+    of it.
+    """
+    with unchanged(model), dh.save_activations(model, "", dh.pipeline(dh.AtLeast(0), Copies())) as saving:
+        forward(model, inputs, autocast).backward()
+        return saving.report()
 
 
 # -- what fits
