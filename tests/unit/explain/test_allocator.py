@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import example, given, settings
@@ -357,7 +358,7 @@ def test_the_books_are_right_after_each_event(steps: list[int], limit: int | Non
         assert allocator.reserved % (2 * MiB) == 0
         assert all(round_up(size) <= block.size <= round_up(size) + MiB for block, size in alive.values())
         ranges = sorted((block.address, block.size) for block in [*used, *free])
-        assert all(a + size <= b for (a, size), (b, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
         assert not any(block.after is not None and block.after.is_free and block.after.is_mapped for block in free)
     for block, _ in alive.values():
         allocator.free(block)
