@@ -159,6 +159,10 @@ _OVERWRITES = _names("""
     zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_
     _foreach_zero_ _foreach_copy_
 """)
+#: Operators that take from their tensor only its shape.
+_CREATES = _names("""
+    zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full
+""")
 #: Operators that read from their first argument only what comes out.
 _GATHERS = _names("""
     embedding index index_select gather take _unsafe_index nll_loss_forward nll_loss2d_forward
@@ -204,6 +208,8 @@ class _Traits:
         self.overwrites = {key for i, a in enumerate(arguments) if a.is_out for key in (i, a.name)}
         if name in _OVERWRITES:
             self.overwrites |= self.writes
+        if name in _CREATES:
+            self.overwrites |= {0, "self"}
         #: For each output whether it is new memory; None if all are.
         self.fresh = None if returns is None else [each.alias_info is None for each in returns]
         is_view = returns is not None and len(returns) > 0 and not any(self.fresh or ()) and not self.writes
@@ -211,12 +217,9 @@ class _Traits:
         self.gathers, self.scatters = name in _GATHERS, name in _SCATTERS
         position = {a.name: i for i, a in enumerate(arguments)}
         #: Where queries, keys and the flag stand, if this is attention that may be causal; else None.
-        self.masked = (
-            (position["query"], position["key"], position["is_causal"]) if _ATTENTION <= set(position) else None
-        )
-
-
-_ATTENTION = {"query", "key", "is_causal"}
+        self.masked = None
+        if position.keys() >= {"query", "key", "is_causal"}:
+            self.masked = position["query"], position["key"], position["is_causal"]
 
 
 def _is_written(argument: Any, operator: str) -> bool:
