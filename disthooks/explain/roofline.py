@@ -178,6 +178,10 @@ _BY_VALUE = _names("""
 """)
 
 
+#: Longer lists are those of foreach operators and fused optimizers, whose tensors have storages of their own.
+_MANY = 16
+
+
 class _Traits:
     """What is known of an operator from its name and schema; made once for each."""
 
@@ -290,29 +294,30 @@ def _sort(traits: _Traits, key: int | str, value: Any, reads: list[torch.Tensor]
 def _touched(tensor: torch.Tensor) -> int:
     """The bytes of the elements of ``tensor``; an expanded dimension is one element."""
     count = tensor.numel()
-    if count and tensor.layout is torch.strided and not tensor.is_contiguous():
+    if tensor.layout is torch.strided and 0 in tensor.stride():
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if stride == 0:
+            if stride == 0 and size > 1:
                 count //= size
     return int(count) * tensor.element_size()
 
 
 def _once(tensors: Sequence[torch.Tensor]) -> int:
     """The bytes of ``tensors``; those of one storage count at most as much as the storage has."""
-    if len(tensors) < 2:
-        return _touched(tensors[0]) if tensors else 0
-    by_storage: dict[int, list[int]] = {}
+    if not 2 <= len(tensors) <= _MANY:
+        return sum(map(_touched, tensors))
     total = 0
+    by_storage: dict[int, tuple[int, torch.UntypedStorage]] = {}
     for tensor in tensors:
         size = _touched(tensor)
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse
+        if tensor.layout is not torch.strided:  # it has several storages
             total += size
             continue
-        known = by_storage.setdefault(storage._cdata, [0, storage.nbytes()])
-        known[0] += size
-    return total + sum(min(size, whole) for size, whole in by_storage.values())
+        storage = tensor.untyped_storage()
+        known = by_storage.get(storage._cdata)
+        by_storage[storage._cdata] = (
+            (size, storage) if known is None else (min(known[0] + size, storage.nbytes()), storage)
+        )
+    return total + sum(size for size, _ in by_storage.values())
 
 
 def _new_bytes(traits: _Traits, out: Any) -> int:
