@@ -35,9 +35,22 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from disthooks._tensors import format_bytes
-from disthooks.explain.devices import Device
+from disthooks.predict.devices import Device
+from disthooks.predict.record import Operator
 
-__all__ = ["HOST_CALL", "LAUNCH", "Cost", "Verdict", "cost", "may_use_tf32", "seconds", "step_seconds", "verdict"]
+__all__ = [
+    "HOST_CALL",
+    "LAUNCH",
+    "Cost",
+    "Verdict",
+    "cost",
+    "cost_for_record",
+    "may_use_tf32",
+    "seconds",
+    "seconds_of",
+    "step_seconds",
+    "verdict",
+]
 
 #: Seconds of a kernel that does nothing.
 LAUNCH = 3e-6
@@ -389,6 +402,33 @@ def _skipped(traits: _Traits, flops: int, args: Sequence[Any], kwargs: Mapping[s
     return int(flops - flops * attended // (queries * keys))
 
 
+def cost_for_record(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> tuple[int, int, int, str]:
+    """:func:`cost` in the form that the recorder takes.
+
+    Returns:
+        The operations that the kernel does (those that a causal mask saves are not among them), the bytes read, the
+        bytes written, and the type that decides how fast it computes: a dtype's name, ``"tf32"``, or ``""`` without
+        tensors of floating-point numbers.
+
+    >>> a = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")
+    >>> cost_for_record(torch.ops.aten.mm.default, (a, a.t()), {}, a @ a.t())
+    (262144, 4096, 8192, 'bfloat16')
+    """
+    flops, read, written, skipped = cost(func, args, kwargs, out)
+    dtype = next((each for each in map(_dtype_in, args) if each is not None), None)
+    if dtype is None:
+        return flops, read, written, ""
+    name = "tf32" if flops and dtype is torch.float32 and may_use_tf32(func) else str(dtype).removeprefix("torch.")
+    return flops - skipped, read, written, name
+
+
+def _dtype_in(value: Any) -> torch.dtype | None:
+    """The dtype of ``value``, or of the first tensor in it, if that is one of floating-point numbers."""
+    if isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+
 # -- seconds
 
 
@@ -440,7 +480,7 @@ def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32
         dtype: the type of the matrices that are multiplied.
         tf32: whether matrices of float32 are multiplied in TF32; see :func:`may_use_tf32`.
 
-    >>> from disthooks.explain.devices import device_named
+    >>> from disthooks.predict.devices import device_named
     >>> product = Cost(flops=2 * 8192**3, read=2 * 8192**2 * 2, written=8192**2 * 2)
     >>> round(1e3 * seconds(product, device_named("h100"), torch.bfloat16), 2)
     1.39
@@ -450,6 +490,19 @@ def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32
     computing = (cost.flops - cost.skipped) / (_peak(device, dtype, tf32) * device.matmul_efficiency)
     moving = (cost.read + cost.written) / (device.bandwidth * device.memory_efficiency)
     return max(computing, moving) + LAUNCH
+
+
+def seconds_of(operator: Operator, device: Device) -> float:
+    """:func:`seconds` of an operator of a record that was made with :func:`cost_for_record`.
+
+    >>> from disthooks.predict.devices import device_named
+    >>> copy = Operator("aten.clone", "forward", 0, read=10**9, written=10**9, dtype="bfloat16")
+    >>> round(1e3 * seconds_of(copy, device_named("a100")), 2)
+    1.16
+    """
+    is_tf32 = operator.dtype == "tf32"
+    dtype = torch.float32 if is_tf32 else getattr(torch, operator.dtype, torch.float32)
+    return seconds(Cost(operator.flops, operator.read, operator.written), device, dtype, is_tf32)
 
 
 def step_seconds(device_seconds: float, calls: int) -> float:
@@ -515,7 +568,7 @@ def verdict(saved_bytes: int, recompute_seconds: float, device: Device) -> Verdi
         recompute_seconds: seconds of the device to compute them again: the sum of :func:`seconds` of their operators.
         device: the device.
 
-    >>> from disthooks.explain.devices import device_named
+    >>> from disthooks.predict.devices import device_named
     >>> print(verdict(48 * 10**9, 0.2, device_named("h100")))
     1.9 s of link (PCIe 5 x16) for 200 ms of compute, 44.7 GiB: recompute
     """

@@ -14,14 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from disthooks.explain.devices import device_named
-from disthooks.explain.roofline import (
+from disthooks.predict.devices import device_named
+from disthooks.predict.recorder import Recorder
+from disthooks.predict.roofline import (
     HOST_CALL,
     LAUNCH,
     Cost,
     cost,
+    cost_for_record,
     may_use_tf32,
     seconds,
+    seconds_of,
     step_seconds,
     verdict,
 )
@@ -319,6 +322,29 @@ def test_tf32_follows_torchs_settings() -> None:
             assert may_use_tf32(aten.addmm.default) is not flag
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_a_record_has_what_the_kernels_do() -> None:
+    """A real model, recorded: the same seconds as those of its calls, and no operations that a causal mask saves."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 36))
+        x = torch.randn(2, 3, 8, 8)
+        with Recorder(model, cost_for_record) as recorder:
+            model(x).sum().backward()
+    by_name = {each.name: each for each in recorder.record.operators}
+    assert {each.dtype for each in recorder.record.operators} == {"float32", "tf32"}
+    convolution, product = by_name["aten.convolution"], by_name["aten.addmm"]
+    assert (convolution.dtype, convolution.flops) == ("tf32", 2 * 2 * 4 * 36 * 27)
+    assert (product.dtype, product.flops) == ("float32", 2 * 2 * 4 * 36 * 36)
+    a100 = device_named("a100")
+    longer = convolution._replace(flops=10**12)
+    assert seconds_of(longer, a100) == seconds(Cost(10**12, longer.read, longer.written), a100, tf32=True)
+    assert seconds_of(longer._replace(dtype="float32"), a100) == pytest.approx(8 * seconds_of(longer, a100), rel=1e-3)
+    assert seconds_of(longer._replace(dtype=""), a100) == seconds_of(longer._replace(dtype="float32"), a100)
+    q = meta(B, H, S, D, dtype=torch.bfloat16)
+    out = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
+    flops, *_, dtype = cost_for_record(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.0, True), {}, out)
+    assert (flops, dtype) == (2 * B * H * S * (S + 1) * D, "bfloat16")
 
 
 # -- the link against computing again
