@@ -6,8 +6,8 @@
 
 # [Note: what is counted]
 # Floating-point operations are those of matrix products, convolutions and attention, by the formulas of
-# `torch.utils.flop_counter` and a few that are missing there (`_more_formulas`). All other operators are counted as
-# bytes alone, because a GPU computes them faster than it moves their bytes.
+# `torch.utils.flop_counter` and a few that are missing or wrong there (`_more_formulas`). All other operators are
+# counted as bytes alone, because a GPU computes them faster than it moves their bytes.
 #
 # Bytes: each element of an input that the operator touches is read once, and each element of an output is written
 # once. An expanded dimension is one element. Inputs in one storage count at most the storage. A view reads and writes
@@ -64,7 +64,8 @@ class Cost(NamedTuple):
     """What one call of an operator costs.
 
     Attributes:
-        flops: floating-point operations, as ``torch.utils.flop_counter.FlopCounterMode`` counts them.
+        flops: floating-point operations, as ``torch.utils.flop_counter.FlopCounterMode`` counts them, except for the
+            operators that it does not know or has wrong.
         read: bytes read.
         written: bytes written.
         skipped: those of ``flops`` that the kernel does not do, because its mask is causal.
@@ -98,6 +99,13 @@ def _attention_backward(args: Sequence[Any], out: Any) -> int:
     return int(2 * query[0] * query[1] * query[2] * key[2] * (3 * query[3] + 2 * value[3]))
 
 
+def _convolution_backward(args: Sequence[Any], out: Any) -> int:
+    """As many as the forward, for the gradient of the input and again for that of the weight."""
+    gradient, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    positions = _size(x) if transposed else _size(gradient)
+    return int(2 * positions * _size(weight) // weight.shape[0] * sum(map(bool, wanted[:2])))
+
+
 def _rnn(args: Sequence[Any], out: Any) -> int:
     """Each weight matrix multiplies each step of each sequence."""
     weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
@@ -122,8 +130,19 @@ def _added(args: Sequence[Any], out: Any) -> int:
 
 
 def _more_formulas() -> dict[Any, Callable[[Sequence[Any], Any], int]]:
-    """What torch's registry does not have: formulas of the arguments and the output, by operator."""
-    wanted: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    """Formulas of the arguments and the output, by operator: those that torch's registry does not have, or has wrong.
+
+    In some versions of torch the formula of a GPU's attention refuses fewer heads of keys than of queries. In all of
+    them (2.13 too) the formula of a convolution's backward counts the gradient of a grouped convolution's weight as if
+    it were not grouped, which is hundreds of times too much for a depthwise one.
+    """
+    gpu = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
+    better: dict[str, Callable[[Sequence[Any], Any], int]] = {
+        **dict.fromkeys(gpu, _attention),
+        **dict.fromkeys((f"{name}_backward" for name in gpu), _attention_backward),
+        "convolution_backward": _convolution_backward,
+    }
+    missing: dict[str, Callable[[Sequence[Any], Any], int]] = {
         "_scaled_dot_product_flash_attention_for_cpu": _attention,
         "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
         "_scaled_dot_product_fused_attention_overrideable": _attention,
@@ -147,11 +166,9 @@ def _more_formulas() -> dict[Any, Callable[[Sequence[Any], Any], int]]:
         "_addmm_activation": _added,
         "addbmm": lambda args, out: 2 * _size(args[1]) * args[2].shape[-1],
     }
-    return {
-        getattr(aten, name): formula
-        for name, formula in wanted.items()
-        if hasattr(aten, name) and getattr(aten, name) not in flop_registry
-    }
+    found = {getattr(aten, name): formula for name, formula in missing.items() if hasattr(aten, name)}
+    found = {operator: formula for operator, formula in found.items() if operator not in flop_registry}
+    return found | {getattr(aten, name): formula for name, formula in better.items() if hasattr(aten, name)}
 
 
 # -- what an operator does with its arguments
@@ -217,8 +234,8 @@ class _Traits:
         schema = getattr(func, "_schema", None)
         arguments = schema.arguments if schema is not None else ()
         returns = schema.returns if schema is not None else None
-        self.registered: Callable[..., int] | None = flop_registry.get(packet)
         self.more = more.get(packet)
+        self.registered: Callable[..., int] | None = None if self.more is not None else flop_registry.get(packet)
         self.by_value = name in _BY_VALUE
         #: Positions and names of the arguments that are written, and of those the ones that are not read.
         self.writes = {key for i, a in enumerate(arguments) if _is_written(a, name) for key in (i, a.name)}

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from disthooks.predict.devices import device_named
 from disthooks.predict.recorder import Recorder
@@ -78,18 +78,30 @@ def test_a_product_of_matrices(dtype: torch.dtype) -> None:
     assert cost_of(torch.bmm, *batch) == Cost(2 * b * m * k * n, b * (m * k + k * n) * size, b * m * n * size)
 
 
-@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (4, 1), (1, 2)])
-def test_a_convolution_and_its_backward(groups: int, stride: int) -> None:
-    x, w = torch.randn(2, 8, 12, 12, requires_grad=True), torch.randn(16, 8 // groups, 3, 3, requires_grad=True)
-    with Costs() as costs:
-        y = torch.conv2d(x, w, padding=1, stride=stride, groups=groups)
+@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (4, 1), (8, 2), (1, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_and_its_backward(groups: int, stride: int, transposed: bool) -> None:
+    shape = (8, 16 // groups, 3, 3) if transposed else (16, 8 // groups, 3, 3)
+    x, w = torch.randn(2, 8, 12, 12, requires_grad=True), torch.randn(*shape, requires_grad=True)
+    with Costs() as costs, FlopCounterMode(display=False) as counter:
+        if transposed:
+            y = torch.conv_transpose2d(x, w, padding=1, stride=stride, groups=groups)
+        else:
+            y = torch.conv2d(x, w, padding=1, stride=stride, groups=groups)
         y.sum().backward()
-    products = 2 * y.numel() * (8 // groups) * 9
+    products = 2 * (x.numel() if transposed else y.numel()) * shape[1] * 9
     forward, backward = costs.of(aten.convolution), costs.of(aten.convolution_backward)
     assert forward == Cost(products, 4 * (x.numel() + w.numel()), 4 * y.numel())
-    assert (backward.read, backward.written) == (4 * (x.numel() + w.numel() + 1), 4 * (x.numel() + w.numel()))
-    if groups == 1:  # the formula of torch counts grouped backward as if it were not grouped
-        assert backward.flops == 2 * products
+    assert backward == Cost(2 * products, 4 * (x.numel() + w.numel() + 1), 4 * (x.numel() + w.numel()))
+    if groups == 1:  # torch's own counter counts the weight's gradient as if nothing was grouped
+        assert counter.get_total_flops() == 3 * products
+
+
+def test_a_convolution_whose_input_needs_no_gradient() -> None:
+    x, w = torch.randn(2, 8, 12, 12), torch.randn(16, 8, 3, 3, requires_grad=True)
+    with Costs() as costs:
+        torch.conv2d(x, w).sum().backward()
+    assert costs.of(aten.convolution_backward).flops == costs.of(aten.convolution).flops
 
 
 B, H, S, D = 2, 4, 64, 32
@@ -122,9 +134,23 @@ def test_fused_attention_and_its_backward(backend: str, causal: bool) -> None:
     assert backward.skipped == pytest.approx(backward.flops * share * causal, abs=1)
 
 
-def test_attention_with_fewer_heads_of_keys() -> None:
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_fused_attention_costs_what_torchs_counter_says(backend: str) -> None:
+    """Other lengths and widths for queries, keys and values."""
+    q, k, v = (meta(B, H, length, width, dtype=torch.bfloat16) for length, width in ((48, 32), (80, 32), (80, 64)))
+    forward = getattr(aten, f"_scaled_dot_product_{backend}_attention")
+    backward = getattr(aten, f"_scaled_dot_product_{backend}_attention_backward")
+    out = meta(B, H, 48, 64, dtype=torch.bfloat16)
+    assert cost(forward.default, (q, k, v), {}, (out,)).flops == flop_registry[forward](q, k, v, out_val=(out,))
+    assert cost(backward.default, (out, q, k, v), {}, (q, k, v)).flops == flop_registry[backward](
+        out, q, k, v, out_val=(q, k, v)
+    )
+
+
+@pytest.mark.parametrize("operator", ["flash_attention_for_cpu", "flash_attention", "cudnn_attention"])
+def test_attention_with_fewer_heads_of_keys(operator: str) -> None:
     q, k = meta(B, 8, S, D, dtype=torch.bfloat16), meta(B, 2, S, D, dtype=torch.bfloat16)
-    found = cost(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, k), {}, (q, meta(B, 8, S)))
+    found = cost(getattr(aten, f"_scaled_dot_product_{operator}").default, (q, k, k), {}, (q, meta(B, 8, S)))
     assert found.flops == 4 * B * 8 * S * S * D
     assert found.read == 2 * (B * 8 + B * 2) * S * D  # k is also v, and is read once
 
