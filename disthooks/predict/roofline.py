@@ -383,18 +383,23 @@ def _sparse(
 
 
 def _flops_of(func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    key = None if traits.by_value else (func, *map(_shape, args), *((name, _shape(kwargs[name])) for name in kwargs))
-    known = _flops.get(key) if key is not None else None
-    if known is not None:
-        return known
+    if traits.by_value:
+        return _computed_flops(traits, args, kwargs, out)
+    key = (func, *map(_shape, args), *((name, _shape(kwargs[name])) for name in kwargs))
+    try:
+        known = _flops.get(key)
+    except TypeError:  # a size is a symbol, which is no key
+        return _computed_flops(traits, args, kwargs, out)
+    if known is None:
+        known = _flops[key] = _computed_flops(traits, args, kwargs, out)
+    return known
+
+
+def _computed_flops(traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     if traits.registered is not None:
-        found = int(traits.registered(*args, **kwargs, out_val=out))
-    else:
-        assert traits.more is not None
-        found = traits.more(args, out[0] if isinstance(out, (list, tuple)) else out)
-    if key is not None:
-        _flops[key] = found
-    return found
+        return int(traits.registered(*args, **kwargs, out_val=out))
+    assert traits.more is not None
+    return traits.more(args, out[0] if isinstance(out, (list, tuple)) else out)
 
 
 def _shape(value: Any) -> Any:
