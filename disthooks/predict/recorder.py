@@ -225,7 +225,8 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def _change(self, allocation: int, nbytes: int) -> None:
         if nbytes:
-            self.record.changes.append(Change(len(self.record.operators), allocation, nbytes))
+            moment = max(0, len(self.record.operators) - 1)
+            self.record.changes.append(Change(moment, allocation, nbytes))
 
     # -- modules
 

@@ -68,15 +68,16 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         UsageError: if the model cannot be built or run in this way.
     """
     with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(fake_run())
+        fakes = stack.enter_context(fake_run())
         with _told(f"{builder.name} cannot be built"):
-            model, args, kwargs = builder.build(mode, situation.batch, situation.seq)
+            model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
                 model.to(situation.dtype)
                 args, kwargs = pytree.tree_map(_to(situation.dtype), (args, kwargs))
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         optimizer = None if situation.optimizer is None else _optimizer(situation.optimizer, model)
         recorder = Recorder(model, cost)
+        fakes.tell(recorder.assumed)
         recorder.adopt([args, kwargs], "inputs")
         if optimizer is not None:
             recorder.adopt(optimizer.state.values(), "optimizer state")
