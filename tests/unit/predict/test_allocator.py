@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disthooks.errors import UsageError
-from disthooks.explain.allocator import (
+from disthooks.predict.allocator import (
     Block,
     CachingAllocator,
     OutOfMemory,
+    events_of,
     round_up,
     segment_bytes,
     simulate,
 )
+from disthooks.predict.record import Allocation, Change, StepRecord
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -193,6 +196,23 @@ def test_events_that_cannot_be_are_refused() -> None:
         simulate([(3, -1)])
 
 
+def test_a_recorded_step_gives_births_deaths_and_resizes() -> None:
+    """As FSDP does it: a storage is freed to 0 bytes and comes back. What lies in the host's memory is left out."""
+    record = StepRecord()
+    record.allocations = [
+        Allocation(3 * MiB, "parameters", "", 0),
+        Allocation(5 * MiB, "activations", "aten.mm", 0),
+        Allocation(7 * MiB, "optimizer", "", 0, "host"),
+    ]
+    deltas = [(0, 3 * MiB), (2, 7 * MiB), (1, 5 * MiB), (0, -3 * MiB), (0, 3 * MiB), (1, -2 * MiB), (1, -3 * MiB)]
+    record.changes = [Change(moment, *delta) for moment, delta in enumerate(deltas)]
+    events = [(0, 3 * MiB), (1, 5 * MiB), (0, 0), (0, 3 * MiB), (1, 0), (1, 3 * MiB), (1, 0)]
+    assert events_of(record) == events
+    assert events_of(record, "host") == [(2, 7 * MiB)]
+    report = simulate(events)
+    assert (report.allocated_peak, report.reserved_peak, report.at_event) == (8 * MiB, 20 * MiB, 1)
+
+
 # -- a real record
 
 
@@ -357,7 +377,7 @@ def test_the_books_are_right_after_each_event(steps: list[int], limit: int | Non
         assert allocator.reserved % (2 * MiB) == 0
         assert all(round_up(size) <= block.size <= round_up(size) + MiB for block, size in alive.values())
         ranges = sorted((block.address, block.size) for block in [*used, *free])
-        assert all(a + size <= b for (a, size), (b, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges))
         assert not any(block.after is not None and block.after.is_free and block.after.is_mapped for block in free)
     for block, _ in alive.values():
         allocator.free(block)

@@ -38,10 +38,23 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from disthooks.errors import UsageError
 
-__all__ = ["AllocatorReport", "Block", "CachingAllocator", "OutOfMemory", "round_up", "segment_bytes", "simulate"]
+if TYPE_CHECKING:
+    from disthooks.predict.record import StepRecord
+
+__all__ = [
+    "AllocatorReport",
+    "Block",
+    "CachingAllocator",
+    "OutOfMemory",
+    "events_of",
+    "round_up",
+    "segment_bytes",
+    "simulate",
+]
 
 MiB = 1 << 20
 #: The unit to which sizes are rounded, in bytes.
@@ -373,6 +386,31 @@ def _room(block: Block) -> int:
     """The size of a free block together with the addresses behind it that have no memory yet."""
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
+
+
+def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int]]:
+    """The births and deaths of a recorded step, as :func:`simulate` takes them.
+
+    Args:
+        record: the step.
+        device: whose memory: ``"device"`` or ``"host"``.
+
+    Returns:
+        One pair for each change of memory: the position of the allocation, and its bytes, or 0 where it dies. A storage
+        that is resized dies and is born again, which is how torch does it.
+    """
+    events: list[tuple[int, int]] = []
+    sizes: dict[int, int] = {}
+    for _, allocation, nbytes in record.changes:
+        if record.allocations[allocation].device != device:
+            continue
+        before = sizes.get(allocation, 0)
+        sizes[allocation] = after = before + nbytes
+        if before:
+            events.append((allocation, 0))
+        if after:
+            events.append((allocation, after))
+    return events
 
 
 def simulate(

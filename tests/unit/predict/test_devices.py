@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from disthooks.errors import UsageError
-from disthooks.explain.devices import DEVICES, PCIE, Device, device_named
+from disthooks.predict.devices import DEVICES, PCIE, Device, device_named
 
 GiB = 1 << 30
 
@@ -89,7 +89,7 @@ def test_each_device_has_figures_that_fit_each_other(name: str) -> None:
 
 
 def test_a_name_that_is_not_there_is_an_error_with_near_names() -> None:
-    with pytest.raises(UsageError, match="there is no device 'h101' in the table: did you mean .*H100-SXM-80GB"):
+    with pytest.raises(UsageError, match=r"there is no device 'h101' in the table: did you mean .*H100-SXM-80GB"):
         device_named("h101")
     with pytest.raises(UsageError, match="It has cpu, H100-SXM-80GB"):
         device_named("abacus")
