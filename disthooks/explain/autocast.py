@@ -41,38 +41,45 @@ from disthooks.explain.overrides import Kernel, Overrides, Replacements, below, 
 _KEY = torch._C.DispatchKey.AutocastCPU
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
 
+
+def _names_of(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Operators whose floating-point arguments are cast to autocast's dtype, by CUDA's autocast.
-LOWER_PRECISION = frozenset(
+LOWER_PRECISION = _names_of(
     """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
     einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
-    """.split()
+    """
 )
 #: Operators that run with ``dtype=torch.float32`` if their caller names no dtype.
-FLOAT32_RESULT = frozenset(
+FLOAT32_RESULT = _names_of(
     """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """.split()
+    """
 )
 #: Norms, which run as the overload that takes a dtype.
 APPENDED_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 #: Operators whose arguments are all cast to the widest dtype among them.
-PROMOTE = frozenset(
+PROMOTE = _names_of(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    """.split()
+    """
 )
 BANNED = "binary_cross_entropy"
+#: Builds for CUDA register its kernel apart from the others.
+RNN = "_cudnn_rnn"
 
 #: What the CPU's autocast casts to its own dtype, and what it promotes, where CUDA's does not; the rest is float32.
-_CPU_LOWER_PRECISION = frozenset(
-    "conv1d.padding conv2d.padding conv3d.padding _addmm_activation mkldnn_rnn_layer _native_multi_head_attention".split()
+_CPU_LOWER_PRECISION = _names_of(
+    "conv1d.padding conv2d.padding conv3d.padding _addmm_activation mkldnn_rnn_layer _native_multi_head_attention"
 )
-_CPU_PROMOTE = frozenset("stack cat index_copy".split())
+_CPU_PROMOTE = _names_of("stack cat index_copy")
 
 
 @contextlib.contextmanager
@@ -85,7 +92,7 @@ def cuda_autocast() -> Iterator[None]:
     >>> x = torch.ones(3, dtype=torch.bfloat16, device="cpu")
     >>> with cuda_autocast(), torch.autocast("cuda", torch.bfloat16):
     ...     x.exp().dtype, (x @ x.float()).dtype
-    (torch.float32, torch.float32)
+    (torch.float32, torch.bfloat16)
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     x.exp().dtype
     torch.bfloat16
@@ -106,14 +113,14 @@ def _is_eligible(value: object) -> bool:
     )
 
 
-class _WeightCopy(TorchDispatchMode):
+class _WeightCopy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes the cast copy of a weight from torch's table; see [Note: the copy of a weight]."""
 
     class Found(Exception):
         """The copy has been found."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
         self.copy: torch.Tensor | None = None
 
@@ -211,8 +218,17 @@ def _banned(operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _rnn(operator: Any, keys: Any, tensor: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    # CUDA's kernel casts the weights into one new buffer at each call.
+    dtype = torch.get_autocast_dtype("cpu")
+    weights = [weight.to(dtype) if _is_eligible(weight) else weight for weight in weights]
+    return _call_cast(operator, dtype, (tensor, weights, *args), kwargs)
+
+
 def cuda_policy(name: str) -> Callable[..., Any]:
     """What CUDA's autocast does with ``aten::name``."""
+    if name == RNN:
+        return _rnn
     if not has_kernel(name, _CUDA):
         return _nothing
     if name == BANNED:
@@ -245,7 +261,7 @@ def differing() -> frozenset[str]:
     ['cat', 'exp', 'prod']
     """
     every = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    asked = {name for name in every if has_kernel(name, _CPU) or has_kernel(name, _CUDA)}
+    asked = {name for name in every if has_kernel(name, _CPU) or has_kernel(name, _CUDA) or name == RNN}
     return frozenset(name for name in asked if cuda_policy(name) is not cpu_policy(name))
 
 
@@ -309,4 +325,4 @@ def _functions() -> Mapping[tuple[Any, str], Callable[..., Any]]:
     }
 
 
-_names = Replacements(_functions)
+_names: Replacements[bool] = Replacements(_functions)

@@ -1,11 +1,11 @@
 """Kernels and functions of ours that take the place of torch's for a while, in the threads that asked for them."""
 
 # [Note: kernels of one thread]
-# A `TorchFunctionMode` sees a call only where Python calls torch. `nn.LSTM` calls dropout from C++, `F.instance_norm`
-# calls batch norm from C++, and the mode is off inside `F.multi_head_attention_forward`. A kernel in torch's dispatcher
-# is called from everywhere. The dispatcher belongs to the process, so a kernel asks whether its thread has asked for it,
-# and does what torch does otherwise. The kernels are registered when the first thread asks, and taken away when the last
-# one leaves; torch's own kernels are under them all the time. A function of a module of torch is replaced in the same way.
+# A `TorchFunctionMode` sees a call only where Python calls torch. `F.instance_norm` calls batch norm from C++, and the
+# mode is off inside `F.multi_head_attention_forward`. A kernel in torch's dispatcher is called from everywhere. The
+# dispatcher belongs to the process, so a kernel asks whether its thread has asked for it, and does what torch does
+# otherwise. The kernels are registered when the first thread asks, and taken away when the last one leaves; torch's own
+# kernels are under them all the time. A function in a module of torch is replaced in the same way.
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -95,7 +95,7 @@ class Overrides(_Shared[_S]):
         self._library: Any = None
 
     def _install(self) -> None:
-        library: Any = torch.library.Library("aten", "IMPL")
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*verrid")
             for name, kernel in self._kernels().items():
@@ -115,15 +115,15 @@ class Overrides(_Shared[_S]):
         return call
 
 
-class Replacements(_Shared[bool]):
+class Replacements(_Shared[_S]):
     """Functions that stand under the names of others; see [Note: kernels of one thread].
 
     Args:
         functions: gives the functions, by the object that has the attribute, and its name. The first argument of each
             is the function that it replaces.
 
-    >>> import types
-    >>> owner = types.SimpleNamespace(speak=lambda: "no")
+    >>> class owner:
+    ...     speak = staticmethod(lambda: "no")
     >>> replacements = Replacements(lambda: {(owner, "speak"): lambda before: before() + ", yes"})
     >>> with replacements.active(True):
     ...     owner.speak()
@@ -150,7 +150,7 @@ class Replacements(_Shared[bool]):
     def _bound(self, before: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return function(before, *args, **kwargs) if self.setting else before(*args, **kwargs)
+            return function(before, *args, **kwargs) if self.setting is not None else before(*args, **kwargs)
 
         return call
 
@@ -166,7 +166,7 @@ def has_operator(name: str) -> bool:
     >>> has_operator("softmax.int"), has_operator("softmax.no")
     (True, False)
     """
-    return cast(bool, torch._C._dispatch_has_kernel(f"aten::{name}"))
+    return torch._C._dispatch_has_kernel(f"aten::{name}")
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -175,7 +175,7 @@ def has_kernel(name: str, key: str) -> bool:
     >>> has_kernel("linear", "AutocastCPU"), has_kernel("exp", "AutocastCPU")
     (True, False)
     """
-    return has_operator(name) and cast(bool, torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+    return has_operator(name) and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def original(operator: Any, *args: Any, **kwargs: Any) -> Any:

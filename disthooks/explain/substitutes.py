@@ -142,7 +142,7 @@ def as_on_cuda(backend: Backend | None = None, *, capability: tuple[int, int] = 
     ('ScaledDotProductFlashAttentionBackward0', 128)
     """
     gpu = Gpu(attention_order(backend, capability), capability)
-    with _overrides.active(gpu), _CudaOutputs():
+    with _overrides.active(gpu), _CudaOutputs():  # type: ignore[no-untyped-call]
         yield
 
 
@@ -168,6 +168,10 @@ class _Attention(NamedTuple):
     @property
     def needs_grad(self) -> bool:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
+
+def _is_enabled(backend: str) -> bool:
+    return bool(getattr(torch.backends.cuda, f"{backend}_sdp_enabled")())
 
 
 def _has_dtype(call: _Attention, *dtypes: torch.dtype) -> bool:
@@ -196,7 +200,7 @@ def _is_last_dim_dense(call: _Attention, *, ignore_singleton: bool) -> bool:
 
 def _can_flash(call: _Attention, gpu: Gpu) -> bool:
     query, key, value = call.tensors
-    if not torch.backends.cuda.flash_sdp_enabled() or call.mask is not None or gpu.capability < (8, 0):
+    if not _is_enabled("flash") or call.mask is not None or gpu.capability < (8, 0):
         return False
     if not _is_dense(call, supports_groups=True) or not _is_last_dim_dense(call, ignore_singleton=True):
         return False
@@ -212,7 +216,7 @@ def _can_flash(call: _Attention, gpu: Gpu) -> bool:
 
 
 def _can_efficient(call: _Attention, gpu: Gpu) -> bool:
-    if not torch.backends.cuda.mem_efficient_sdp_enabled() or gpu.capability < (5, 0):
+    if not _is_enabled("mem_efficient") or gpu.capability < (5, 0):
         return False
     if not _is_dense(call, supports_groups=False) or not _is_last_dim_dense(call, ignore_singleton=False):
         return False
@@ -233,7 +237,7 @@ def _gemm_alignment(dtype: torch.dtype, gpu: Gpu) -> int:
 
 
 def _can_cudnn(call: _Attention, gpu: Gpu) -> bool:
-    if not torch.backends.cuda.cudnn_sdp_enabled() or gpu.capability < (8, 0):
+    if not _is_enabled("cudnn") or gpu.capability < (8, 0):
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -264,7 +268,7 @@ def choose_backend(call: _Attention, gpu: Gpu) -> Backend:
     """The backend of ``gpu.order`` that torch would use for ``call``."""
     can = {"flash": _can_flash, "efficient": _can_efficient, "cudnn": _can_cudnn}
     for backend in gpu.order:
-        if torch.backends.cuda.math_sdp_enabled() if backend == "math" else can[backend](call, gpu):
+        if _is_enabled("math") if backend == "math" else can[backend](call, gpu):
             return backend
     raise RuntimeError("No available kernel for scaled_dot_product_attention: the math backend has been disabled")
 
@@ -374,7 +378,7 @@ def _batch_norm(
         and 0 < tensor.numel() < 2**31 - 1
         and torch.bfloat16 not in (tensor.dtype, weight.dtype)
         and (tensor.dtype != torch.float16 or weight.dtype == torch.float32)
-        and (mean is not None and variance is not None or (mean is None and variance is None and training))
+        and ((mean is not None and variance is not None) or (mean is None and variance is None and training))
         and tensor.size(0) <= (880801 if training else 65535)
         and torch.backends.cudnn.enabled
     )
@@ -528,7 +532,7 @@ _overrides: Overrides[Gpu] = Overrides("AutogradCPU", _kernels, _empty_kernels)
 # --- below autograd ---
 
 
-class _CudaOutputs(TorchDispatchMode):
+class _CudaOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes the outputs of some operators as CUDA makes them; see [Note: above and below autograd]."""
 
     def __torch_dispatch__(
