@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
@@ -129,8 +130,9 @@ def foreach_as_on_cuda() -> Iterator[None]:
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with FakeTensorMode(), foreach_as_on_cuda():
     ...     weight = torch.nn.Parameter(torch.ones(2))
-    ...     torch.optim.optimizer._default_to_fused_or_foreach([weight], False, False)
-    (False, True)
+    ...     adam = torch.optim.AdamW([weight])
+    ...     weight.sum().backward()
+    ...     adam.step()  # calls torch._foreach_addcdiv_ and others
     """
     with _foreach.active(True), _fake_types():
         yield
@@ -140,17 +142,18 @@ def _with_cpu(before: Any) -> Any:
     return [*before(), "cpu"]
 
 
-_foreach: Replacements[bool] = Replacements(
-    lambda: {(torch.optim.optimizer, "_get_foreach_kernels_supported_devices"): _with_cpu}
-)
+_foreach: Replacements[bool] = Replacements(lambda: {(optimizer, "_get_foreach_kernels_supported_devices"): _with_cpu})
 
 
 @contextlib.contextmanager
 def _fake_types() -> Iterator[None]:
     """Add fake tensors to the types that torch's functions for lists of tensors take. Real tensors are not affected."""
-    types: list[Any] = _foreach_utils._foreach_supported_types
-    types.append(FakeTensor)
+    # The optimizers have a list, and `torch.nn.utils` has another.
+    lists: list[list[Any]] = [_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types]
+    for types in lists:
+        types.append(FakeTensor)
     try:
         yield
     finally:
-        types.remove(FakeTensor)
+        for types in lists:
+            types.remove(FakeTensor)
