@@ -11,9 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from disthooks.explain.attention import Attention, Gpu, attention_order, choose_backend
 from disthooks.explain.autocast import cuda_autocast
 from disthooks.explain.redirect import redirect_cuda
-from disthooks.explain.substitutes import Gpu, _Attention, as_on_cuda, attention_order, choose_backend
+from disthooks.explain.substitutes import as_on_cuda
 from tests.support.cuda_saves import BF16, CASES, FP16, FP32, saved_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -94,7 +95,7 @@ def test_the_choice_of_a_backend_is_torchs(dtype: torch.dtype, mask: bool, group
     read = torch.ones(128, 128, dtype=torch.bool, device="cuda") if mask else None
     chosen = SDPBackend(torch._fused_sdp_choice(query, key, value, read, enable_gqa=groups > 1))
     capability = torch.cuda.get_device_capability()
-    call = _Attention(query, key, value, read, 0.0, False, None, groups > 1)
+    call = Attention(query, key, value, read, 0.0, False, None, groups > 1)
     ours = choose_backend(call, Gpu(attention_order(None, capability), capability))
     assert chosen.name.partition("_")[0].lower() == ours
 

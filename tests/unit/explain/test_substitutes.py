@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from disthooks.explain import substitutes
-from disthooks.explain.substitutes import Gpu, as_on_cuda, attention_order, choose_backend
+from disthooks.explain.attention import Attention, Gpu, attention_order, choose_backend
+from disthooks.explain.substitutes import as_on_cuda
 from tests.support.cuda_saves import BF16, CASES, saved_bytes
 
 A100, H100 = (8, 0), (9, 0)
@@ -54,10 +58,10 @@ def query(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape or (2, 4, 100, 64), dtype=dtype, requires_grad=True)
 
 
-def call(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **kwargs: object) -> object:
+def call(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **kwargs: object) -> Attention:
     k, v = q if k is None else k, q if v is None else v
     wanted = {"mask": None, "dropout": 0.0, "is_causal": False, "scale": None, "is_grouped": False, **kwargs}
-    return substitutes._Attention(q, k, v, **wanted)
+    return Attention(q, k, v, **wanted)
 
 
 def choice(capability: tuple[int, int], *tensors: torch.Tensor, **kwargs: object) -> str:
@@ -232,3 +236,41 @@ def test_a_recorder_sees_the_operators_of_cuda(fake: FakeTensorMode) -> None:
         ("aten::_fused_rms_norm", [BF16, torch.float32]),
     ]
     assert {name for name, _ in record.seen} <= {*names, "aten::detach", "prim::device"}
+
+
+@pytest.fixture
+def many_ranks() -> Iterator[DeviceMesh]:
+    """Eight ranks of torch's fake process group."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield init_device_mesh("cpu", (8,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_batch_norm_over_all_ranks(many_ranks: DeviceMesh, fake: FakeTensorMode) -> None:
+    norm = nn.SyncBatchNorm(16)
+    tensor = torch.zeros(8, 16, 10, 10, requires_grad=True)
+    with as_on_cuda():
+        found = saved_bytes(lambda: norm(tensor), [*norm.parameters(), *norm.buffers()])
+    assert found == 4 * 8 * 16 * 100 + 2 * 16 * 4 + 8 * 4
+    assert tensor.grad is not None
+    assert norm.weight.grad is not None
+    with pytest.raises(ValueError, match="expected input tensor to be on"):
+        norm(tensor)
+
+
+def test_distributed_tensors_save_their_shards(many_ranks: DeviceMesh, fake: FakeTensorMode) -> None:
+    """Norms, dropout and attention of a DTensor: outputs as CUDA makes them, of the local shape."""
+    wide = DTensor.from_local(torch.zeros(2, 16, 32, dtype=BF16), many_ranks, [Shard(1)]).requires_grad_()
+    heads = DTensor.from_local(torch.zeros(2, 4, 16, 8, dtype=BF16), many_ranks, [Shard(1)]).requires_grad_()
+    with as_on_cuda("flash"):
+        norm, rms = F.layer_norm(wide, [32]).grad_fn, F.rms_norm(wide, [32]).grad_fn
+        attention = F.scaled_dot_product_attention(heads, heads, heads).grad_fn
+    for saved, dtype, shape in [
+        (norm._saved_result1, torch.float32, (2, 16, 1)),
+        (rms._saved_result1, torch.float32, (2, 16, 1)),
+        (attention._saved_logsumexp, torch.float32, (2, 4, 16)),
+        (attention._saved_output, BF16, (2, 4, 16, 8)),
+    ]:
+        assert (saved.to_local().dtype, saved.to_local().shape) == (dtype, shape)
