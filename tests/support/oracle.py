@@ -1,6 +1,6 @@
 """What one real training step on the CPU saves and holds: the truth that ``disthooks explain`` is compared with.
 
-:func:`measure` runs the step for real and counts in three ways, none of which uses ``disthooks.explain``:
+:func:`measure` runs the step for real and counts in three ways, none of which uses ``disthooks.predict``:
 
 - ``saved_bytes``: the memory under the tensors that autograd holds after the forward, by saved-tensor hooks;
 - ``peaks``: living storages, by a dispatch mode (:class:`LivingStorages`);
