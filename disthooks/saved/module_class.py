@@ -84,7 +84,7 @@ def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
             own = tuple(openers[kind] for kind in _classes(module))
             for opener in own:
                 opener.attached.add(module)
-            module.__dict__[_SITE] = _ModuleSite(*site[:-1], own)
+            module.__dict__[_SITE] = _ModuleSite(*site._replace(openers=own))
 
 
 def detach(modules: Iterable[nn.Module]) -> None:
