@@ -40,7 +40,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,6 +66,7 @@ from disthooks.saved.report import SavedReport, WarnedOnce
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 
 _aten: Any = torch.ops.aten
+_Mode: Any = TorchDispatchMode  # torch has no types for it
 
 
 # -- what is asked of tensors without bits
@@ -103,7 +104,7 @@ class _NoAddresses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(_Mode):  # type: ignore[misc]
     """Answers what hooks ask of bits; see [Note: a prediction runs the hooks].
 
     A storage of a fake tensor says that it is on "meta". A tensor that hooks make over it is on the device that the
@@ -119,6 +120,10 @@ class _Answers(TorchDispatchMode):
             return False
         if func is _aten.equal.default:
             return bool(args[0].shape == args[1].shape)
+        if func is _aten.set_.source_Storage_storage_offset or func is _aten.set_.source_Storage:
+            # The mode of the fake tensors would remember the storage in its cache, and keep it in memory.
+            with in_kernel_invocation_manager(args[0].fake_mode):
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -128,7 +133,7 @@ class _answered:
     __slots__ = ("_modes",)
 
     def __enter__(self) -> None:
-        self._modes: tuple[Any, Any] = _Answers(), _Addresses()
+        self._modes: tuple[Any, ...] = _Answers(), _Addresses()
         _inside.depth += 1
         for mode in self._modes:
             mode.__enter__()
@@ -139,7 +144,7 @@ class _answered:
         _inside.depth -= 1
 
 
-class _SeenCasts(TorchDispatchMode):
+class _SeenCasts(_Mode):  # type: ignore[misc]
     """Remembers which narrow tensors were cast from which parameters."""
 
     def __init__(self) -> None:

@@ -233,7 +233,7 @@ class PlannedStore(Store):
         self._ahead += entry.nbytes
 
     def report(self) -> tuple[StoreReport, ...]:
-        figures = {"written": self._written, "read": self._read, "ahead": self._ahead}
+        figures: dict[str, Any] = {"written": self._written, "read": self._read, "ahead": self._ahead}
         flying = self.bytes_in_flight
         return (StoreReport(self._name, held=self.budget.held, limit=self.budget.limit, in_flight=flying, **figures),)
 
