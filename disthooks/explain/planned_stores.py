@@ -126,14 +126,16 @@ class PlannedStore(Store):
     def __init__(self, spec: Store, is_accelerator: bool) -> None:
         self._spec, self._is_accelerator = spec, is_accelerator
         self._name, self.place, limit, grain, flying = repr(spec), "elsewhere", None, 1, 0
+        owner = self._name
         if isinstance(spec, OnCpu):
-            self._name, self.place, limit = "OnCpu()", "host", spec.limit
+            self._name, owner, self.place, limit = "OnCpu()", "OnCpu", "host", spec.limit
             flying = parse_bytes(spec.in_flight) if is_accelerator else 0
         elif isinstance(spec, OnDisk):
             shown = spec.directories[0] if len(spec.directories) == 1 else spec.directories
             self._name = f"OnDisk({shown})" if isinstance(shown, str) else f"OnDisk({shown!r})"
             self.place, limit, grain, flying = "disk", spec.limit, PAGE, parse_bytes(spec.in_flight)
-        self.budget = ByteBudget(limit, self._name, grain)
+            owner = f"OnDisk({spec.directory!r})"
+        self.budget = ByteBudget(limit, owner, grain)
         self.takes_plans: bool = spec.takes_plans  # type: ignore[misc]  # that of the class is for real stores
         self._in_flight = self._limit = flying
         self._flying: dict[_Entry, None] = {}  # whose tensors are in memory; the oldest first

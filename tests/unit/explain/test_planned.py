@@ -21,7 +21,7 @@ from disthooks import _hashing
 from disthooks._tensors import BITLESS
 from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
-from disthooks.errors import DisthooksError, MutationError, StoreError
+from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
 from disthooks.explain.planned import in_hooks, planned
 from disthooks.saved.codecs import Codec
 from disthooks.saved.module_class import site_of
@@ -168,7 +168,7 @@ PIPELINES: dict[str, Callable[[Any], Any]] = {
     ),
     "Functions": lambda folder: dh.Functions(lambda tensor: tensor.clone(), lambda tensor: tensor),
 }
-OFTEN = ("OnDisk", "Quantize", "Recompute products", "Tiered")
+OFTEN = ("Quantize", "Recompute products", "Tiered")
 
 
 def step(model: nn.Module, x: torch.Tensor, steps: int = 2, autocast: bool = False) -> None:
@@ -182,7 +182,10 @@ def step(model: nn.Module, x: torch.Tensor, steps: int = 2, autocast: bool = Fal
 @contextlib.contextmanager
 def kernels(model: str) -> Iterator[None]:
     """oneDNN's LSTM saves memory of its own, whose size a fake tensor does not have."""
-    with torch.backends.mkldnn.flags(enabled=model != "recurrent"):
+    if model != "recurrent":
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False):
         yield
 
 
@@ -213,13 +216,14 @@ CASES = [
     for model in MODELS
     for pipeline in PIPELINES
     for autocast in (False, True)
-    if model in ("decoder", "residual") or pipeline in OFTEN
+    if (model == "decoder" and not autocast) or pipeline in OFTEN
+    if not (autocast and model == "tied")
     # Statistics of norms: a fake tensor has those of a narrow input in its dtype, the kernel gives them in float32.
     if not (autocast and model in ("residual", "recurrent"))
 ]
 
 
-@pytest.mark.parametrize("model, pipeline, autocast", CASES)
+@pytest.mark.parametrize(("model", "pipeline", "autocast"), CASES)
 def test_a_prediction_is_the_report_of_the_run(
     model: str, pipeline: str, autocast: bool, tmp_path: pathlib.Path
 ) -> None:
@@ -281,11 +285,11 @@ def test_a_budget_that_the_weights_exceed_is_the_error_of_the_run() -> None:
     plan = Plan(saves=[("*", dh.OnCpu())], budget="1 KiB")
     with FakeTensorMode():
         built, _ = MODELS["decoder"]()
-        with pytest.raises(dh.ConfigError, match="parameters and buffers"), planned(built, plan):
+        with pytest.raises(ConfigError, match="parameters and buffers"), planned(built, plan):
             pass
     with FakeTensorMode():
         built, _ = MODELS["decoder"]()
-        with pytest.raises(dh.MatchError), planned(built, [("nothing", dh.OnCpu())]):
+        with pytest.raises(MatchError), planned(built, [("nothing", dh.OnCpu())]):
             pass
 
 
@@ -324,26 +328,37 @@ def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathl
             step(model, x, 1)
     at_run, predicted = saving.report(), found.report()
     refused = sum(at_run.differed.values())
-    assert refused == 512 * 64 * 4 and predicted.differed == {}
-    assert predicted.recomputed == at_run.recomputed + refused and predicted.stored == at_run.stored - refused
+    assert refused == 512 * 64 * 4
+    assert predicted.differed == {}
+    assert predicted.recomputed == at_run.recomputed + refused
+    assert predicted.stored == at_run.stored - refused
 
 
-def test_a_codec_whose_size_depends_on_the_data_counts_without_gain_or_with_a_measured_ratio(
-    tmp_path: pathlib.Path,
+@pytest.mark.parametrize("codec", [dh.Compress("zstd"), dh.Compact()])
+def test_a_codec_whose_size_depends_on_the_data_counts_as_if_it_saved_nothing(
+    codec: Codec, tmp_path: pathlib.Path
 ) -> None:
-    for codec in (dh.Compress("zstd"), dh.Compact()):
-        to = dh.pipeline(GATE, codec, dh.OnDisk(tmp_path))
-        at_run, bound = real("residual", to), fake("residual", to)
-        plain = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path))).report()
-        assert at_run.stored < bound.report().stored == plain.stored
-        assert len(bound.unknown) == 1 and "its size depends on the data" in bound.unknown[0]
-        ratio = at_run.stored / plain.stored
-        measured = fake("residual", to, ratios={repr(codec): ratio})
-        assert abs(measured.report().stored - at_run.stored) <= 8 * measured.report().tensors
-        assert repr(codec) in measured.unknown[0] and f"{ratio:g}" in measured.unknown[0]
-    bools = dh.pipeline(dh.AtLeast(0), dh.Compact(floats=False), dh.OnDisk(tmp_path))
-    found = fake("decoder", bools)
-    assert figures(found.report()) == figures(real("decoder", bools)) and found.unknown == []
+    to = dh.pipeline(GATE, codec, dh.OnDisk(tmp_path))
+    at_run, found = real("residual", to), fake("residual", to)
+    plain = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path))).report()
+    assert at_run.stored < found.report().stored == plain.stored
+    assert found.unknown == [f"{codec!r}: its size depends on the data; counted as if it saved nothing"]
+
+
+def test_a_measured_ratio_is_used(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Compress("zstd"), dh.OnDisk(tmp_path))
+    at_run, plain = real("residual", to), real("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    ratio = at_run.stored / plain.stored
+    found = fake("residual", to, ratios={repr(dh.Compress("zstd")): ratio})
+    assert 0 <= at_run.stored - found.report().stored <= found.report().tensors  # each is rounded down
+    assert f"with the ratio {ratio:g}" in found.unknown[0]
+
+
+def test_packed_bools_have_the_size_of_the_run(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(dh.AtLeast(0), dh.Compact(floats=False), dh.OnDisk(tmp_path))
+    found = fake("decoder", to)
+    assert figures(found.report()) == figures(real("decoder", to))
+    assert found.unknown == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +392,9 @@ class Elsewhere(Store):
 def test_what_is_of_somebody_else_is_counted_and_named() -> None:
     store = Elsewhere()
     found = fake("decoder", dh.pipeline(GATE, store))
-    assert store.puts == 0 and found.placed.peak["elsewhere"] > 0 and "somebody else" in found.unknown[0]
+    assert store.puts == 0
+    assert found.placed.peak["elsewhere"] > 0
+    assert "somebody else" in found.unknown[0]
     assert figures(found.report()) == figures(real("decoder", dh.pipeline(GATE, store)))
 
     found = fake("decoder", dh.pipeline(GATE, Largest(), Elsewhere()))
@@ -419,37 +436,53 @@ def test_memory_is_freed_when_a_store_takes_it_and_comes_back_when_it_is_read(tm
     nbytes = 256 * 64 * 4
     for device in ("cpu", "cuda"):
         left, found = alive(0, device)
-        assert left == 0 and found.placed.peak["disk"] == 7 * nbytes and found.placed.peak["in flight"] == 0
+        assert left == 0
+        assert found.placed.peak["disk"] == 7 * nbytes
+        assert found.placed.peak["in flight"] == 0
         _, found = alive(3 * nbytes, device)
         assert found.placed.peak["in flight"] == 3 * nbytes
     left, found = alive(0, "cuda", dh.OnCpu(in_flight=nbytes))
-    assert left == 0 and found.placed.peak["host"] == 7 * nbytes and found.placed.peak["in flight"] == nbytes
+    assert left == 0
+    assert found.placed.peak["host"] == 7 * nbytes
+    assert found.placed.peak["in flight"] == nbytes
     assert found.report().moved == 7 * nbytes
     left, found = alive(0, "cuda", dh.OnCpu(in_flight=nbytes, keep=2 * nbytes))
     assert found.placed.peak["device"] + found.placed.peak["in flight"] <= 4 * nbytes
     assert found.placed.peak["device"] >= 2 * nbytes
     left, found = alive(0, "cpu", dh.OnCpu())
-    assert left == 5 and found.placed.peak["host"] == 0  # they are in the host's memory, and stay
+    assert left == 5
+    assert found.placed.peak["host"] == 0
 
 
-def test_any_backward_runs(tmp_path: pathlib.Path) -> None:
-    with FakeTensorMode():
-        model, x = MODELS["own"]()
+def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(tmp_path, in_flight=0))
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
         x.requires_grad_()
-        to = dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(tmp_path, in_flight=0))
-        with planned(model, [("*", to)]) as found:
-            loss = model(x).square().sum()
-            loss.backward(retain_graph=True)
-            first = found.report().loaded
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
-            assert found.report().loaded == 2 * first > 0
-            (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            grad.square().sum().backward()
-            assert x.grad is not None and x.grad.shape == x.shape and x.grad.device.type == "cpu"
-            leaf = torch.randn(64, 64, requires_grad=True)
-            changed = model.first(leaf) * 1
-            _ = model(changed)
+        with dh.saving(to), torch.no_grad():
+            model(x)
+        model(x)  # whose backward never comes
+
+    model, x = MODELS["own"]()
+    with dh.save_activations(model, "*", to) as saving:
+        run(model, x)
+    with FakeTensorMode():
+        model, fake_x = MODELS["own"]()
+        with planned(model, [("*", to)]) as found:
+            run(model, fake_x)
             assert not in_hooks()
+    assert figures(found.report()) == figures(saving.report())
+    assert x.grad is not None
+    assert fake_x.grad is not None
+    assert fake_x.grad.shape == x.grad.shape
+    assert fake_x.grad.device == x.grad.device
 
 
 def test_a_change_in_place_is_caught(tmp_path: pathlib.Path) -> None:
@@ -466,7 +499,8 @@ def test_moments_come_from_the_clock(tmp_path: pathlib.Path) -> None:
     moments = iter(range(1000))
     found = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)), clock=lambda: next(moments))
     at = [change.moment for change in found.placed.history]
-    assert at == sorted(set(at)) and len(at) > 4
+    assert at == sorted(set(at))
+    assert len(at) > 4
     assert max(change.held["disk"] for change in found.placed.history) == found.placed.peak["disk"] > 0
 
 
@@ -476,12 +510,10 @@ def test_moments_come_from_the_clock(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("pipeline", ["Quantize 4", "Recompute products", "Tiered", "OnCpu"])
 def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> None:
     to = PIPELINES[pipeline](tmp_path)
-    model, x = MODELS["decoder"]()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def run() -> tuple[list[torch.Tensor], dict[str, Any], list[str]]:
         torch.manual_seed(1)
-        model.load_state_dict(state)
+        model, x = MODELS["decoder"]()
         with _hashing.keys_as_before(), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("default")
             with dh.save_activations(model, "*", to) as saving:
@@ -489,27 +521,24 @@ def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> 
         grads = [parameter.grad.clone() for parameter in model.parameters()]
         return grads, figures(saving.report()), [str(each.message) for each in warned]
 
-    once = {**figures(real("decoder", to))}
     before = run()
     counts = {place: repr(count) for place, (_, count) in _hashing._counts.items()}
     rng = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fake("decoder", to)
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="stop"):
+    with FakeTensorMode():
         built, inputs = MODELS["decoder"]()
-        with planned(built, [("blocks.*", to)]):
+        with contextlib.suppress(ZeroDivisionError), planned(built, [("blocks.*", to)]):
             step(built, inputs, 1)
-            raise RuntimeError("stop")
+            _ = 1 / 0
     assert all(site_of(module) is None for module in built.modules())
     assert FakeTensor not in BITLESS
     assert {place: repr(count) for place, (_, count) in _hashing._counts.items()} == counts
     assert torch.equal(torch.get_rng_state(), rng)
     after = run()
     assert all(torch.equal(one, two) for one, two in zip(before[0], after[0], strict=True))
-    # The proofs of Recompute are those of the model, so the second run of a model makes other comparisons.
-    assert {**before[1], "loaded": 0} == {**after[1], "loaded": 0} and before[2] == after[2]
-    assert figures(real("decoder", to)) == once
+    assert before[1:] == after[1:]
 
 
 def test_outside_of_a_prediction_fake_tensors_are_left_alone(tmp_path: pathlib.Path) -> None:
@@ -517,7 +546,8 @@ def test_outside_of_a_prediction_fake_tensors_are_left_alone(tmp_path: pathlib.P
         model, x = MODELS["decoder"]()
         with dh.save_activations(model, "*", dh.OnDisk(tmp_path)) as saving:
             step(model, x, 1)
-    assert saving.report().stored == 0 and saving.report().kept_by["subclass"] > 0
+    assert saving.report().stored == 0
+    assert saving.report().kept_by["subclass"] > 0
 
 
 def test_errors_are_those_of_disthooks() -> None:
