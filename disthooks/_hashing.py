@@ -23,7 +23,7 @@ from typing import cast
 
 import torch
 
-from disthooks._tensors import BITLESS
+from disthooks._tensors import bitless
 
 # -- SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
 
@@ -186,7 +186,7 @@ class Checksums:
 
         All tensors without bits have the same one, which is a number. See [Note: tensors without bits] in _tensors.py.
         """
-        if type(tensor) in BITLESS:
+        if type(tensor) in bitless.kinds:
             return cast(torch.Tensor, 0)
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         block = 8 * _ROW * (self._rows or (1 if content.device.type == "cpu" else _ROWS_ON_DEVICE))

@@ -45,7 +45,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disthooks._hashing import keys_as_before
-from disthooks._tensors import BITLESS, Layout, is_most_of, region_of
+from disthooks._tensors import Layout, bitless, is_most_of, region_of
 from disthooks._torch import StorageRef, fresh_count
 from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import Plan, stores_within
@@ -57,6 +57,7 @@ from disthooks.saved.codecs.compact import Compact
 from disthooks.saved.codecs.compress import Compress
 from disthooks.saved.contents import SmallCopy, StoredContent
 from disthooks.saved.hooks import HookSite, Kinds, SavedTensorHooks, unpack
+from disthooks.saved.module_class import exchange_site, site_of
 from disthooks.saved.packed import Packed
 from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
 from disthooks.saved.pipeline import pipeline as as_pipeline
@@ -64,6 +65,7 @@ from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
 from disthooks.saved.report import SavedReport, WarnedOnce
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
+from disthooks.saved.wrap import SaveWith
 
 _aten: Any = torch.ops.aten
 _Mode: Any = TorchDispatchMode  # torch has no types for it
@@ -134,6 +136,7 @@ class _answered:
 
     def __enter__(self) -> None:
         self._modes: tuple[Any, ...] = _Answers(), _Addresses()
+        bitless.kinds |= {FakeTensor}
         _inside.depth += 1
         for mode in self._modes:
             mode.__enter__()
@@ -142,6 +145,8 @@ class _answered:
         for mode in reversed(self._modes):
             mode.__exit__(*error)
         _inside.depth -= 1
+        if not _inside.depth:
+            bitless.kinds -= {FakeTensor}
 
 
 class _SeenCasts(_Mode):  # type: ignore[misc]
@@ -274,6 +279,8 @@ class PlannedCodec(Codec):
         return repr(self._codec)
 
     def encode(self, tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if self._is_left_alone(tensor):
+            return (tensor,), _Encoded(None, tensor)
         if self._depends_on_data(tensor):
             return self._guessed(tensor, "its size depends on the data")
         try:
@@ -298,10 +305,14 @@ class PlannedCodec(Codec):
         is_ours = type(self._codec).__module__.startswith("disthooks.saved.codecs.")
         return contextlib.nullcontext() if is_ours else _NoAddresses()
 
+    def _is_left_alone(self, tensor: torch.Tensor) -> bool:
+        """Whether the codec leaves ``tensor`` as it is if it is on an accelerator."""
+        is_chosen = isinstance(self._codec, Compact) and self._codec.floats is None
+        return is_chosen and self._is_accelerator and tensor.is_floating_point()
+
     def _depends_on_data(self, tensor: torch.Tensor) -> bool:
         if isinstance(self._codec, Compact):
-            is_wanted = not self._is_accelerator if self._codec.floats is None else self._codec.floats
-            return is_wanted and tensor.is_floating_point()
+            return self._codec.floats is not False and tensor.is_floating_point() and tensor.numel() > 0
         return isinstance(self._codec, Compress) and tensor.numel() > 0
 
     def _guessed(self, tensor: torch.Tensor, why: str) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -439,6 +450,7 @@ class Planned:
 
     Attributes:
         placed: the bytes that stores hold, by place, now and at most.
+        inside: for each module that had hooks before, its name and the open pipeline that takes their place.
         unknown: what cannot be known without data, one sentence each.
         warnings: what attaching warned of.
     """
@@ -447,6 +459,7 @@ class Planned:
         self.placed = PlacedBytes(clock)
         self.unknown: list[str] = []
         self.warnings: list[str] = []
+        self.inside: dict[str, OpenPipeline] = {}
         self._savings: list[Saving] = []
 
     def reports(self) -> list[SavedReport]:
@@ -454,8 +467,9 @@ class Planned:
         return [saving.report() for saving in self._savings]
 
     def report(self) -> SavedReport:
-        """The sum of the reports of all entries."""
-        return sum(self.reports(), SavedReport())
+        """The sum of the reports of all entries, and of the hooks that the model had before."""
+        inside = {id(each): each for each in self.inside.values()}
+        return sum((each.report() for each in inside.values()), sum(self.reports(), SavedReport()))
 
     @property
     def names(self) -> list[tuple[str, ...]]:
@@ -483,7 +497,8 @@ def planned(
     """A context manager: inside, ``entries`` are attached to ``model``, whose tensors are fake. Nothing moves.
 
     Run one or more training steps inside, under the ``FakeTensorMode`` of the model's tensors. At the end all hooks are
-    removed, and everything is as it was.
+    removed, and everything is as it was. Hooks that the model has already, from wrappers such as ``SaveWith`` or from
+    ``save_activations``, are a part of the prediction. Those of a ``saving`` block in its code keep their tensors.
 
     Args:
         model: a model whose parameters are fake tensors of the CPU.
@@ -517,21 +532,42 @@ def planned(
         with unset_fake_temporarily():
             fresh_count()  # it is measured once in a process, with a real tensor
         stack.enter_context(keys_as_before())
-        if FakeTensor not in BITLESS:
-            BITLESS.add(FakeTensor)
-            stack.callback(BITLESS.discard, FakeTensor)
+        make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
+
+        def open_planned(stages: Pipeline) -> HookSite:
+            opened = _opened(stages, stores, ratios or {}, is_accelerator, found)
+            return HookSite(opened, make_hooks=make_hooks)
+
+        for undo in _exchange_sites(model, open_planned, found):
+            stack.callback(undo)
         for patterns, pipeline in _pairs(model, entries):
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 modules = chosen(model, patterns)
             found.warnings += [str(each.message) for each in warned]
-            opened = _opened(pipeline, stores, ratios or {}, is_accelerator, found)
-            make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
-            saving = attach_to(modules, HookSite(opened, make_hooks=make_hooks))
+            saving = attach_to(modules, open_planned(pipeline))
             stack.callback(saving.remove)
             found._savings.append(saving)
         stack.enter_context(seen)
         yield found
+
+
+def _exchange_sites(model: nn.Module, open_planned: Callable[[Pipeline], HookSite], found: Planned) -> Iterator[Any]:
+    """Let the hooks that are on modules of ``model`` be planned. Yields functions that undo it."""
+    made: dict[int, HookSite] = {}
+    for name, module in model.named_modules():
+        site = module._site if isinstance(module, SaveWith) else site_of(module)
+        if site is None:
+            continue
+        own = made.get(id(site.pipeline)) or open_planned(site.pipeline.stages)
+        made[id(site.pipeline)] = own
+        own = own._replace(name=site.name)
+        found.inside[name] = own.pipeline
+        if isinstance(module, SaveWith):
+            module._site, before = own, site
+            yield functools.partial(setattr, module, "_site", before)
+        else:
+            yield functools.partial(exchange_site, module, exchange_site(module, own))
 
 
 def _pairs(model: nn.Module, entries: Entries) -> Sequence[tuple[Any, Pipeline]]:

@@ -43,7 +43,7 @@ import torch
 
 from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
-from disthooks._tensors import BITLESS, Layout, StorageRegion, memory_under
+from disthooks._tensors import Layout, StorageRegion, memory_under
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
 from disthooks.saved.report import Counters
@@ -120,9 +120,8 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of zero bytes whose memory may take the place of that of ``tensor``."""
-    if type(tensor) in BITLESS:
-        return tensor.new_empty(0)  # it belongs to one prediction, so it is not remembered
-    return _empty(tensor.dtype, tensor.device)
+    # A tensor without bits belongs to one prediction, so nothing of it is remembered.
+    return _empty(tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else tensor.new_empty(0)
 
 
 class Restored:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
 from disthooks import _hashing
-from disthooks._tensors import BITLESS
+from disthooks._tensors import bitless
 from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
 from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
@@ -249,6 +249,35 @@ def test_several_entries_and_patterns(tmp_path: pathlib.Path) -> None:
         step(built, x)
     assert [figures(report) for report in found.reports()] == [figures(saving.report()) for saving in savings]
     assert found.names == [saving.names for saving in savings]
+
+
+def test_hooks_that_the_model_has_already_are_planned_too(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
+
+    def run(how: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        model, x = MODELS["decoder"]()
+        model.blocks[0] = dh.SaveWith(model.blocks[0], to)
+        attached = dh.save_activations(model, "blocks.1", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+        with how(model) as found:
+            step(model, x)
+            if not isinstance(found, dh.Saving):
+                return *(figures(found.inside[f"blocks.{i}"].report()) for i in (0, 1)), figures(found.reports()[0])
+        return figures(model.blocks[0].report()), figures(attached.report()), figures(found.report())
+
+    entry = ("head", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    at_run = run(lambda model: dh.save_activations(model, *entry))
+    with FakeTensorMode():
+        predicted = run(lambda model: planned(model, [entry]))
+        model, x = MODELS["decoder"]()
+        model = dh.SaveWith(model, to)
+        with planned(model, []):
+            step(model, x)
+        step(model, x)  # with its own hooks again, which leave fake tensors alone
+        assert model.report().stored == 0
+        assert model.report().calls == 2
+    for one, two in zip(predicted, at_run, strict=True):
+        # The report of an attachment names modules that were never called; that of its pipeline does not.
+        assert one == two
 
 
 def test_a_plan_with_a_budget_puts_tensors_where_the_run_does(tmp_path: pathlib.Path) -> None:
@@ -533,7 +562,7 @@ def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> 
             step(built, inputs, 1)
             _ = 1 / 0
     assert all(site_of(module) is None for module in built.modules())
-    assert FakeTensor not in BITLESS
+    assert FakeTensor not in bitless.kinds
     assert {place: repr(count) for place, (_, count) in _hashing._counts.items()} == counts
     assert torch.equal(torch.get_rng_state(), rng)
     after = run()
