@@ -154,4 +154,5 @@ def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor], buffer_size
     waiting: list[torch.Tensor] = []
     for indices in assign(list(tensors), [buffer_size])[0]:
         waiting = waiting[-1:]
-        waiting.append(torch.cat([tensors[index].detach().flatten() for index in indices]))
+        flat = [tensors[index].detach().flatten() for index in indices]
+        waiting.append(torch.cat(flat) if len(flat) > 1 else flat[0])

@@ -15,9 +15,10 @@ theirs. What those need besides, under fake tensors, is patched while the world 
 # DTensor finds the shape of an operator's result by running the operator on fake tensors of the *global* shape. Nothing
 # of that exists on a rank. `FakeWorld.around_propagation` is told when it happens, so that a recorder pauses.
 #
-# [Note: memory that is resized]
-# FSDP frees its gathered parameters with `storage.resize_(0)` and takes them again with `storage.resize_(nbytes)`. That
-# is no operator, so no dispatch mode sees it; `FakeWorld.on_resize` does.
+# [Note: addresses]
+# FSDP and DeepSpeed ask by the address of their memory whether two tensors share it, and whether there is any. Each fake
+# tensor has the address 0. Here its storage has one, which is that of the storage object: it differs between storages
+# and is 0 when the storage is empty.
 
 from __future__ import annotations
 
@@ -57,7 +58,6 @@ _PROPAGATION = (
 )
 _FAKE_ADDRESS = "Accessing the data pointer of FakeTensor"
 
-OnResize = Callable[[torch.UntypedStorage, int, int], None]
 Rank = int | Literal["largest", "smallest"]
 
 
@@ -69,15 +69,12 @@ class FakeWorld:
         stack: what is undone at the end; code that patches something for the time of the world adds to it.
         around_propagation: a recorder sets it. It makes a context manager; DTensor's computations of global shapes run inside it, and what
             they allocate exists on no rank. See [Note: shapes of the whole].
-        on_resize: a recorder sets it. It is called with a storage, its old and its new number of bytes, after ``storage.resize_`` changed it.
-            See [Note: memory that is resized].
     """
 
     size: int
     rank: int
     stack: ExitStack
     around_propagation: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    on_resize: OnResize | None = None
 
 
 _worlds: list[FakeWorld] = []
@@ -127,9 +124,9 @@ def fake_world(size: int, rank: Rank = 0) -> Iterator[FakeWorld]:
         stack.callback(_worlds.remove, world)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_FAKE_ADDRESS)
-        _patch_meshes(stack)
+        patch_meshes(stack)
         _patch_propagation(stack, world)
-        _patch_resize(stack, world)
+        _patch_addresses(stack)
         _patch_reducer(stack)
         stack.callback(_leave)
         with _disable_current_modes():
@@ -168,7 +165,7 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _patch_meshes(stack: ExitStack) -> None:
+def patch_meshes(stack: ExitStack) -> None:
     """See [Note: meshes are made of real numbers]."""
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -222,18 +219,21 @@ def _patch_propagation(stack: ExitStack, world: FakeWorld) -> None:
             patch(stack, ShardingPropagator, name, quiet(vars(ShardingPropagator)[name]))
 
 
-def _patch_resize(stack: ExitStack, world: FakeWorld) -> None:
-    """See [Note: memory that is resized]."""
-    true_resize = torch.UntypedStorage.resize_
+def _patch_addresses(stack: ExitStack) -> None:
+    """See [Note: addresses]."""
+    true_address = torch.UntypedStorage.data_ptr
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        before = storage.nbytes()
-        result = true_resize(storage, size)
-        if world.on_resize is not None and storage.nbytes() != before:
-            world.on_resize(storage, before, storage.nbytes())
-        return result
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage.device.type != "meta":
+            return true_address(storage)
+        return storage._cdata if storage.nbytes() else 0
 
-    patch(stack, torch.UntypedStorage, "resize_", resize_)
+    def of_tensor(tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        return of_storage(storage) + tensor.storage_offset() * tensor.element_size() if storage.nbytes() else 0
+
+    patch(stack, torch.UntypedStorage, "data_ptr", of_storage)
+    patch(stack, FakeTensor, "data_ptr", of_tensor)
 
 
 def _patch_reducer(stack: ExitStack) -> None:
