@@ -19,12 +19,18 @@ theirs. What those need besides, under fake tensors, is patched while the world 
 # FSDP and DeepSpeed ask by the address of their memory whether two tensors share it, and whether there is any. Each fake
 # tensor has the address 0. Here its storage has one, which is that of the storage object: it differs between storages
 # and is 0 when the storage is empty.
+#
+# [Note: collectives as in eager code]
+# Under a fake mode DTensor believes that a compiler traces it. Then it pads where eager code does not, and waits for
+# each collective at once, by an operator whose fake kernel makes a second tensor. Eager code waits later and makes
+# none. So DTensor is told that nothing traces, and a fake tensor that is waited for is returned itself.
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -126,6 +132,7 @@ def fake_world(size: int, rank: Rank = 0) -> Iterator[FakeWorld]:
         warnings.filterwarnings("ignore", message=_FAKE_ADDRESS)
         patch_meshes(stack)
         _patch_propagation(stack, world)
+        _patch_collectives(stack)
         _patch_addresses(stack)
         _patch_reducer(stack)
         stack.callback(_leave)
@@ -217,6 +224,22 @@ def _patch_propagation(stack: ExitStack, world: FakeWorld) -> None:
     for name in _PROPAGATION:
         if name in vars(ShardingPropagator):
             patch(stack, ShardingPropagator, name, quiet(vars(ShardingPropagator)[name]))
+
+
+def _patch_collectives(stack: ExitStack) -> None:
+    """See [Note: collectives as in eager code]."""
+    collectives: Any = importlib.import_module("torch.distributed._functional_collectives")
+
+    def itself(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor: tensor if isinstance(tensor, FakeTensor) else function(tensor)
+
+    for name in ("wait_tensor", "_maybe_wrap_tensor"):
+        patch(stack, collectives, name, itself(vars(collectives)[name]))
+    true = collectives._are_we_tracing
+    for module in ("_functional_collectives", "tensor._decompositions", "tensor._collective_utils"):
+        owner = sys.modules.get(f"torch.distributed.{module}")
+        if owner is not None and vars(owner).get("_are_we_tracing") is true:
+            patch(stack, owner, "_are_we_tracing", lambda: False)
 
 
 def _patch_addresses(stack: ExitStack) -> None:

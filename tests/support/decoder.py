@@ -88,7 +88,7 @@ class Live(TorchDispatchMode):
             # Under gloo the operator `split` is the first that has gloo's own copy of what a collective sends.
             is_counted = not self.paused and func is not torch.ops.aten.split.Tensor
             if isinstance(each, torch.Tensor) and is_counted and each.device.type != "meta":
-                self.see(each.untyped_storage())
+                self.see(getattr(each, "elem", each).untyped_storage())  # a result that is waited for later has it
         return result
 
     def see(self, storage: torch.UntypedStorage) -> None:
