@@ -47,7 +47,7 @@ class EngineSpec:
         world: the number of ranks.
         mesh: the sizes of the two dimensions of "hsdp" (replicas, shards) and "fsdp2+tp" (shards, tensor); their
             product is ``world``. Empty: 8 ranks, as on one machine, are the second dimension.
-        wrap: the names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds them.
+        wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds them.
         tp_plan: patterns of module names to styles of ``torch.distributed.tensor.parallel`` or to the names that
             transformers has for them; None: the model's own ``_tp_plan``.
         dtype: the dtype in which forward and backward compute, by the engine's own means (``MixedPrecisionPolicy``,
@@ -65,7 +65,7 @@ class EngineSpec:
     kind: str = "plain"
     world: int = 1
     mesh: tuple[int, ...] = ()
-    wrap: tuple[str, ...] = ()
+    wrap: tuple[str, ...] | str = ()
     tp_plan: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -75,8 +75,6 @@ class EngineSpec:
             raise UsageError(f"there is no engine {self.kind!r}; there are {', '.join(KINDS)}")
         if self.dtype is not None and self.kind in ("plain", "ddp", "tp"):
             raise UsageError(f"{self.kind} has no dtype of its own; convert the model, or use torch.autocast")
-        if isinstance(self.wrap, str):
-            object.__setattr__(self, "wrap", (self.wrap,))
         _ = self.mesh_shape
 
     @property
@@ -118,7 +116,7 @@ class Prepared:
         if self.spec.is_deepspeed:
             zero.backward(self.model, loss)
         else:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """The optimizer's step; then gradients are None, as after ``zero_grad()``.
@@ -275,7 +273,7 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     return tuple(n for n, each in sizes.items() if len(each) > 1 and sum(each) >= max(1, SMALLEST_UNITS * total))
 
 
-def blocks(model: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Module]:
+def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.Module]:
     """The modules, by name and in model order, that become units of FSDP: those of ``classes``, the outermost only.
 
     Raises:
@@ -284,7 +282,8 @@ def blocks(model: nn.Module, classes: Sequence[str] = ()) -> dict[str, nn.Module
     >>> list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
     ['0', '2']
     """
-    wanted = tuple(classes) or block_classes(model)
+    classes = (classes,) if isinstance(classes, str) else tuple(classes)
+    wanted = classes or block_classes(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -421,7 +420,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _offloaded(prepared: Prepared) -> int:
     """All of the parameters, gradients and state, if FSDP offloads them."""
     policy = type(prepared.spec.options.get("offload_policy")).__name__
-    offloads = policy == "CPUOffloadPolicy" or getattr(prepared.spec.options.get("cpu_offload"), "offload_params", False)
+    offloads = policy == "CPUOffloadPolicy" or getattr(
+        prepared.spec.options.get("cpu_offload"), "offload_params", False
+    )
     if not offloads:
         return 0
     storages = {

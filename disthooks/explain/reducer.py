@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from disthooks.errors import UsageError
 
+_assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
 
 class FakeReducer:
     """Stands in for ``torch.distributed.Reducer``. The arguments are those of the C++ class.
@@ -64,7 +66,7 @@ class FakeReducer:
         self._order: list[int] = []
         self._fill(bucket_indices)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.params)
         ]
 
@@ -77,7 +79,7 @@ class FakeReducer:
             with torch.no_grad():
                 flat = parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
                 sizes = [parameter.numel() for parameter in parameters]
-                for index, view in zip(indices, flat.split(sizes), strict=True):
+                for index, view in zip(indices, torch.split(flat, sizes), strict=True):
                     self._views[index] = view.view(self.params[index].shape)
             self.buckets.append(flat)
 
@@ -113,9 +115,8 @@ class FakeReducer:
         self._has_rebuilt = True
         self.buckets.clear()
         self._views.clear()
-        assign: Any = dist._compute_bucket_assignment_by_size
         parameters = [self.params[index] for index in order]
-        self._fill(assign(parameters, self.limits, [False] * len(order), order)[0])
+        self._fill(_assign(parameters, self.limits, [False] * len(order), order)[0])
         return True
 
     def _set_static_graph(self) -> None:
@@ -148,11 +149,10 @@ def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor], buffer_size
 
     At most two are alive at a time (``broadcast_coalesced`` in torch/csrc/distributed/c10d/comm.cpp).
     """
-    assign: Any = dist._compute_bucket_assignment_by_size
     if not tensors:
         return
     waiting: list[torch.Tensor] = []
-    for indices in assign(list(tensors), [buffer_size])[0]:
+    for indices in _assign(list(tensors), [buffer_size])[0]:
         waiting = waiting[-1:]
         flat = [tensors[index].detach().flatten() for index in indices]
         waiting.append(torch.cat(flat) if len(flat) > 1 else flat[0])

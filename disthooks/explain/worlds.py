@@ -253,7 +253,7 @@ def _patch_addresses(stack: ExitStack) -> None:
 
     def of_tensor(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        return of_storage(storage) + tensor.storage_offset() * tensor.element_size() if storage.nbytes() else 0
+        return of_storage(storage) + int(tensor.storage_offset()) * tensor.element_size() if storage.nbytes() else 0
 
     patch(stack, torch.UntypedStorage, "data_ptr", of_storage)
     patch(stack, FakeTensor, "data_ptr", of_tensor)

@@ -43,7 +43,7 @@ _OVERFLOWS = (
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-class Answers(TorchDispatchMode):
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers for tensors without values; see [Note: DeepSpeed asks tensors for values]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,7 +142,9 @@ def _patch_deepspeed(stack: ExitStack, size: int, rank: int) -> None:
     compatible["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
     _patch_environment(stack, size, rank)
     _patch_groups(stack)
-    patch(stack, nn.functional, "linear", nn.functional.linear)  # ZeRO-3 sets a function of its own, and leaves it there
+    patch(
+        stack, nn.functional, "linear", nn.functional.linear
+    )  # ZeRO-3 sets a function of its own, and leaves it there
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     patch(stack, comm, "cdb", None)  # DeepSpeed's own notion of the process group, which it makes anew from torch's
     for logger in (logging.getLogger("DeepSpeed"), logging.getLogger("deepspeed")):
@@ -241,10 +243,8 @@ def host_bytes(engine: Any) -> int:
     ``offload_param`` (stage 3): the shards of the parameters as well.
     """
     zero: Any = engine._config.zero_config
-    kinds = set()
-    if zero.offload_optimizer is not None and str(zero.offload_optimizer.device.value) != "none":
-        kinds |= {"master", "optimizer", "gradients"}
-    has_parameters = zero.offload_param is not None and str(zero.offload_param.device.value) != "none"
+    kinds = {"master", "optimizer", "gradients"} if _is_offloaded(zero.offload_optimizer) else set()
+    has_parameters = _is_offloaded(zero.offload_param)
     on_device = {p.grad.untyped_storage()._cdata for p in engine.module.parameters() if p.grad is not None}
     found: dict[int, int] = {}
     seen: set[int] = set()
@@ -256,3 +256,9 @@ def host_bytes(engine: Any) -> int:
             found[storage._cdata] = storage.nbytes()
         seen.add(storage._cdata)
     return sum(found.values())
+
+
+def _is_offloaded(config: Any) -> bool:
+    """Whether DeepSpeed's section on offload names a place; its `device` is a string or one of an enumeration."""
+    device = getattr(config, "device", None)
+    return str(getattr(device, "value", device)) not in ("None", "none")

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import unittest.mock
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ from tests.support.ranks.harness import Ranks
 pytestmark = pytest.mark.dist
 
 #: The last of the steps are alike: DDP has rebuilt its buckets, and ZeRO-3 knows the order of the modules.
-STEPS, ALIKE = 5, 3
+STEPS, ALIKE = 4, 3
 BF16 = torch.bfloat16
 SMALL_BUCKETS = {"zero_optimization": {"reduce_bucket_size": 10_000, "stage3_param_persistence_threshold": 100}}
 SMALL_SCALE = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
@@ -72,6 +72,7 @@ def train(spec: EngineSpec) -> list[dict[str, Any]]:
     warnings.simplefilter("ignore")
     live, records = Live(), []
     gc.collect()
+    gc.freeze()  # `gc.collect()` in each step is quick then
     gc.disable()  # how long garbage of torch's own cycles lives would depend on what ran before
     with unittest.mock.patch.object(torch.UntypedStorage, "resize_", live.resizing()), live:
         _pause_for_propagation(live)
@@ -98,6 +99,7 @@ def train(spec: EngineSpec) -> list[dict[str, Any]]:
             moments |= zip(("after step", "in step"), live, strict=True)
             records.append(record | {"after step": held(prepared), "live": moments})
     gc.enable()
+    gc.unfreeze()
     return records
 
 
@@ -166,9 +168,9 @@ def fakely(case: str, world: int, rank: int) -> list[dict[str, Any]]:
         return train(spec)
 
 
-def compare(case: str, real: list[list[dict[str, Any]]]) -> None:
-    for rank, records in enumerate(real):
-        predicted = fakely(case, len(real), rank)
+def compare(case: str, real: list[list[dict[str, Any]]], ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        records, predicted = real[rank], fakely(case, len(real), rank)
         assert predicted[-2]["live"] == predicted[-1]["live"], "the last steps are alike"
         for step, (wanted, found) in enumerate(zip(records, predicted, strict=True)):
             wrong = {key: (found[key], wanted[key]) for key in wanted if key != "live" and found[key] != wanted[key]}
@@ -180,9 +182,10 @@ def compare(case: str, real: list[list[dict[str, Any]]]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(ranks: Ranks, case: str) -> None:
-    compare(case, ranks(really, case))
+    compare(case, ranks(really, case), [0, 1])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(four: Ranks, case: str) -> None:
-    compare(case, four(really, case))
+    """The first rank has the largest shards and the last one the smallest; the others are looked at for two engines."""
+    compare(case, four(really, case), range(4) if case in ("fsdp2", "zero3") else [0, 3])

@@ -20,9 +20,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(HEADS * HEAD, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2).contiguous() for each in (self.q, self.k, self.v)
-        )
+        q, k, v = (each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2).contiguous() for each in (self.q, self.k, self.v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
@@ -54,7 +52,7 @@ class Decoder(nn.Module):
         "layers.*.down": "rowwise",
     }
 
-    def __init__(self, hidden: int = 37, inner: int = 56, layers: int = 3, words: int = 101) -> None:
+    def __init__(self, hidden: int = 37, inner: int = 56, layers: int = 2, words: int = 101) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, hidden)
         self.layers = nn.ModuleList(Layer(hidden, inner) for _ in range(layers))
