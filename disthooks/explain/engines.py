@@ -47,7 +47,8 @@ class EngineSpec:
         world: the number of ranks.
         mesh: the sizes of the two dimensions of "hsdp" (replicas, shards) and "fsdp2+tp" (shards, tensor); their
             product is ``world``. Empty: 8 ranks, as on one machine, are the second dimension.
-        wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds them.
+        wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds
+            them.
         tp_plan: patterns of module names to styles of ``torch.distributed.tensor.parallel`` or to the names that
             transformers has for them; None: the model's own ``_tp_plan``.
         dtype: the dtype in which forward and backward compute, by the engine's own means (``MixedPrecisionPolicy``,
@@ -140,8 +141,8 @@ class Prepared:
 def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
     """Give ``model`` to the engine.
 
-    Call it inside :func:`~disthooks.explain.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on under
-    which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs none.
+    Call it inside :func:`~disthooks.explain.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
+    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs none.
 
     Args:
         model: parameters on the CPU. As with the engines themselves, its modules are changed in place.

@@ -16,9 +16,9 @@ theirs. What those need besides, under fake tensors, is patched while the world 
 # of that exists on a rank. `FakeWorld.around_propagation` is told when it happens, so that a recorder pauses.
 #
 # [Note: addresses]
-# FSDP and DeepSpeed ask by the address of their memory whether two tensors share it, and whether there is any. Each fake
-# tensor has the address 0. Here its storage has one, which is that of the storage object: it differs between storages
-# and is 0 when the storage is empty.
+# FSDP and DeepSpeed ask by the address of their memory whether two tensors share it, and whether there is any. The
+# address of each fake tensor is 0. Here a fake storage has one, which is that of the storage object: it differs between
+# storages, and it is 0 when the storage is empty.
 #
 # [Note: collectives as in eager code]
 # Under a fake mode DTensor believes that a compiler traces it. Then it pads where eager code does not, and waits for
@@ -73,8 +73,8 @@ class FakeWorld:
 
     Attributes:
         stack: what is undone at the end; code that patches something for the time of the world adds to it.
-        around_propagation: a recorder sets it. It makes a context manager; DTensor's computations of global shapes run inside it, and what
-            they allocate exists on no rank. See [Note: shapes of the whole].
+        around_propagation: a recorder sets it. It makes a context manager, inside which DTensor computes the shapes of
+            the whole; what that allocates exists on no rank. See [Note: shapes of the whole].
     """
 
     size: int
@@ -153,7 +153,7 @@ def _leave() -> None:
 
 
 def patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set ``owner.name`` until ``stack`` ends; then it is what it was, or absent if ``owner`` itself did not have it."""
+    """Set ``owner.name`` until ``stack`` ends; then it is what it was, or absent if ``owner`` itself had none."""
     has_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)

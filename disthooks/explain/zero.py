@@ -9,11 +9,12 @@ more for each flat partition than DeepSpeed's fused kernels; memory that is writ
 """
 
 # [Note: DeepSpeed asks tensors for values]
-# DeepSpeed compares numbers across ranks and reads norms and flags of overflow (`.item()`). A fake tensor has no values.
-# While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is 1 (a norm
-# must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an overflow?" is
-# no, because a step that is skipped allocates no optimizer state; that function is replaced. So are the comparisons of
-# lists of integers between ranks: the fake process group copies nothing, so rank 0's list would never arrive.
+# DeepSpeed compares numbers across ranks and reads norms and flags of overflow (`.item()`). A fake tensor has no
+# values. While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is 1
+# (a norm must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an
+# overflow?" is no, because a step that is skipped allocates no optimizer state; that function is replaced. So are the
+# comparisons of lists of integers between ranks: the fake process group copies nothing, so rank 0's list would never
+# arrive.
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _answers() -> contextlib.AbstractContextManager[Any]:
-    return Answers() if current_world() is not None else contextlib.nullcontext()
+    return Answers() if current_world() is not None else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def initialize(
@@ -153,7 +154,7 @@ def _patch_deepspeed(stack: ExitStack, size: int, rank: int) -> None:
 
 
 def _patch_groups(stack: ExitStack) -> None:
-    """DeepSpeed keeps process groups in variables of a module: those of another world are hidden until this one ends."""
+    """DeepSpeed keeps process groups in variables of a module. Those of another world are hidden until this one ends."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     kinds = (dist.ProcessGroup, dist.device_mesh.DeviceMesh)
     for name, value in list(vars(groups).items()):
