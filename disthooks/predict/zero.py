@@ -10,8 +10,8 @@ more for each flat partition than DeepSpeed's fused kernels; memory that is writ
 
 # [Note: DeepSpeed asks tensors for values]
 # DeepSpeed compares numbers across ranks and reads norms and flags of overflow (`.item()`). A fake tensor has no
-# values. While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is 1
-# (a norm must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an
+# values. While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is
+# 1 (a norm must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an
 # overflow?" is no, because a step that is skipped allocates no optimizer state; that function is replaced. So are the
 # comparisons of lists of integers between ranks: the fake process group copies nothing, so rank 0's list would never
 # arrive.
@@ -154,7 +154,7 @@ def _patch_deepspeed(stack: ExitStack, size: int, rank: int) -> None:
 
 
 def _patch_groups(stack: ExitStack) -> None:
-    """DeepSpeed keeps process groups in variables of a module. Those of another world are hidden until this one ends."""
+    """Hide the process groups of another world, which DeepSpeed keeps in variables of a module, until this one ends."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     kinds = (dist.ProcessGroup, dist.device_mesh.DeviceMesh)
     for name, value in list(vars(groups).items()):
@@ -237,8 +237,8 @@ def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Te
             yield from _walk(each, f"{path}.{name}", seen)
 
 
-def host_bytes(engine: Any) -> int:
-    """The bytes that DeepSpeed keeps in the memory of the host, by its configuration.
+def host_storages(engine: Any) -> dict[int, int]:
+    """The addresses and bytes of the storages that DeepSpeed keeps in the host's memory, by its configuration.
 
     With ``offload_optimizer``: the fp32 masters, the optimizer's state and this rank's partition of the gradients. With
     ``offload_param`` (stage 3): the shards of the parameters as well.
@@ -256,7 +256,7 @@ def host_bytes(engine: Any) -> int:
         if storage._cdata not in seen and storage._cdata not in on_device and (kind in kinds or is_shard):
             found[storage._cdata] = storage.nbytes()
         seen.add(storage._cdata)
-    return sum(found.values())
+    return found
 
 
 def _is_offloaded(config: Any) -> bool:
