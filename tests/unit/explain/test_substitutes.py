@@ -199,6 +199,18 @@ def test_two_threads_have_their_own_backends() -> None:
     }
 
 
+def test_some_outputs_are_never_channels_last(fake: FakeTensorMode) -> None:
+    tensor = torch.zeros(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    calls = [lambda x: F.pad(x, (1, 2, 3, 4), "reflect"), lambda x: F.pad(x, (1, 2, 3, 4), "replicate")]
+    for call in (*calls, lambda x: F.pixel_shuffle(x, 2)):
+        on_cpu = call(tensor)
+        with as_on_cuda():
+            on_cuda = call(tensor)
+        assert on_cuda.shape == on_cpu.shape
+        assert on_cuda.is_contiguous()
+        assert on_cpu.is_contiguous(memory_format=torch.channels_last)
+
+
 class Record(TorchDispatchMode):
     """Notes the operators, with the dtypes of what they return."""
 
