@@ -63,7 +63,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disthooks.explain.attention import Backend, Gpu, attention, attention_order
+from disthooks.explain.attention import Backend, Gpu, attention, attention_order, torch_priority
 from disthooks.explain.overrides import Kernel, Overrides, Replacements, has_kernel, has_operator, original
 
 aten: Any = torch.ops.aten
@@ -95,7 +95,7 @@ def as_on_cuda(backend: Backend | None = None, *, capability: tuple[int, int] = 
     ...     type(out.grad_fn).__name__, out.grad_fn._saved_logsumexp.nbytes
     ('ScaledDotProductFlashAttentionBackward0', 128)
     """
-    gpu = Gpu(attention_order(backend, capability), capability)
+    gpu = Gpu(attention_order(backend, capability), capability, torch_priority())
     with _overrides.active(gpu), _modules.active(gpu), _CudaOutputs():  # type: ignore[no-untyped-call]
         yield
 
