@@ -1,6 +1,6 @@
 """What operators save for backward on CUDA, by formulas, and how to count what autograd really saves.
 
-The same cases run on fake tensors of the CPU (``tests/unit/explain``) and on a GPU (``tests/gpu``).
+The same cases run on fake tensors of the CPU (``tests/unit/predict``) and on a GPU (``tests/gpu``).
 """
 
 from __future__ import annotations
