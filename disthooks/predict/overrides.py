@@ -95,14 +95,19 @@ class Overrides(_Shared[_S]):
         self._library: Any = None
 
     def _install(self) -> None:
+        kernels, others = self._kernels(), self._others()  # they look at what is registered
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*verrid")
-            for name, kernel in self._kernels().items():
-                library.impl(name, self._bound(_operator(name), kernel), self._key, with_keyset=True)
-            for (name, key), function in self._others().items():
-                library.impl(name, function, key)
         self._library = library
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*verrid")
+                for name, kernel in kernels.items():
+                    library.impl(name, self._bound(_operator(name), kernel), self._key, with_keyset=True)
+                for (name, key), function in others.items():
+                    library.impl(name, function, key)
+        except BaseException:
+            self._remove()
+            raise
 
     def _remove(self) -> None:
         library, self._library = self._library, None
