@@ -351,6 +351,7 @@ def _style(name: str, module: str) -> Any:
         "rowwise": RowwiseParallel,
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "sequence_parallel": SequenceParallel,
     }
     if name in ("replicated_with_grad_allreduce", "all_reduce"):
