@@ -112,7 +112,7 @@ function showHead() {
     element("h1", {}, given.model ?? "A model"),
     chips(),
     element("p", { class: "sentence" }, ...sentence(plan)),
-    element("div", { class: "tiles" }, ...tiles(plan)),
+    tileGrid(tiles(plan)),
     ...(plan.peak?.categories ? [stack(plan.peak), legend(Object.entries(plan.peak.categories), plan.peak.nbytes)] : []),
     ...(given.warnings ?? []).map((each) => element("p", { class: "note warning" }, each)),
   );
@@ -150,7 +150,7 @@ function tiles(plan) {
   const { peak } = plan;
   if (typeof plan.saved === "number") {
     found.push(tile("Saved for backward", bytes(plan.saved), against("saved", plan.saved),
-      plan.weight_copies ? `${bytes(plan.weight_copies)} of it are autocast's copies of weights` : null));
+      plan.weight_copies ? `${bytes(plan.weight_copies)} of it is copies of weights that autocast made` : null));
   }
   if (peak) {
     const range = peak.range;
@@ -164,7 +164,7 @@ function tiles(plan) {
   for (const [key, value] of Object.entries(fits)) {
     if (["limit", "nbytes", "bytes", "fits"].includes(key) || value === null) continue;
     if (typeof value === "number" && found.length < 8) found.push(tile(sentenceCase(words(key)), anything(key, value), bytes(limit) === "unknown" ? null : `that fits in ${bytes(limit)}`));
-    else found.push(tile(sentenceCase(words(key)), "", anything(key, value)));
+    else found.push(tile(sentenceCase(words(key)), anything(key, value), null, null, "words"));
   }
   if (plan.seconds) {
     const whole = sum(Object.values(plan.seconds));
@@ -175,6 +175,12 @@ function tiles(plan) {
     found.push(tile("Model and optimizer", bytes(sum(state.map(([, value]) => value))), state.map(([key, value]) => `${key} ${bytes(value)}`).join(", ")));
   }
   return found;
+}
+
+function tileGrid(children) {
+  const grid = element("div", { class: "tiles" }, ...children);
+  grid.style.setProperty("--columns", children.length <= 5 ? children.length : children.length === 6 ? 3 : 4);
+  return grid;
 }
 
 const sentenceCase = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -195,11 +201,12 @@ function against(key, now) {
 }
 
 function stack(peak) {
+  const room = (byId("head").clientWidth || 1000) / 6.8; // letters
   const width = (count) => `${(100 * count) / scale}%`;
   const parts = CATEGORIES.filter((each) => peak.categories[each]).map((each) => {
     const share = peak.categories[each] / scale;
     return element("span", { title: `${each}: ${bytes(peak.categories[each])}`, style: { width: width(peak.categories[each]), background: colour(each), color: textOn(each) } },
-      share > 0.012 * each.length ? each : share > 0.07 ? bytes(peak.categories[each]) : "");
+      share * room > each.length + 2 ? each : share * room > 10 ? bytes(peak.categories[each]) : "");
   });
   const label = Object.entries(peak.categories).map(([each, count]) => `${each} ${bytes(count)}`).join(", ");
   const line = limit !== null && limit <= scale

@@ -58,9 +58,10 @@ function showCurve() {
     if (!bounds.some((bound, at) => bound > lower[at])) return;
     const forth = found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(bounds[at]).toFixed(1)}`);
     const back = found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(lower[at]).toFixed(1)}`).reverse();
-    svg.append(shape("path", { class: "area", d: `M${forth.join("L")}L${back.join("L")}Z`, fill: colour(category), "data-category": category }));
+    svg.append(shape("path", { class: "area", d: `M${forth.join("L")}L${back.join("L")}Z`, fill: colour(category), stroke: colour(category), "data-category": category }));
     labels.push(labelOf(category, found.points.map((point) => x(point[0])), lower.map(y), bounds.map(y)));
   });
+  svg.append(shape("path", { class: "total", d: `M${found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(bounds[at]).toFixed(1)}`).join("L")}` }));
   for (const part of parts) {
     if (part.begin > first) svg.append(shape("line", { class: "phase", x1: x(part.begin), x2: x(part.begin), y1: 4, y2: HEIGHT - MARGIN.bottom }));
     if (x(part.end) - x(part.begin) > 7 * part.name.length) svg.append(shape("text", { class: "phase-name", x: x(part.begin) + 7, y: 15 }, part.name));
@@ -68,7 +69,7 @@ function showCurve() {
   svg.append(...labels.filter(Boolean));
   if (chosen.plan && plans[0].curve?.points?.length) svg.append(ghost(plans[0].curve, parts, x, y));
   if (limit !== null && limit <= top) {
-    svg.append(shape("line", { class: "limit", x1: left, x2: width - MARGIN.right, y1: y(limit), y2: y(limit) }),
+    svg.append(shape("line", { class: "limit-back", x1: left, x2: width - MARGIN.right, y1: y(limit), y2: y(limit) }), shape("line", { class: "limit", x1: left, x2: width - MARGIN.right, y1: y(limit), y2: y(limit) }),
       shape("text", { class: "limit-name", x: left + 8, y: y(limit) - 6 }, `limit ${bytes(limit)}`));
   }
   svg.append(...peakMark(found, x, y, width));
@@ -138,7 +139,7 @@ function peakMark(found, x, y, width) {
   const [left, up] = [x(point[0]), y(total)];
   const isLate = left > width - 150;
   return [
-    ...(range ? [shape("path", { class: "range", fill: "none", d: `M${left - 5},${y(range[1])}h10m-5,0V${y(range[0])}m-5,0h10` })] : []),
+    ...(range && y(range[0]) - y(range[1]) > 14 ? [shape("path", { class: "range", fill: "none", d: `M${left - 5},${y(range[1])}h10m-5,0V${y(range[0])}m-5,0h10` })] : []),
     shape("circle", { class: "peak", cx: left, cy: up, r: 4.5 }),
     shape("text", { class: "peak-name", x: left + (isLate ? -10 : 10), y: Math.max(30, up - 8), "text-anchor": isLate ? "end" : "start" }, `peak ${bytes(total)}`),
   ];
@@ -217,6 +218,7 @@ let drawnWidth = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === drawnWidth) return;
   drawnWidth = innerWidth;
+  showHead();
   showIcicle();
   showCurve();
 });

@@ -117,7 +117,7 @@ function find(node, test) {
 }
 
 function place(node, left, width, depth, pixels) {
-  Object.assign(node, { left, width, depth });
+  Object.assign(node, { left, width, depth, pixels: width * pixels });
   drawn.push(node);
   let at = left;
   const parts = node.children.filter((child) => child.value > 0);
@@ -150,13 +150,16 @@ function drawCell(node) {
   const tint = node.own > 0 ? tints.get(row.class) : undefined;
   // A module that contains others is grey: what it saves itself stands under it, as a rectangle of its own.
   const isTinted = tint && (node.itself || !node.children.some((child) => child.value > 0));
-  cell.className = `cell${isTinted ? " tinted" : ""}${node.itself ? " itself" : ""}`;
+  cell.className = `cell${isTinted ? " tinted" : ""}${node.itself ? " itself" : ""}${node.pixels < 60 ? " narrow" : ""}`;
   Object.assign(cell.style, { left: `${100 * node.left}%`, width: `${100 * node.width}%`, top: `${ROW_HEIGHT * node.depth}px`, background: isTinted ? tint : "" });
   const count = node.equal > 1 ? ` × ${node.equal}` : "";
   const amount = MEASURES[chosen.measure].text(node.value);
   const label = node.itself ? `${topOperator(row) ?? "itself"}` : `${node.label}${count}`;
-  cell.children[0].textContent = label;
-  cell.children[1].textContent = `${amount}${node.itself ? "" : ` · ${row.class}`}`;
+  // Half a word says nothing: a text that does not fit into a narrow rectangle is left out.
+  const fitting = (text) => (7 * text.length + 4 <= node.pixels || node.pixels >= 60 ? text : "");
+  const more = `${amount} · ${row.class}`;
+  cell.children[0].textContent = fitting(label);
+  cell.children[1].textContent = node.itself || 6.4 * more.length + 14 > node.pixels + 40 ? fitting(amount) : more;
   cell.dataset.module = node.itself ? "" : row.module;
   cell.dataset.times = node.members.length;
   cell.setAttribute("aria-label", `${node.itself ? `${called(node.title)} itself` : called(node.title)}${count}, ${row.class}, ${amount}`);
@@ -165,7 +168,7 @@ function drawCell(node) {
   else cell.removeAttribute("aria-expanded");
 }
 
-const topOperator = (row) => Object.keys(row.operators ?? {})[0]?.replace(/^aten\./, "");
+const topOperator = (row) => Object.keys(row.operators ?? {})[0]?.replace(/^aten\._*/, "");
 
 // --- What a rectangle says. -------------------------------------------------------------------------------------------
 
@@ -244,20 +247,33 @@ function showCrumbs() {
     node === view ? element("span", { "aria-current": "true" }, text(node)) : element("button", { type: "button", onclick: () => goTo(node) }, text(node)),
   ]);
   // A folded group inside the view can be unfolded by the pointer, too.
-  const group = view.group ? view : find(view, (node) => node.group);
+  const groups = view.group ? [view] : groupsIn(view).slice(0, 3);
   const open = path.find((node) => node.fold) ?? find(view, (node) => node.fold);
-  if (group) parts.push(element("button", { type: "button", class: "unfold", onclick: () => setOpened(group.group, true) }, `Unfold ${group.title.split(".").slice(-2).join(".")} × ${group.equal}`));
-  if (open) parts.push(element("button", { type: "button", class: "unfold", onclick: () => { chosen.root = open.up.first; setOpened(open.fold, false); } }, "Fold again"));
+  for (const node of groups) {
+    const name = node.title.split(/\.(?![^[]*\])/).slice(-2).join(".");
+    parts.push(element("button", { type: "button", class: "unfold", onclick: () => setOpened(node.group, true) }, `Unfold ${name} × ${node.equal}`));
+  }
+  if (open) parts.push(element("button", { type: "button", class: "unfold", onclick: () => { if (path.includes(open)) chosen.root = open.up.first; setOpened(open.fold, false); } }, "Fold again"));
   byId("crumbs").replaceChildren(...parts.filter(Boolean));
+}
+
+// The folded groups below a node that have a rectangle, without those inside another group.
+const groupsIn = (node) => (node.group ? [node] : node.children.filter((each) => drawn.includes(each)).flatMap(groupsIn));
+
+// The modules of this node and below it that have something.
+function sizeOf(node) {
+  return node.value > 0 ? node.members.length + sum(node.children.map(sizeOf)) : 0;
 }
 
 function showLead() {
   const measure = MEASURES[chosen.measure];
   const silent = rows.filter((_, at) => !amounts[chosen.measure].whole[at]).length;
+  const thin = sizeOf(view) - sum(drawn.filter((node) => !node.itself).map((node) => node.members.length));
   byId("modules-lead").textContent = [
     `A rectangle is a module, as wide as ${chosen.measure === "saved" ? "the bytes that autograd saves in it" : chosen.measure === "flops" ? "its floating-point operations" : "the time that it takes"}; below it are the modules inside.`,
     `${called("")} ${measure.what} ${measure.text(amounts[chosen.measure].whole[0])}.`,
-    silent ? `${grouped(silent)} of ${grouped(rows.length)} modules have nothing and are not drawn.` : "",
+    silent ? `${grouped(silent)} of ${grouped(rows.length)} modules ${silent === 1 ? "has" : "have"} nothing and ${silent === 1 ? "is" : "are"} not drawn.` : "",
+    thin ? `${grouped(thin)} ${thin === 1 ? "is" : "are"} too thin to be drawn here.` : "",
     chosen.plan && chosen.measure === "saved" ? "These are the bytes without the plan." : "",
   ].filter(Boolean).join(" ");
   const shown = [...tints].slice(0, 8).map(([name, tint], rank) => element("li", {}, element("i", { style: { background: tint } }), rank === 7 && tints.size > 8 ? "other classes" : name));
