@@ -132,13 +132,13 @@ function sentence(plan) {
   if (!peak) return parts;
   parts.push(chosen.plan ? `With the plan “${plan.name}”, one training step needs ` : "One training step needs ",
     element("b", {}, bytes(peak.nbytes)), ` at its peak, ${PHASES[peak.phase] ?? "at a moment"} of `, element("b", {}, called(peak.module)), ". ");
-  const [first, second] = Object.entries(peak.categories ?? {}).sort((a, b) => b[1] - a[1]);
+  const [first, second] = Object.entries(peak.categories ?? {}).sort((a, b) => b[1] - a[1]).filter(([, count], rank) => !rank || count > 0.04 * peak.nbytes);
   if (first) parts.push(`Of it, ${percent(first[1], peak.nbytes)} is ${owned(first[0])}`, second ? ` and ${percent(second[1], peak.nbytes)} is ${owned(second[0])}. ` : ". ");
   if (limit !== null) parts.push(element("b", { class: fit(plan) ? "good" : "bad" }, fit(plan) ? `It fits in ${bytes(limit)}.` : `It does not fit in ${bytes(limit)}.`));
   return parts;
 }
 
-const owned = (category) => (category === "saved for backward" ? "what autograd saved for backward" : `${category}`);
+const owned = (category) => ({ "saved for backward": "what autograd saved for backward", temporary: "temporary memory" })[category] ?? category;
 
 function fit(plan) {
   if (!chosen.plan && typeof fits.fits === "boolean") return fits.fits;
@@ -211,7 +211,7 @@ function stack(peak) {
   const label = Object.entries(peak.categories).map(([each, count]) => `${each} ${bytes(count)}`).join(", ");
   const line = limit !== null && limit <= scale
     ? element("div", { class: limit > 0.7 * scale ? "limit late" : "limit", style: { left: width(limit) } }, element("span", {}, bytes(limit))) : null;
-  return element("div", { class: "stack", role: "img", "aria-label": `The peak: ${label}` }, element("div", { class: "whole" }, ...parts), line);
+  return element("div", { class: line ? "stack limited" : "stack", role: "img", "aria-label": `The peak: ${label}` }, element("div", { class: "whole" }, ...parts), line);
 }
 
 function legend(pairs, whole) {

@@ -22,6 +22,23 @@ function spans(found) {
   return parts;
 }
 
+// Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, and little happens there, so
+// it gets a quarter of the width at most.
+function scaleOf(parts) {
+  const counts = parts.map((part) => Math.max(part.end - part.begin, 0));
+  const others = sum(parts.map((part, number) => (part.name === "optimizer" ? 0 : counts[number])));
+  const widths = parts.map((part, number) => (part.name === "optimizer" && others ? Math.min(counts[number], others / 3) : counts[number]));
+  const whole = sum(widths) || 1;
+  const along = (moment) => {
+    let before = 0;
+    let number = 0;
+    while (number < parts.length - 1 && moment >= parts[number + 1].begin) before += widths[number++];
+    const { begin } = parts[number];
+    return (before + (counts[number] ? (widths[number] * (moment - begin)) / counts[number] : 0)) / whole;
+  };
+  return [along, sum(counts) > sum(widths)];
+}
+
 function showCurve() {
   const found = current().curve ?? (chosen.plan ? null : given.curve);
   byId("time").hidden = !plans.some((plan) => plan.curve?.points?.length);
@@ -38,10 +55,11 @@ function showCurve() {
   const first = found.points[0][0];
   const last = Math.max(found.points.at(-1)[0], first + 1);
   const top = Math.max(scale, ...found.points.map(totalOf)) * 1.05;
-  const x = (moment) => left + ((width - left - MARGIN.right) * (moment - first)) / (last - first);
+  const parts = spans(found);
+  const [along, isSqueezed] = scaleOf(parts);
+  const x = (moment) => left + (width - left - MARGIN.right) * along(moment);
   const y = (count) => HEIGHT - MARGIN.bottom - ((HEIGHT - MARGIN.top - MARGIN.bottom) * count) / top;
   const order = found.categories ?? CATEGORIES;
-  const parts = spans(found);
   curve = { found, x, y, order, at: null, points: found.points, width };
 
   const svg = shape("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "slider", tabindex: 0, "aria-label": "A moment of the step",
@@ -73,7 +91,7 @@ function showCurve() {
       shape("text", { class: "limit-name", x: left + 8, y: y(limit) - 6 }, `limit ${bytes(limit)}`));
   }
   svg.append(...peakMark(found, x, y, width));
-  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : "operators, in the order in which they run"),
+  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : `operators, in the order in which they run${isSqueezed ? "; those of the optimizer stand closer together" : ""}`),
     shape("text", { x: width - MARGIN.right, y: HEIGHT - 9, "text-anchor": "end" }, grouped(last)));
   curve.cross = shape("line", { class: "cross", y1: MARGIN.top - 6, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
   svg.append(curve.cross);

@@ -155,11 +155,12 @@ function drawCell(node) {
   const count = node.equal > 1 ? ` × ${node.equal}` : "";
   const amount = MEASURES[chosen.measure].text(node.value);
   const label = node.itself ? `${topOperator(row) ?? "itself"}` : `${node.label}${count}`;
-  // Half a word says nothing: a text that does not fit into a narrow rectangle is left out.
-  const fitting = (text) => (7 * text.length + 4 <= node.pixels || node.pixels >= 60 ? text : "");
+  // A few letters say nothing: a narrow rectangle shows its name and its amount if they fit, and the hint says the rest.
+  const fitting = (text) => 7 * text.length + 6 <= node.pixels || node.pixels >= 60;
+  const hasLabel = fitting(label) || node.pixels >= 36;
   const more = `${amount} · ${row.class}`;
-  cell.children[0].textContent = fitting(label);
-  cell.children[1].textContent = node.itself || 6.4 * more.length + 14 > node.pixels + 40 ? fitting(amount) : more;
+  cell.children[0].textContent = hasLabel ? label : "";
+  cell.children[1].textContent = !hasLabel || !fitting(amount) ? "" : node.itself || 6.4 * more.length > node.pixels + 26 ? amount : more;
   cell.dataset.module = node.itself ? "" : row.module;
   cell.dataset.times = node.members.length;
   cell.setAttribute("aria-label", `${node.itself ? `${called(node.title)} itself` : called(node.title)}${count}, ${row.class}, ${amount}`);
@@ -250,7 +251,8 @@ function showCrumbs() {
   const groups = view.group ? [view] : groupsIn(view).slice(0, 3);
   const open = path.find((node) => node.fold) ?? find(view, (node) => node.fold);
   for (const node of groups) {
-    const name = node.title.split(/\.(?![^[]*\])/).slice(-2).join(".");
+    const names = node.title.split(/\.(?![^[]*\])/);
+    const name = names.slice(names.slice(-4, -1).some((each) => /^\d+$/.test(each)) ? -4 : -2).join(".");
     parts.push(element("button", { type: "button", class: "unfold", onclick: () => setOpened(node.group, true) }, `Unfold ${name} × ${node.equal}`));
   }
   if (open) parts.push(element("button", { type: "button", class: "unfold", onclick: () => { if (path.includes(open)) chosen.root = open.up.first; setOpened(open.fold, false); } }, "Fold again"));

@@ -179,22 +179,18 @@ def test_widths_can_be_flops_or_time(shown: Browser, full: dict[str, Any]) -> No
 
 def test_the_curve_says_the_module_and_the_bytes(shown: Browser, full: dict[str, Any]) -> None:
     points, categories = full["curve"]["points"], full["curve"]["categories"]
-    first, last = points[0][0], points[-1][0]
-    part = 0.6
-    shown.point_at("#curve svg", part)
-    box = shown.run(
-        "(() => { const { width } = document.querySelector('#curve svg').getBoundingClientRect(); return width; })()"
-    )
-    moment = first + (last - first) * (part * box - 74) / (box - 74 - 14)
-    near = sorted(points, key=lambda point: abs(point[0] - moment))[:2]
-    said = text(shown, "#hint")
-    assert any(
-        (full["modules"][point[2]]["module"] or "Small") in said
-        and full["curve"]["phases"][point[1]] in said
-        and format_bytes(sum(point[3:])) in said
-        and all(name + format_bytes(count) in said for name, count in zip(categories, point[3:], strict=True) if count)
-        for point in near
-    ), said
+    for part in (0.1, 0.4, 0.9):
+        x, _ = shown.point_at("#curve svg", part)
+        moment = int(shown.run("document.querySelector('#curve svg').getAttribute('aria-valuenow')"))
+        point = next(each for each in points if each[0] == moment)
+        said = text(shown, "#hint")
+        assert (full["modules"][point[2]]["module"] or "Small") in said
+        assert full["curve"]["phases"][point[1]] in said
+        assert format_bytes(sum(point[3:])) in said
+        for name, count in zip(categories, point[3:], strict=True):
+            assert (f"{name}{format_bytes(count)}" in said) == bool(count), name
+        cross = shown.run("document.querySelector('#curve .cross').getBoundingClientRect().x")
+        assert cross == pytest.approx(x, abs=40), "the crosshair stands at the point that is nearest"
     assert shown.run("document.querySelector('#curve .cross').getAttribute('visibility')") == "visible"
 
 
