@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.predict.fake import faked, faked_module
+from disthooks.predict.fake import Fakes
 
 #: Names of arguments that mean the batch size, and the length of a sequence.
 _BATCH = ("batch", "batch_size", "bs", "b", "n")
@@ -53,12 +52,12 @@ class Builder:
         return next((name for name in names if name in parameters), None)
 
     def build(
-        self, mode: FakeTensorMode, batch: int | None = None, seq: int | None = None
+        self, fakes: Fakes, batch: int | None = None, seq: int | None = None
     ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         """The model, and the positional and keyword arguments of its forward; all of them are fake.
 
         Args:
-            mode: the fake mode that is on.
+            fakes: the fake run.
             batch: the batch size; None to take it as it comes.
             seq: the length of a sequence; None to take it as it comes.
 
@@ -67,17 +66,17 @@ class Builder:
         """
         inputs: Any = self._inputs or None
         if isinstance(self._source, nn.Module):
-            model = faked_module(mode, self._source)
+            model = fakes.copy(self._source)
         else:
             model, given = self._call(batch, seq)
             inputs = given if inputs is None else inputs
-            model = faked_module(mode, model)
+            model = fakes.copy(model)
         if inputs is None:
             raise UsageError(
                 f"{self.name} gave a module alone: explain runs it, so give example inputs, or return (module, inputs)"
             )
         args, kwargs = _as_arguments(inputs)
-        args, kwargs = faked(mode, args), faked(mode, kwargs)
+        args, kwargs = fakes.like(args), fakes.like(kwargs)
         if batch is not None and self.takes(_BATCH) is None:
             args, kwargs = _resized((args, kwargs), 0, batch, "batch")
         if seq is not None and self.takes(_SEQ) is None:

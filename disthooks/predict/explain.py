@@ -21,7 +21,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagr
 
 
 def explain(
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Callable[..., Any] | Builder,
     *inputs: Any,
     optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
     device: str = "cuda",
@@ -71,7 +71,7 @@ def explain(
         batch=batch,
         seq=seq,
     )
-    return explain_built(Builder(model, inputs), situation)
+    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
 def explain_built(builder: Builder, situation: Situation) -> Explanation:
@@ -108,4 +108,5 @@ def as_optimizer(given: str | Callable[[Any], torch.optim.Optimizer] | None) -> 
     kind: Any = getattr(torch.optim, _OPTIMIZERS.get(given.lower(), given), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UsageError(f"optimizer: torch.optim has no {given!r}; there are {', '.join(_OPTIMIZERS)}")
-    return functools.partial(kind, lr=1e-3)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return functools.partial(make, lr=1e-3)

@@ -18,22 +18,23 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
 from disthooks.predict.fake_kernels import FakeKernels
+from disthooks.predict.values import Values
 
 #: Variables that make libraries read files on this machine and ask no hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
-def fake_run() -> Iterator[FakeKernels]:
+def fake_run() -> Iterator[Fakes]:
     """Inside, every new tensor is fake, and what the code changes of this process's state is put back at the end.
 
     >>> with fake_run():
@@ -42,12 +43,15 @@ def fake_run() -> Iterator[FakeKernels]:
     (torch.bfloat16, True)
     """
     mode = FakeKernels()
+    values = Values(mode)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
         stack.enter_context(mode)
-        yield mode
+        stack.enter_context(values)
+        yield Fakes(mode, values)
 
 
 @contextlib.contextmanager
@@ -64,45 +68,60 @@ def as_if_real() -> Iterator[None]:
         yield
 
 
-def faked(mode: FakeTensorMode, value: Any) -> Any:
-    """``value`` with a fake tensor in place of each tensor; a tensor of the "meta" device becomes one of the CPU.
+class Fakes(NamedTuple):
+    """What a fake run has: the fake mode, and the values of small tensors."""
 
-    Args:
-        mode: the fake mode that is on.
-        value: a tensor, or a structure of tuples, lists and dicts with tensors in it.
-    """
+    mode: FakeKernels
+    values: Values
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
-            return leaf
-        if leaf.device.type != "cpu" and isinstance(leaf, torch.Tensor):
-            leaf = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, requires_grad=leaf.requires_grad)
-            return leaf if isinstance(leaf, FakeTensor) else mode.from_tensor(leaf)
-        return mode.from_tensor(leaf)
+    def tell(self, told: Callable[[str, str], None]) -> None:
+        """From now on call ``told`` with what could not be known, and with what was assumed instead."""
+        self.mode.told = self.values.told = told
 
-    return pytree.tree_map(one, value)
+    def like(self, value: Any) -> Any:
+        """``value`` with a fake tensor of the CPU in place of each real one.
+
+        Args:
+            value: a tensor, or a structure of tuples, lists and dicts with tensors in it.
+        """
+
+        def one(real: torch.Tensor) -> torch.Tensor:
+            if isinstance(real, FakeTensor):
+                return real
+            if real.device.type != "cpu":
+                return torch.empty_strided(
+                    real.size(), real.stride(), dtype=real.dtype, requires_grad=real.requires_grad
+                )
+            fake: torch.Tensor = self.mode.from_tensor(real)
+            self.values.give(fake, real)
+            return fake
+
+        return pytree.tree_map_only(torch.Tensor, one, value)
+
+    def copy(self, model: nn.Module) -> nn.Module:
+        """A copy of ``model`` without its memory.
+
+        Raises:
+            UsageError: if the module cannot be copied.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        if tensors and all(isinstance(each, FakeTensor) for each in tensors):
+            return model
+        try:
+            with FakeCopyMode(self.mode):
+                made: nn.Module = copy.deepcopy(model)
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} cannot be copied without its memory ({type(error).__name__}: {error}): give "
+                "the function that builds it instead"
+            ) from error
+        if any(each.device.type != "cpu" for each in tensors):
+            _apply(made, lambda each: each if each.device.type == "cpu" else torch.empty_like(each, device="cpu"))
+        return made
 
 
-def faked_module(mode: FakeTensorMode, model: nn.Module) -> nn.Module:
-    """A copy of ``model`` without its memory.
-
-    Raises:
-        UsageError: if the module cannot be copied.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(isinstance(each, FakeTensor) for each in tensors):
-        return model if tensors else copy.deepcopy(model)
-    try:
-        with FakeCopyMode(mode):
-            made: nn.Module = copy.deepcopy(model)
-    except Exception as error:
-        raise UsageError(
-            f"{type(model).__name__} cannot be copied without its memory ({type(error).__name__}: {error}): give the "
-            "function that builds it instead"
-        ) from error
-    if any(each.device.type != "cpu" for each in tensors):
-        _apply(made, lambda each: each if each.device.type == "cpu" else torch.empty_like(each, device="cpu"))
-    return made
+def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -6,14 +6,15 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 
 # [Note: what is assumed]
 # The number of elements that are not zero is assumed to be the largest that it can be, so that memory is not
-# underestimated. A truth value is assumed to be True: most of them ask whether a mask masks nothing. An integer is
-# assumed to be 1 and a float 0. A prediction with an assumption in it names it; it is no measurement.
+# underestimated. What `any` asks is assumed to be False, and another truth value True: such questions look for what
+# should not be, or ask whether all is well. An integer is assumed to be 1 and a float 0. A prediction with an
+# assumption in it names it. A loop that waits for another answer would never end, so there is a limit.
 #
 # [Note: kernels that differ]
-# Some of torch's fake kernels give other shapes or dtypes than the operators: the statistics of a normalisation of
-# half-precision input with float32 weights are float32 on every device; the grouped matrix product takes float32; the
-# workspace of oneDNN's LSTM is not empty. Its size is known to oneDNN alone, so this operator runs for real, on zeros,
-# if its tensors are small.
+# Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
+# half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
+# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
+# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from disthooks.errors import UsageError
+
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
 
 #: An operator without a fake kernel runs for real, on zeros, if its inputs have at most so many bytes.
 _SMALL = 64 << 20
+#: A model that reads more values than that reads them in a loop that does not end.
+_MOST_ANSWERS = 10_000
 _NARROW = (torch.bfloat16, torch.float16)
 _LOG = "torch._subclasses.fake_tensor"
 
@@ -58,6 +63,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
         self.told = told
+        self._answers = 0
 
     def __enter__(self) -> Any:
         logging.getLogger(_LOG).addFilter(_is_quiet)  # torch logs an error even if it is handled here
@@ -86,11 +92,16 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
                 raise
             return self._for_real(func, args, kwargs, error)
-        narrow = _STATISTICS.get(func)
-        if narrow is not None and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
+        if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
             with self:
-                wide = [each.to(torch.float32) for each in result[1:]]
-            return (result[0], *wide)
+                return (result[0], *(each.to(torch.float32) for each in result[1:]))
+        if func in _ANY:
+            result.__dict__["_assumed"] = False
+        elif func in _NOT and isinstance(args[0], FakeTensor):
+            result.__dict__["_assumed"] = not args[0].__dict__.get("_assumed", True)
+        elif func is aten.native_layer_norm_backward.default and result[0] is not None:
+            with self:
+                return (result[0].contiguous(), *result[1:])
         return result
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -99,7 +110,12 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         if name == "aten.equal":
             self.told(name, "True")
             return True
-        assumed = True if tensor.dtype is torch.bool else 0.0 if tensor.dtype.is_floating_point else 1
+        assumed: Any = 0.0 if tensor.dtype.is_floating_point else 1
+        if tensor.dtype is torch.bool:
+            assumed = tensor.__dict__.get("_assumed", True)
+        self._answers += 1
+        if self._answers > _MOST_ANSWERS:
+            raise UsageError("the model reads values of tensors in a loop, and its end depends on them")
         self.told("the value of a tensor (.item())", repr(assumed))
         return assumed
 
@@ -168,8 +184,8 @@ def _has_wide_weight(args: tuple[Any, ...]) -> bool:
 
 
 #: Operators whose results after the first are statistics, in float32 if a weight is. See [Note: kernels that differ].
-_STATISTICS: dict[Any, bool] = {
-    getattr(getattr(aten, name), overload): True
+_STATISTICS = {
+    getattr(getattr(aten, name), overload)
     for name, overload in (
         ("native_layer_norm", "default"),
         ("native_group_norm", "default"),
@@ -179,6 +195,8 @@ _STATISTICS: dict[Any, bool] = {
     )
     if hasattr(aten, name)
 }
+_ANY = {aten.any.default, aten.any.dim}
+_NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -90,7 +90,7 @@ class Change(NamedTuple):
     """Memory that came or went.
 
     Attributes:
-        moment: the number of operators that had begun before.
+        moment: the position of the operator that began last.
         allocation: the position of the allocation.
         nbytes: bytes that came; negative for bytes that went.
     """
@@ -148,7 +148,7 @@ class StepRecord:
         allocations: all memory of the step.
         changes: when that memory came and went, in order.
         saved: the tensors that autograd saved in the forward.
-        phases: for each part of the step, the number of operators that had begun when it began.
+        phases: for each part of the step, the position of its first operator.
         unknown: what was assumed.
     """
 

@@ -23,7 +23,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._watched: dict[int, _Watched] = {}  # by the address of the storage
         self._weights: dict[int, SavedKind] = {}  # what the allocation of a weight, or of a copy of one, is to autograd
         self._first_saved: set[int] = set()
-        self._pending: list[tuple[int, int, int, SavedKind, int, tuple[int, ...], str]] = []
+        self._pending: list[_Pending] = []
         self._paused = 0
         self._module_at: dict[int, int] = {}  # by the number of the node
         self._operator_at: dict[int, str] = {}
@@ -145,7 +145,6 @@ class Recorder(_Mode):  # type: ignore[misc]
     ) -> None:
         super().__exit__(kind, error, trace)
         self._exits.close()
-        self._name_saved()
         for watched in self._watched.values():
             watched.allocation = -1  # what goes from now on is not recorded
         self._watched.clear()
@@ -160,7 +159,9 @@ class Recorder(_Mode):  # type: ignore[misc]
             self._paused -= 1
 
     def begin(self, phase: Phase) -> None:
-        """What comes now belongs to ``phase``."""
+        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved."""
+        if phase == "backward":
+            self._name_saved()
         self._phase = phase
         self.record.phases[phase] = len(self.record.operators)
 
@@ -208,6 +209,8 @@ class Recorder(_Mode):  # type: ignore[misc]
             self._watched[address] = watched
             self.record.allocations.append(Allocation(watched.nbytes, "temporary", operator, self._module()))
             self._change(watched.allocation, watched.nbytes)
+        elif watched.nbytes != (nbytes := storage.nbytes()):
+            self._resized(storage, nbytes)  # by an operator, such as `resize_`
         return watched.allocation
 
     def _gone(self, watched: _Watched) -> None:
@@ -225,7 +228,8 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def _change(self, allocation: int, nbytes: int) -> None:
         if nbytes:
-            self.record.changes.append(Change(len(self.record.operators), allocation, nbytes))
+            moment = max(0, len(self.record.operators) - 1)
+            self.record.changes.append(Change(moment, allocation, nbytes))
 
     # -- modules
 
@@ -287,14 +291,14 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     # -- saved tensors
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> _Held:
         is_weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
         with self.paused():
             # A tensor with a history would hold its node, and the node holds what is saved here.
-            alias = tensor if is_weight or not tensor.requires_grad else tensor.detach()
+            held = _Held(tensor if is_weight or not tensor.requires_grad else tensor.detach())
         part = local_part(tensor)
-        if self._paused or not _has_storage(part):
-            return alias
+        if self._paused or self._phase != "forward" or not _has_storage(part):
+            return held
         allocation = self._see(part, "")
         kind: SavedKind = "activation"
         if is_weight:
@@ -304,25 +308,50 @@ class Recorder(_Mode):  # type: ignore[misc]
             kind = self._weights[allocation]
         elif self.record.allocations[allocation].category == "inputs":
             kind = "input"
-        self._mark(allocation, "saved for backward")
-        nbytes = part.numel() * part.element_size()
-        number = sequence_number() - 1
-        dtype = str(part.dtype).removeprefix("torch.")
-        self._pending.append((allocation, nbytes, self._module(), kind, number, tuple(part.shape), dtype))
-        return alias
+        nbytes, dtype = part.numel() * part.element_size(), str(part.dtype).removeprefix("torch.")
+        number, module = sequence_number() - 1, self._module()
+        self._pending.append(
+            _Pending(weakref.ref(held), allocation, nbytes, module, kind, number, tuple(part.shape), dtype)
+        )
+        return held
 
     def _name_saved(self) -> None:
-        """Give the saved tensors the names of their operators, which are known once these have run."""
-        for allocation, nbytes, module, kind, number, shape, dtype in self._pending:
+        """Give the saved tensors that autograd holds the names of their operators, which are known by now."""
+        for held, allocation, nbytes, module, kind, number, shape, dtype in self._pending:
+            if held() is None:
+                continue  # its graph is gone: the model made it and dropped it
             is_first = allocation not in self._first_saved
             self._first_saved.add(allocation)
+            self._mark(allocation, "saved for backward")
             operator = self._operator_at.get(number, "")
             self.record.saved.append(SavedTensor(allocation, nbytes, module, operator, kind, is_first, shape, dtype))
         self._pending.clear()
 
 
-def _unpack(held: torch.Tensor) -> torch.Tensor:
-    return held
+class _Held:
+    """What autograd holds for a saved tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Pending(NamedTuple):
+    """A saved tensor whose operator is not known yet; the fields are those of ``SavedTensor``."""
+
+    held: weakref.ref[_Held]
+    allocation: int
+    nbytes: int
+    module: int
+    kind: SavedKind
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _unpack(held: _Held) -> torch.Tensor:
+    return held.tensor
 
 
 @functools.cache

@@ -13,10 +13,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import DisthooksError, UsageError
+from disthooks.predict.attention import Backend
+from disthooks.predict.autocast import cuda_autocast
 from disthooks.predict.builder import Builder
 from disthooks.predict.fake import as_if_real, fake_run
 from disthooks.predict.record import StepRecord
 from disthooks.predict.recorder import CostOf, Recorder
+from disthooks.predict.redirect import foreach_as_on_cuda, redirect_cuda
+from disthooks.predict.substitutes import as_on_cuda
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Situation:
     """
 
     device: str = "cuda"
-    backend: str | None = None
+    backend: Backend | None = None
     dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -68,15 +72,18 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         UsageError: if the model cannot be built or run in this way.
     """
     with contextlib.ExitStack() as stack:
-        mode = stack.enter_context(fake_run())
+        fakes = stack.enter_context(fake_run())
+        if situation.device == "cuda":
+            stack.enter_context(_as_on_cuda(situation.backend))
         with _told(f"{builder.name} cannot be built"):
-            model, args, kwargs = builder.build(mode, situation.batch, situation.seq)
+            model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
                 model.to(situation.dtype)
                 args, kwargs = pytree.tree_map(_to(situation.dtype), (args, kwargs))
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         optimizer = None if situation.optimizer is None else _optimizer(situation.optimizer, model)
         recorder = Recorder(model, cost)
+        fakes.tell(recorder.assumed)
         recorder.adopt([args, kwargs], "inputs")
         if optimizer is not None:
             recorder.adopt(optimizer.state.values(), "optimizer state")
@@ -96,6 +103,13 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
     return recorder.record
 
 
+@contextlib.contextmanager
+def _as_on_cuda(backend: Backend | None) -> Iterator[None]:
+    """Inside, the operators of fake CPU tensors save, cast and accept what those of an NVIDIA GPU do."""
+    with redirect_cuda(), foreach_as_on_cuda(), as_on_cuda(backend), cuda_autocast():
+        yield
+
+
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -106,7 +120,7 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
 def _autocast(situation: Situation) -> contextlib.AbstractContextManager[Any]:
     if situation.autocast is None:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", situation.autocast)
+    return torch.autocast(situation.device, situation.autocast)
 
 
 def _optimizer(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:

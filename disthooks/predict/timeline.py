@@ -13,7 +13,7 @@ class Sample(NamedTuple):
     """The memory in use at one moment.
 
     Attributes:
-        moment: the number of operators that had begun.
+        moment: the position of the operator that began last.
         phase: the part of the step.
         module: the name of the module that ran.
         nbytes: bytes for each of :data:`~disthooks.predict.record.CATEGORIES`, in that order.
