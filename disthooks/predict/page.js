@@ -78,7 +78,7 @@ const CATEGORIES = given.curve?.categories ?? ["parameters", "buffers", "gradien
   "gathered parameters", "communication", "saved for backward", "temporary"];
 const DARK_TEXT = new Set(["optimizer state", "communication", "saved for backward", "temporary"]);
 const fits = given.fits ?? {};
-const limit = [fits.limit, fits.nbytes, fits.bytes].find((each) => typeof each === "number") ?? null;
+const limit = typeof fits.limit === "number" ? fits.limit : null;
 const plans = [
   { name: given.plan?.name ?? (given.plan ? "The plan that was given" : "No plan"), yaml: given.plan?.yaml,
     saved: given.saved, peak: given.peak, curve: given.curve, seconds: given.seconds, weight_copies: given.weight_copies,
@@ -120,7 +120,7 @@ function showHead() {
 
 function chips() {
   const known = Object.entries(given.situation ?? {}).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  const text = (value) => (typeof value === "number" ? value.toLocaleString("en") : typeof value === "object" ? anything("", value) : String(value));
+  const text = (value) => (typeof value === "number" ? value.toLocaleString("en") : typeof value === "object" ? value.name ?? anything("", value) : String(value));
   return element("ul", { class: "chips", "aria-label": "How the step runs" },
     ...known.map(([key, value]) => element("li", {}, `${words(key)} `, element("b", {}, text(value)))));
 }
@@ -141,8 +141,13 @@ function sentence(plan) {
 const owned = (category) => ({ "saved for backward": "what autograd saved for backward", temporary: "temporary memory" })[category] ?? category;
 
 function fit(plan) {
-  if (!chosen.plan && typeof fits.fits === "boolean") return fits.fits;
-  return (plan.peak?.range?.[1] ?? plan.peak?.nbytes ?? 0) <= limit;
+  if (!chosen.plan && typeof fits.does_fit === "boolean") return fits.does_fit;
+  return needed(plan) <= limit;
+}
+
+// What must fit: what was compared with the limit, or the upper end of the range.
+function needed(plan) {
+  return (chosen.plan ? null : fits.nbytes) ?? plan.peak?.range?.[1] ?? plan.peak?.nbytes ?? 0;
 }
 
 function tiles(plan) {
@@ -158,14 +163,10 @@ function tiles(plan) {
     found.push(tile("Where that is", peak.phase ?? "unknown", `in ${called(peak.module)}`, peak.operator ? `while ${peak.operator} runs` : null));
   }
   if (limit !== null && peak) {
-    const room = limit - peak.nbytes;
+    const room = limit - needed(plan);
     found.push(tile(`In ${bytes(limit)}?`, fit(plan) ? "It fits" : "Too large", room >= 0 ? `${bytes(room)} are free` : `${bytes(-room)} are missing`, null, fit(plan) ? "good" : "bad"));
   }
-  for (const [key, value] of Object.entries(fits)) {
-    if (["limit", "nbytes", "bytes", "fits"].includes(key) || value === null) continue;
-    if (typeof value === "number" && found.length < 8) found.push(tile(sentenceCase(words(key)), anything(key, value), bytes(limit) === "unknown" ? null : `that fits in ${bytes(limit)}`));
-    else found.push(tile(sentenceCase(words(key)), anything(key, value), null, null, "words"));
-  }
+  if (!chosen.plan) found.push(...fitTiles());
   if (plan.seconds) {
     const whole = sum(Object.values(plan.seconds));
     found.push(tile("Time of a step, roughly", seconds(whole), Object.entries(plan.seconds).map(([key, value]) => `${key} ${seconds(value)}`).join(", ")));
@@ -175,6 +176,19 @@ function tiles(plan) {
     found.push(tile("Model and optimizer", bytes(sum(state.map(([, value]) => value))), state.map(([key, value]) => `${key} ${bytes(value)}`).join(", ")));
   }
   return found;
+}
+
+// The largest batch, the longest sequence, the cheapest change, and what else fits{} may come to have.
+function fitTiles() {
+  const titles = { batch: "Largest batch that fits", seq: "Longest sequence that fits", change: "Cheapest change" };
+  return Object.entries(fits).filter(([key, value]) => !["limit", "nbytes", "does_fit"].includes(key) && value !== null).map(([key, value]) => {
+    const title = titles[key] ?? sentenceCase(words(key));
+    if (typeof value !== "object") return tile(title, anything(key, value), null, null, typeof value === "number" ? null : "words");
+    if (value.title) return tile(title, value.title, value.saves ? `saves ${bytes(value.saves)}` : null, null, "words");
+    if (typeof value.size !== "number") return null;
+    const next = value.next_size && value.next_nbytes ? `${grouped(value.next_size)} would need ${bytes(value.next_nbytes)}` : value.text;
+    return tile(title, value.size ? grouped(value.size) : "none", value.size ? `needs ${bytes(value.nbytes)}` : null, next);
+  }).filter(Boolean);
 }
 
 function tileGrid(children) {
@@ -297,7 +311,8 @@ function showOperators() {
 }
 
 function showTexts() {
-  fill("advice", ".cards", (given.advice ?? []).map((each) => element("article", { class: "card" },
+  const change = fits.change && !(given.advice ?? []).some((each) => each.title === fits.change.title) ? [fits.change] : [];
+  fill("advice", ".cards", [...change, ...(given.advice ?? [])].map((each) => element("article", { class: "card" },
     each.saves ? element("span", { class: "saves" }, `saves ${bytes(each.saves)}`) : null,
     element("h3", {}, each.title ?? ""), element("p", {}, each.text ?? ""), each.yaml ? yamlBlock(each.yaml) : null)));
   fill("answers", ".answers", (given.answers ?? []).map((each) => element("div", {}, element("dt", {}, each.question ?? ""), element("dd", {}, each.answer ?? ""))));

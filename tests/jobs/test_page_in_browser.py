@@ -82,6 +82,21 @@ def test_the_head_says_the_figures(shown: Browser, full: dict[str, Any]) -> None
     assert f"It does not fit in {format_bytes(full['fits']['limit'])}" in head
 
 
+def test_the_head_says_how_far_it_goes(shown: Browser, full: dict[str, Any]) -> None:
+    fits, head = full["fits"], text(shown, "#head")
+    missing = format_bytes(fits["nbytes"] - fits["limit"])
+    for said in (
+        "Too large",
+        f"{missing} are missing",
+        "Largest batch that fits3",
+        "4 would need",
+        "Cheapest changeHalve it",
+    ):
+        assert said in head
+    assert "Longest sequence" not in head, "its size cannot be set"
+    assert "Half is enough." in text(shown, "#advice")
+
+
 def test_the_icicle_has_a_rectangle_for_each_module(shown: Browser, full: dict[str, Any]) -> None:
     folded = drawn(shown)
     assert sum(folded.values()) == len(visible(shown, full)), "a rectangle stands for its equals"

@@ -62,7 +62,14 @@ def full_document() -> dict[str, Any]:
             {"title": "Send the blocks away", "text": "They save most.", "saves": 2**20, "yaml": "saved: [1]\n"}
         ],
         "answers": [{"question": f"Question {number}?", "answer": "An answer."} for number in range(14)],
-        "fits": {"limit": peak - peak // 10, "fits": False, "largest_batch": 3, "cheapest": "half"},
+        "fits": {
+            "limit": peak - peak // 10,
+            "nbytes": peak + peak // 20,
+            "does_fit": False,
+            "batch": {"size": 3, "nbytes": peak // 2, "next_size": 4, "next_nbytes": peak, "text": "3 fit."},
+            "seq": {"size": None, "nbytes": 0, "next_size": None, "next_nbytes": None, "text": "It cannot be set."},
+            "change": {"title": "Halve it", "text": "Half is enough.", "saves": 2**21, "yaml": "saved: [2]\n"},
+        },
         "unknown": [{"what": "apex::norm", "module": "blocks.0", "assumed": "it saves its input"}],
         "not_counted": ["The CUDA context"],
         "warnings": ["The loss is the output."],
