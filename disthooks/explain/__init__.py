@@ -1,1 +1,1 @@
-"""Predicts, on fake tensors and before anything runs, what a model saves in a training step, and where."""
+"""What a training step will need, found on fake tensors before anything runs for real."""
