@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
+from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.run import Situation
 from disthooks.predict.timeline import Sample, Share, Timeline
@@ -190,6 +191,10 @@ class Explanation:
             "unknown": [each._asdict() for each in self.unknown],
             "warnings": list(self.warnings),
         }
+
+    def to_html(self) -> str:
+        """The explanation as one HTML page that needs no network, with its figures and pictures."""
+        return page(self.to_dict())
 
     def __str__(self) -> str:
         at = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
