@@ -10,6 +10,8 @@ from typing import Any
 
 from disthooks._tensors import format_bytes
 from disthooks.predict.allocator import AllocatorReport, events_of, round_up, simulate
+
+from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
 from disthooks.predict.run import Situation, Step
@@ -341,6 +343,10 @@ class Explanation:
                 keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
                 modules.append({"module": name, "to": to} | {key: getattr(site, key) for key in keys})
         return {"modules": modules, "warnings": list(self.warnings), **self.planned.to_dict(position.__getitem__)}
+
+    def to_html(self) -> str:
+        """The explanation as one HTML page that needs no network, with its figures and pictures."""
+        return page(self.to_dict())
 
     def __str__(self) -> str:
         where = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
