@@ -10,7 +10,6 @@ from typing import Any
 
 from disthooks._tensors import format_bytes
 from disthooks.predict.allocator import AllocatorReport, events_of, round_up, simulate
-
 from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
