@@ -150,6 +150,7 @@ class StepRecord:
         saved: the tensors that autograd saved in the forward.
         phases: for each part of the step, the position of its first operator.
         unknown: what was assumed.
+        stored: bytes that the hooks of a plan gave to stores.
     """
 
     modules: list[ModuleInfo] = field(default_factory=list)
@@ -159,6 +160,7 @@ class StepRecord:
     saved: list[SavedTensor] = field(default_factory=list)
     phases: dict[Phase, int] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
+    stored: int = 0
 
     def saved_by(self, position: int) -> int:
         """Bytes over which the tensors lie that were saved in this module's own forward, each memory once."""

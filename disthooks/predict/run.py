@@ -6,17 +6,20 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from disthooks.config.plan import Plan
 from disthooks.errors import DisthooksError, UsageError
 from disthooks.predict.attention import Backend
 from disthooks.predict.autocast import cuda_autocast
 from disthooks.predict.builder import Builder
 from disthooks.predict.fake import as_if_real, fake_run
+from disthooks.predict.planned import planned
 from disthooks.predict.record import StepRecord
 from disthooks.predict.recorder import CostOf, Recorder
 from disthooks.predict.redirect import foreach_as_on_cuda, redirect_cuda
@@ -37,6 +40,8 @@ class Situation:
             gradient is a tensor of its size.
         batch: the batch size; None as it comes.
         seq: the length of a sequence; None as it comes.
+        plan: what the hooks of disthooks do in the step: a :class:`~disthooks.Plan`; None for no hooks.
+        change: changes the model after it is built; None to leave it.
     """
 
     device: str = "cuda"
@@ -47,6 +52,8 @@ class Situation:
     loss: Callable[[Any], torch.Tensor] | None = None
     batch: int | None = None
     seq: int | None = None
+    plan: Plan | None = None
+    change: Callable[[nn.Module], None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Texts and numbers; None for what is left to the model."""
@@ -60,6 +67,7 @@ class Situation:
             "optimizer": name,
             "batch": self.batch,
             "seq": self.seq,
+            "plan": None if self.plan is None else self.plan.described(),
         }
 
 
@@ -80,6 +88,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if situation.dtype is not None:
                 model.to(situation.dtype)
                 args, kwargs = pytree.tree_map(_to(situation.dtype), (args, kwargs))
+            if situation.change is not None:
+                situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         optimizer = None if situation.optimizer is None else _optimizer(situation.optimizer, model)
         recorder = Recorder(model, cost)
@@ -87,6 +97,10 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         recorder.adopt([args, kwargs], "inputs")
         if optimizer is not None:
             recorder.adopt(optimizer.state.values(), "optimizer state")
+        hooks = None
+        if situation.plan is not None:
+            clock = partial(len, recorder.record.operators)
+            hooks = stack.enter_context(planned(model, situation.plan, device=situation.device, clock=clock))
         with recorder, _told(f"one step of {type(model).__name__}"):
             recorder.begin("forward")
             with recorder.saving(), _autocast(situation):
@@ -100,6 +114,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
                 recorder.begin("optimizer")
                 optimizer.step()
                 recorder.adopt(optimizer.state.values(), "optimizer state")
+        if hooks is not None:
+            recorder.record.stored = hooks.report().stored
     return recorder.record
 
 
