@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.allocator import AllocatorReport, events_of, round_up, simulate
+from disthooks.predict.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
 from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
@@ -19,9 +19,9 @@ from disthooks.saved.report import SavedReport
 
 # [Note: a range]
 # What is counted is every tensor that Python or autograd holds, as torch's allocator rounds it. `peak_range` says how
-# far the truth may be away. Its lower end is the bytes of the tensors. Its upper end is what the allocator takes from
-# the driver, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What is in neither is in
-# `not_counted`.
+# far the truth may be away. Its lower end is the bytes of the tensors. Its upper end is the least memory in which the
+# allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What is
+# in neither is in `not_counted`.
 
 #: What no figure of a prediction contains.
 NOT_COUNTED = (
@@ -110,12 +110,12 @@ class Memory:
         hardware = self._situation.hardware
         return 0 if hardware is None else 2 * hardware.workspace_bytes
 
-    @property
+    @functools.cached_property
     def peak_range(self) -> tuple[int, int]:
         """The least and the most bytes that the peak may be. See [Note: a range]."""
         if self.allocator is None:
             return self.timeline.peak, self.timeline.peak
-        return self.allocator.requested_peak, self.allocator.reserved_peak + self.workspace
+        return self.allocator.requested_peak, least_limit(events_of(self._record), self.allocator) + self.workspace
 
     @property
     def held_bytes(self) -> int:
@@ -267,6 +267,11 @@ class Explanation:
         return sum(
             record.allocations[each.allocation].nbytes for each in record.counted() if each.kind == "weight copy"
         )
+
+    @property
+    def timeline(self) -> Timeline:
+        """The memory of the device over time; with the plan if there is one."""
+        return (self.planned or self.memory).timeline
 
     @property
     def peak_bytes(self) -> int:

@@ -524,7 +524,7 @@ def planned(
     (1048576, 1048576)
     """
     found = Planned(clock)
-    is_accelerator = torch.device(device).type != "cpu"
+    is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
     stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks._tensors import local_part
@@ -54,6 +55,7 @@ class Situation:
         engine: what takes the model, and on how many ranks.
         rank: whose memory is asked for.
         plan: what is attached to the model before the engine takes it; None for nothing.
+        change: changes the model after it is built; None to leave it.
         loss: makes the loss from the model's output; None for the output's ``loss``, or else the output itself, whose
             gradient is a tensor of its size.
         batch: the batch size of this rank; None as it comes.
@@ -69,6 +71,7 @@ class Situation:
     engine: EngineSpec = field(default_factory=EngineSpec)
     rank: Rank = "largest"
     plan: Entries | None = None
+    change: Callable[[nn.Module], None] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     batch: int | None = None
     seq: int | None = None
@@ -134,6 +137,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if situation.dtype is not None:
                 model.to(situation.dtype)
                 args, kwargs = pytree.tree_map(_to(situation.dtype), (args, kwargs))
+            if situation.change is not None:
+                situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         found: Planned | None = None
         moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
