@@ -168,6 +168,10 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
         return Prepared(engine, spec, ("",), engine.optimizer)
     wrapped, units = _APPLY[spec.kind](model, spec)
     made = None if optimizer is None else optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    for group in () if made is None else made.param_groups:
+        # torch's operators on lists of tensors refuse a mixture, as tensor parallelism of some layers makes it.
+        if group.get("foreach") is None and len({type(_local(p)) is type(p) for p in group["params"]}) > 1:
+            group["foreach"] = False
     return Prepared(wrapped, spec, units, made)
 
 

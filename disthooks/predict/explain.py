@@ -81,8 +81,45 @@ def explain(
     >>> said.saved_bytes, said.by_module["1"], said.by_operator
     (40960, 32768, {'aten.relu': 32768, 'aten.addmm': 8192})
     """
+    situation = situation_of(
+        plan=plan,
+        optimizer=optimizer,
+        engine=engine,
+        world=world,
+        rank=rank,
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+        backend=backend,
+        loss=loss,
+        batch=batch,
+        seq=seq,
+    )
+    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
+
+
+def situation_of(
+    *,
+    plan: Entries | str | os.PathLike[str] | Stage | Pipeline | None = None,
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
+    engine: str | EngineSpec | None = None,
+    world: int = 1,
+    rank: Rank = "largest",
+    device: str = "cuda",
+    dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
+    backend: str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+) -> Situation:
+    """The situation that the arguments of :func:`explain` describe.
+
+    Raises:
+        UsageError: if one of them means nothing.
+    """
     kind, hardware = as_device(device)
-    situation = Situation(
+    return Situation(
         device=kind,
         hardware=hardware,
         backend=as_backend(backend),
@@ -96,7 +133,6 @@ def explain(
         batch=batch,
         seq=seq,
     )
-    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
 def explain_built(builder: Builder, situation: Situation) -> Explanation:

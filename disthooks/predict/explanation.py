@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
 from disthooks.predict.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
+from disthooks.predict.measured import Measured, beside
 from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
 from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
@@ -20,8 +22,8 @@ from disthooks.saved.report import SavedReport
 # [Note: a range]
 # What is counted is every tensor that Python or autograd holds, as torch's allocator rounds it. `peak_range` says how
 # far the truth may be away. Its lower end is the bytes of the tensors. Its upper end is the least memory in which the
-# allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What is
-# in neither is in `not_counted`.
+# allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What
+# is in neither is in `not_counted`.
 
 #: What no figure of a prediction contains.
 NOT_COUNTED = (
@@ -305,6 +307,12 @@ class Explanation:
         found = None if self.with_plan is None else self.with_plan.planned
         return () if found is None else (*found.warnings, *found.unknown)
 
+    def beside(
+        self, run: SavedReport | str | os.PathLike[str] | None = None, peak: int | None = None
+    ) -> tuple[Measured, ...]:
+        """The figures of a real run beside the predicted ones; see :func:`disthooks.predict.measured.beside`."""
+        return beside(self, run, peak)
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as a document that JSON can hold; docs/cli.md has its keys."""
         position = {row.name: number for number, row in enumerate(self.modules)}
@@ -343,8 +351,8 @@ class Explanation:
         modules = []
         for report in self.reports:
             to = ", ".join(tier.name for tier in report.tiers)
+            keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
             for name, site in report.sites.items():
-                keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
                 modules.append({"module": name, "to": to} | {key: getattr(site, key) for key in keys})
         return {"modules": modules, "warnings": list(self.warnings), **self.planned.to_dict(position.__getitem__)}
 

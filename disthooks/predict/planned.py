@@ -63,7 +63,7 @@ from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
-from disthooks.saved.report import SavedReport, WarnedOnce
+from disthooks.saved.report import Counters, SavedReport, WarnedOnce
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 from disthooks.saved.wrap import SaveWith
 
@@ -461,6 +461,16 @@ class Planned:
         self.warnings: list[str] = []
         self.inside: dict[str, OpenPipeline] = {}
         self._savings: list[Saving] = []
+
+    def begin_step(self) -> None:
+        """Count from here on. The steps before were there for what a plan learns from them."""
+        pipelines = {
+            id(each): each for each in [*(saving._pipeline for saving in self._savings), *self.inside.values()]
+        }
+        for pipeline in pipelines.values():
+            warned = pipeline.counters.warned
+            pipeline.counters = Counters()
+            pipeline.counters.warned = warned
 
     def reports(self) -> list[SavedReport]:
         """The report of each entry, in their order."""

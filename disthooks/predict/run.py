@@ -150,6 +150,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         run = _Run(prepared, args, kwargs, situation)
         with _told(f"one step of {type(model).__name__}"):
             run.warm_up(is_whole=found is not None or spec.kind not in _TAKES_GRADIENTS)
+            if found is not None:
+                found.begin_step()
             recorder = Recorder(model, cost)
             fakes.tell(recorder.assumed)
             if world is not None:
