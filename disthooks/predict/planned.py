@@ -523,8 +523,9 @@ def planned(
     >>> found.report().stored, found.placed.peak["disk"]
     (1048576, 1048576)
     """
+    # See [Note: fake tensors stand for a device].
     found = Planned(clock)
-    is_accelerator = torch.device(device).type != "cpu"
+    is_accelerator = device.partition(":")[0] != "cpu"  # as text: `torch.device` may give another one in a prediction
     stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:
