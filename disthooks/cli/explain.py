@@ -167,8 +167,9 @@ def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[st
 
 def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str]:
     """The memory over the step as lines of text, with the parts of the step below."""
-    samples = said.timeline.samples
-    moments = max(1, len(said.record.operators))
+    samples = (said.planned or said.memory).timeline.samples
+    record = said.record if said.with_plan is None else said.with_plan.record
+    moments = max(1, len(record.operators))
     columns = [0] * width
     for each in samples:
         place = min(width - 1, each.moment * width // moments)
@@ -182,7 +183,7 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
         scale = size(top * row / height) if row in (height, height // 2) else ""
         lines.append(f"{scale:>10} │{text}")
     names = [""] * width
-    for phase, begin in said.record.phases.items():
+    for phase, begin in record.phases.items():
         place = min(width - len(phase) - 1, begin * width // moments)
         for offset, letter in enumerate(f"│{phase}"):
             names[place + offset] = letter

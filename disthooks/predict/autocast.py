@@ -254,6 +254,7 @@ def cpu_policy(name: str) -> Callable[..., Any]:
     return _promote if name in _CPU_PROMOTE else _float32
 
 
+@functools.cache  # our own kernels would be among those that it asks for
 def differing() -> frozenset[str]:
     """The operators, without ``aten::``, with which the two devices' autocasts do different things.
 

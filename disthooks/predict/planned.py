@@ -525,7 +525,7 @@ def planned(
     """
     # See [Note: fake tensors stand for a device].
     found = Planned(clock)
-    is_accelerator = device.partition(":")[0] != "cpu"  # as text: `torch.device` may give another one in a prediction
+    is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
     stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:

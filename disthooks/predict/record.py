@@ -15,6 +15,7 @@ Phase = Literal["before", "forward", "backward", "optimizer"]
 CATEGORIES = (
     "parameters",
     "buffers",
+    "master weights",
     "gradients",
     "optimizer state",
     "inputs",
@@ -23,6 +24,9 @@ CATEGORIES = (
     "saved for backward",
     "temporary",
 )
+
+#: The categories of what is there before a step and after it.
+STAYING = frozenset(("parameters", "buffers", "master weights", "gradients", "optimizer state", "inputs"))
 
 #: What a saved tensor is. Only an "activation", an "input" and a "weight copy" are memory that would not be there
 #: without autograd, or that a plan can move; a "weight copy" is what autocast made of a weight.

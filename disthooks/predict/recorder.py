@@ -23,7 +23,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -169,12 +169,16 @@ class Recorder(_Mode):  # type: ignore[misc]
         """Record the tensors that autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
+    def moment(self) -> int:
+        """The position of the operator that began last."""
+        return max(0, len(self.record.operators) - 1)
+
     # -- memory
 
-    def adopt(self, tensors: Iterable[Any], category: str) -> None:
-        """Say what the memory of ``tensors`` is for. Memory that the recorder has not seen is there from now on."""
+    def adopt(self, tensors: Iterable[Any], category: str, device: Literal["device", "host"] = "device") -> None:
+        """Say what the memory of ``tensors`` is for, and where it is. Unseen memory is there from now on."""
         for tensor in tensors_in(list(tensors)):
-            self._adopt(tensor, category)
+            self._adopt(tensor, category, device)
 
     def assumed(self, what: str, assumed: str) -> None:
         """Note that something could not be known."""
@@ -183,12 +187,13 @@ class Recorder(_Mode):  # type: ignore[misc]
         if found not in self.record.unknown:
             self.record.unknown.append(found)
 
-    def _adopt(self, tensor: torch.Tensor, category: str) -> None:
+    def _adopt(self, tensor: torch.Tensor, category: str, device: Literal["device", "host"] = "device") -> None:
         part = local_part(tensor)
         if not _has_storage(part):
             return
         allocation = self._see(part, "")
         self._mark(allocation, category)
+        self.record.allocations[allocation].device = device
         if category in ("parameters", "buffers"):
             self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
 
@@ -228,8 +233,7 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def _change(self, allocation: int, nbytes: int) -> None:
         if nbytes:
-            moment = max(0, len(self.record.operators) - 1)
-            self.record.changes.append(Change(moment, allocation, nbytes))
+            self.record.changes.append(Change(self.moment(), allocation, nbytes))
 
     # -- modules
 

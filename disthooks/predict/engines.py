@@ -1,0 +1,436 @@
+"""What an engine makes of a model on one rank: parameters, gradients, optimizer state and communication buffers.
+
+:func:`apply_engine` gives a model to plain PyTorch, DDP, FSDP1, FSDP2, HSDP, tensor parallelism, FSDP2 over tensor
+parallelism, or DeepSpeed's ZeRO-0 to ZeRO-3, as a training script would. Inside :func:`~disthooks.predict.worlds.
+fake_world` and a FakeTensorMode nothing is allocated and no other rank is needed; in a real process group the same call
+trains. All the code that runs is that of torch and DeepSpeed, except DDP's C++ reducer, which has a stand-in
+(:mod:`disthooks.predict.reducer`), and the values that DeepSpeed reads from tensors (:mod:`disthooks.predict.zero`).
+
+Counted by :func:`state_bytes`, each storage once and whole, with its padding, on this rank alone: parameters; the fp32
+master weights of DeepSpeed; gradients; the optimizer's state; buckets and other tensors that the engine holds between
+steps; the buffers of the modules.
+
+Not counted: what the communication library and the device's context take; the copies with which an engine sends the
+first rank's parameters when it is made; fragmentation. Everything here is on the CPU, so a copy from the host to the
+device is not seen where an engine offloads: the bytes of offloaded parameters and of offloaded state are those of the
+host, and `host` names them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from disthooks.errors import UsageError
+from disthooks.predict import zero
+
+KINDS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp", "zero0", "zero1", "zero2", "zero3")
+#: A class of blocks with less than this part of all parameters becomes no unit of its own.
+SMALLEST_UNITS = 0.05
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSpec:
+    """An engine and how it is asked to train.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        world: the number of ranks.
+        mesh: the sizes of the two dimensions of "hsdp" (replicas, shards) and "fsdp2+tp" (shards, tensor); their
+            product is ``world``. Empty: 8 ranks, as on one machine, are the second dimension.
+        wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds
+            them.
+        tp_plan: patterns of module names to styles of ``torch.distributed.tensor.parallel`` or to the names that
+            transformers has for them; None: the model's own ``_tp_plan``.
+        dtype: the dtype in which forward and backward compute, by the engine's own means (``MixedPrecisionPolicy``,
+            ``MixedPrecision``, DeepSpeed's "bf16" or "fp16"); gradients are reduced in fp32 by FSDP. None: as it is.
+        options: what the engine is called with besides: keyword arguments of ``DistributedDataParallel``,
+            ``FullyShardedDataParallel`` or ``fully_shard``; the configuration of DeepSpeed.
+
+    Raises:
+        UsageError: for an unknown kind, or a mesh that does not fit.
+
+    >>> EngineSpec("hsdp", world=64).mesh_shape
+    (8, 8)
+    """
+
+    kind: str = "plain"
+    world: int = 1
+    mesh: tuple[int, ...] = ()
+    wrap: tuple[str, ...] | str = ()
+    tp_plan: Mapping[str, Any] | None = None
+    dtype: torch.dtype | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"there is no engine {self.kind!r}; there are {', '.join(KINDS)}")
+        if self.dtype is not None and self.kind in ("plain", "ddp", "tp"):
+            raise UsageError(f"{self.kind} has no dtype of its own; convert the model, or use torch.autocast")
+        _ = self.mesh_shape
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh of ranks, outermost first."""
+        if self.kind not in ("hsdp", "fsdp2+tp"):
+            if self.mesh not in ((), (self.world,)):
+                raise UsageError(f"{self.kind} has a mesh of one dimension, ({self.world},), not {self.mesh}")
+            return (self.world,)
+        shape = self.mesh or (self.world // 8, 8)
+        if len(shape) != 2 or shape[0] * shape[1] != self.world:
+            raise UsageError(f"{self.kind} needs a mesh of two sizes whose product is {self.world}, not {shape}")
+        return shape
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed trains."""
+        return self.kind.startswith("zero")
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A model that an engine has taken, on one rank. :func:`apply_engine` makes it.
+
+    Attributes:
+        model: what a training loop calls; for DeepSpeed its engine.
+        spec: the engine.
+        units: the names of the modules that were wrapped on their own, in model order; "" is the root.
+        optimizer: the optimizer over this rank's parameters; for DeepSpeed what it made of that.
+    """
+
+    model: Any
+    spec: EngineSpec
+    units: tuple[str, ...]
+    optimizer: Any = None
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward, in the engine's own way."""
+        if self.spec.is_deepspeed:
+            zero.backward(self.model, loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """The optimizer's step; then gradients are None, as after ``zero_grad()``.
+
+        Raises:
+            UsageError: when there is no optimizer.
+        """
+        if self.spec.is_deepspeed:
+            zero.step(self.model)
+            return
+        if self.optimizer is None:
+            raise UsageError("there is no optimizer: give apply_engine a function that makes one")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def buckets(self) -> list[torch.Tensor]:
+        """The flat buckets of DDP in a fake run, in the order in which backward fills them; otherwise none."""
+        return list(getattr(getattr(self.model, "reducer", None), "buckets", ()))
+
+
+def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
+    """Give ``model`` to the engine.
+
+    Call it inside :func:`~disthooks.predict.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
+    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
+    needs none.
+
+    Args:
+        model: parameters on the CPU. As with the engines themselves, its modules are changed in place.
+        optimizer: makes the optimizer from the parameters that this rank trains. DeepSpeed has one in its configuration
+            if this is None.
+
+    Raises:
+        UsageError: when the process group is not that of ``spec``, no module has the class that ``wrap`` names, a plan
+            of tensor parallelism is missing or not understood, or DeepSpeed is not installed.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> prepared = apply_engine(model, EngineSpec("plain"), torch.optim.AdamW)
+    >>> prepared.backward(prepared.model(torch.ones(2, 4)).sum())
+    >>> state_bytes(prepared)["gradients"]
+    160
+    """
+    if spec.kind != "plain" and (not dist.is_initialized() or dist.get_world_size() != spec.world):
+        found = dist.get_world_size() if dist.is_initialized() else 0
+        raise UsageError(f"{spec.kind} of {spec.world} ranks needs a process group of as many; there is one of {found}")
+    if spec.is_deepspeed:
+        engine = zero.initialize(model, int(spec.kind[-1]), spec.dtype, spec.options, optimizer)
+        return Prepared(engine, spec, ("",), engine.optimizer)
+    wrapped, units = _APPLY[spec.kind](model, spec)
+    made = None if optimizer is None else optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    return Prepared(wrapped, spec, units, made)
+
+
+def _plain(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    return model, ("",)
+
+
+def _ddp(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    return nn.parallel.DistributedDataParallel(model, **spec.options), ("",)
+
+
+def _fsdp1(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    options: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device("cpu")}
+    classes = {type(module) for module in blocks(model, spec.wrap).values()}
+    if classes:
+        options["auto_wrap_policy"] = ModuleWrapPolicy(classes)
+    if spec.dtype is not None:
+        options["mixed_precision"] = MixedPrecision(param_dtype=spec.dtype, reduce_dtype=torch.float32)
+    wrapped = FullyShardedDataParallel(model, **options | dict(spec.options))
+    names = [n for n, module in wrapped.named_modules() if isinstance(module, FullyShardedDataParallel)]
+    return wrapped, tuple(name.replace("_fsdp_wrapped_module.", "").rstrip(".") for name in names)
+
+
+def _fsdp2(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    names = {"hsdp": ("replicate", "shard")}.get(spec.kind, ("shard",))
+    return _fully_shard(model, spec, _mesh(spec, names))
+
+
+def _fully_shard(model: nn.Module, spec: EngineSpec, mesh: Any) -> tuple[nn.Module, tuple[str, ...]]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": mesh}
+    if spec.dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=spec.dtype, reduce_dtype=torch.float32)
+    options |= spec.options
+    found = blocks(model, spec.wrap)
+    for block in found.values():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model, ("", *found)
+
+
+def _tp(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    _parallelize(model, spec, _mesh(spec, ("tensor",)))
+    return model, ("",)
+
+
+def _fsdp2_tp(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    mesh = _mesh(spec, ("shard", "tensor"))
+    _parallelize(model, spec, mesh["tensor"])
+    return _fully_shard(model, spec, mesh["shard"])
+
+
+def _mesh(spec: EngineSpec, names: tuple[str, ...]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", spec.mesh_shape, mesh_dim_names=names)
+
+
+_APPLY: dict[str, Callable[[nn.Module, EngineSpec], tuple[nn.Module, tuple[str, ...]]]] = {
+    "plain": _plain,
+    "ddp": _ddp,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+    "hsdp": _fsdp2,
+    "tp": _tp,
+    "fsdp2+tp": _fsdp2_tp,
+}
+
+
+# ---------------------------------------------------------------------------------------------- the blocks of a model
+
+
+def block_classes(model: nn.Module) -> tuple[str, ...]:
+    """The names of the classes of repeated blocks: transformers' ``_no_split_modules``, if the model has such modules.
+
+    Otherwise the classes that occur several times in a ``ModuleList`` or ``Sequential``, outside of other such blocks,
+    and hold at least 5% of all parameters.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2)
+    >>> block_classes(nn.TransformerEncoder(layer, 3))
+    ('TransformerEncoderLayer',)
+    """
+    named = {type(module).__name__ for module in model.modules()}
+    own = [name for name in getattr(model, "_no_split_modules", None) or () if name in named]
+    return tuple(own) or _repeated(model)
+
+
+def _repeated(model: nn.Module) -> tuple[str, ...]:
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    sizes: dict[str, list[int]] = collections.defaultdict(list)
+    inner: set[int] = set()
+    for group in lists:
+        if id(group) in inner:
+            continue
+        for child in group.children():
+            if isinstance(child, (nn.ModuleList, nn.Sequential)):
+                continue
+            inner.update(id(module) for module in child.modules())
+            sizes[type(child).__name__].append(sum(parameter.numel() for parameter in child.parameters()))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return tuple(n for n, each in sizes.items() if len(each) > 1 and sum(each) >= max(1, SMALLEST_UNITS * total))
+
+
+def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.Module]:
+    """The modules, by name and in model order, that become units of FSDP: those of ``classes``, the outermost only.
+
+    Raises:
+        UsageError: when no module has one of the classes that were asked for.
+
+    >>> list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
+    ['0', '2']
+    """
+    classes = (classes,) if isinstance(classes, str) else tuple(classes)
+    wanted = classes or block_classes(model)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and type(module).__name__ in wanted and not is_inside:
+            found[name] = module
+    missing = set(classes) - {type(module).__name__ for module in found.values()}
+    if missing:
+        there = sorted({type(module).__name__ for module in model.modules()})
+        raise UsageError(f"no module to wrap is a {', '.join(sorted(missing))}; the classes are {', '.join(there)}")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- tensor parallelism
+
+
+def _parallelize(model: nn.Module, spec: EngineSpec, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    plan = tensor_plan(model, spec.tp_plan)
+    parallelize_module(model, mesh, plan)
+
+
+def tensor_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The plan of ``parallelize_module``: each module's name and the style that shards it.
+
+    Args:
+        plan: patterns such as "layers.*.mlp.up" to torch's styles, or to the names that transformers has for them
+            ("colwise", "rowwise", "colwise_gather_output", ...). None: the model's own ``_tp_plan``.
+
+    Raises:
+        UsageError: when there is no plan, a pattern matches no module, or a name is unknown.
+
+    >>> sorted(tensor_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {"0": "colwise", "1": "rowwise"}))
+    ['0', '1']
+    """
+    patterns = plan if plan is not None else getattr(model, "_tp_plan", None)
+    if not patterns:
+        raise UsageError(f"{type(model).__name__} has no plan of tensor parallelism (_tp_plan); give tp_plan")
+    names = [name for name, _ in model.named_modules()]
+    chosen: dict[str, Any] = {}
+    for pattern, style in patterns.items():
+        matched = [name for name in names if _matches(name, pattern)]
+        if not matched and plan is not None:
+            raise UsageError(f"tp_plan: {pattern!r} matches no module")
+        for name in matched:
+            chosen[name] = _style(style, name) if isinstance(style, str) else style
+    return {name: style for name, style in chosen.items() if style is not None}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts = pattern.split(".")
+    return len(parts) == name.count(".") + 1 and all(map(fnmatch.fnmatchcase, name.split("."), parts))
+
+
+def _style(name: str, module: str) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    styles: dict[str, Callable[[], Any]] = {
+        "colwise": ColwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel,
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "sequence_parallel": SequenceParallel,
+    }
+    if name in ("replicated_with_grad_allreduce", "all_reduce"):
+        return None
+    if name not in styles:
+        known = ", ".join(styles)
+        raise UsageError(f"tp_plan: the style {name!r} of {module} is not known; give one of torch's, or of {known}")
+    return styles[name]()
+
+
+# -------------------------------------------------------------------------------------------------- counting the state
+
+
+def state_bytes(prepared: Prepared) -> dict[str, int]:
+    """The bytes that this rank holds now, by kind. Fake and real tensors are counted alike.
+
+    Each storage is counted whole (with padding) and once, under the first kind that has it:
+
+    - ``parameters``: what the modules have, with FSDP's flat parameters and ZeRO's shards;
+    - ``master``: DeepSpeed's fp32 copies;
+    - ``gradients``: ``.grad`` of each parameter, and DeepSpeed's gradients of this rank's partition. Where a gradient
+      is a view of a bucket, the bucket is counted here;
+    - ``optimizer``: the tensors of the optimizer's state;
+    - ``communication``: buckets, and what else DeepSpeed holds;
+    - ``buffers``: the buffers of the modules.
+
+    ``host`` is the part of these that the engine keeps in the memory of the host (offload).
+
+    >>> state_bytes(apply_engine(nn.BatchNorm1d(4), EngineSpec("plain")))
+    {'parameters': 32, 'master': 0, 'gradients': 0, 'optimizer': 0, 'communication': 0, 'buffers': 40, 'host': 0}
+    """
+    kinds = {"parameters": 0, "master": 0, "gradients": 0, "optimizer": 0, "communication": 0, "buffers": 0}
+    seen: dict[int, torch.UntypedStorage] = {}
+    for kind, tensor in held(prepared):
+        storage = _local(tensor).untyped_storage()
+        if storage._cdata not in seen:
+            seen[storage._cdata] = storage
+            kinds[kind] += storage.nbytes()
+    return kinds | {"host": sum(host_storages(prepared).values())}
+
+
+def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank holds now, and the kind of each, as :func:`state_bytes` counts them."""
+    if prepared.spec.is_deepspeed:
+        yield from zero.held(prepared.model)
+        return
+    model: nn.Module = prepared.model
+    parameters = [*model.parameters(), *_flat_parameters(model)]
+    yield from (("parameters", parameter) for parameter in parameters)
+    yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
+    if prepared.optimizer is not None:
+        for state in prepared.optimizer.state.values():
+            yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
+    yield from (("communication", bucket) for bucket in prepared.buckets())
+    yield from (("buffers", buffer) for buffer in model.buffers())
+
+
+def _flat_parameters(model: nn.Module) -> Iterable[nn.Parameter]:
+    """FSDP1's, which ``parameters()`` does not have with ``use_orig_params``."""
+    handles = [vars(module).get("_handle") for module in model.modules()]
+    return [handle.flat_param for handle in handles if handle is not None]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def host_storages(prepared: Prepared) -> dict[int, int]:
+    """The addresses and bytes of the storages that the engine keeps in the host's memory.
+
+    FSDP offloads parameters, gradients and state together.
+    """
+    if prepared.spec.is_deepspeed:
+        return zero.host_storages(prepared.model)
+    options = prepared.spec.options
+    policy = type(options.get("offload_policy")).__name__
+    if policy != "CPUOffloadPolicy" and not getattr(options.get("cpu_offload"), "offload_params", False):
+        return {}
+    offloaded = [_local(tensor) for kind, tensor in held(prepared) if kind in ("parameters", "gradients", "optimizer")]
+    return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in offloaded}

@@ -1,0 +1,151 @@
+"""A small decoder in the shape of Llama, and what a step of it holds: the same measurement for real and fake ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HEADS, HEAD = 4, 6
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(hidden, HEADS * HEAD, bias=False) for _ in range(3))
+        self.o = nn.Linear(HEADS * HEAD, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2).contiguous() for each in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.attention = Attention(hidden)
+        self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.before(x))
+        y = self.after(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """A width of 37 that no number of ranks divides, so that each engine pads in its own way."""
+
+    _tp_plan = {  # noqa: RUF012  (as in transformers)
+        "layers.*.attention.q": "colwise",
+        "layers.*.attention.k": "colwise",
+        "layers.*.attention.v": "colwise",
+        "layers.*.attention.o": "rowwise",
+        "layers.*.gate": "colwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+    }
+
+    def __init__(self, hidden: int = 37, inner: int = 56, layers: int = 2, words: int = 101) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, inner) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, words, bias=False)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Live(TorchDispatchMode):
+    """The bytes of the storages that operators have made and that are still alive, and the most there were at a time.
+
+    Attributes:
+        bytes: now.
+        peak: the most since it was last set to ``bytes``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = self.paused = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            # Under gloo the operator `split` is the first that has gloo's own copy of what a collective sends.
+            is_counted = not self.paused and func is not torch.ops.aten.split.Tensor
+            if isinstance(each, torch.Tensor) and is_counted and each.device.type != "meta":
+                self.see(getattr(each, "elem", each).untyped_storage())  # a result that is waited for later has it
+        return result
+
+    def see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, or that its size is another one now."""
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._gone, key)
+            self._sizes[key] = 0
+        self._add(storage.nbytes() - self._sizes[key])
+        self._sizes[key] = storage.nbytes()
+
+    def _gone(self, key: int) -> None:
+        self._add(-self._sizes.pop(key))
+
+    def _add(self, count: int) -> None:
+        self.bytes += count
+        self.peak = max(self.peak, self.bytes)
+
+    def resizing(self) -> Callable[..., Any]:
+        """A stand-in for ``UntypedStorage.resize_``, which is no operator."""
+        true: Any = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = true(storage, size)
+            if storage._cdata in self._sizes:
+                self.see(storage)
+            return result
+
+        return resize_
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.bytes, self.peak)
+        self.peak = self.bytes
+
+
+class Saved:
+    """The bytes of the storages that autograd saves, without those of the model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __enter__(self) -> Saved:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+        weights = [getattr(weight, "_local_tensor", weight) for weight in self.model.parameters()]
+        if local.untyped_storage()._cdata not in {weight.untyped_storage()._cdata for weight in weights}:
+            self.storages[local.untyped_storage()._cdata] = local.untyped_storage()
+        return tensor
+
+    def take(self) -> int:
+        """Their bytes until now; then it begins anew."""
+        found = sum(storage.nbytes() for storage in self.storages.values())
+        self.storages.clear()
+        return found

@@ -1,0 +1,397 @@
+"""Engines on fake ranks: the totals by closed formulas, at a thousand ranks, and nothing left afterwards.
+
+tests/engines/test_explained.py compares them with real ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from disthooks.errors import UsageError
+from disthooks.predict import engines
+from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, block_classes, blocks, state_bytes
+from disthooks.predict.fake import fake_run
+from disthooks.predict.worlds import current_world, fake_world
+from tests.support.decoder import Decoder
+
+WORLD = 1024
+SHAPES = [tuple(weight.shape) for weight in Decoder().parameters()]
+TOTAL = sum(map(math.prod, SHAPES))
+LARGEST, SMALLEST = "largest", "smallest"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def trained(
+    spec: EngineSpec, rank: Any = 0, steps: int = 2, model: nn.Module | None = None
+) -> dict[str, dict[str, int]]:
+    """The state of the model on that rank: after the last backward, and after the step."""
+    with fake_world(spec.world, rank), fake_run():
+        model = model or Decoder()
+        if spec.kind.startswith("zero"):
+            model.to(torch.bfloat16)
+        prepared = apply_engine(model, spec, torch.optim.AdamW)
+        for _ in range(steps):
+            backward(prepared)
+            found = {"backward": state_bytes(prepared)}
+            prepared.step()
+        return found | {"step": state_bytes(prepared)}
+
+
+def backward(prepared: Prepared) -> None:
+    prepared.backward(prepared.model(torch.ones(2, 8, dtype=torch.int64)).float().sum())
+
+
+def adam(elements: int, scalars: int) -> int:
+    """Two moments in fp32 for each element, and for each tensor the number of steps in four bytes."""
+    return 8 * elements + 4 * scalars
+
+
+def rows(shape: tuple[int, ...], world: int) -> int:
+    """The elements of a shard of FSDP2, padded as the largest: whole rows of the first dimension."""
+    return math.ceil(shape[0] / world) * math.prod(shape[1:])
+
+
+# -------------------------------------------------------------------------------------------- totals by closed formulas
+
+
+def test_plain_holds_everything() -> None:
+    found = trained(EngineSpec())
+    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * TOTAL
+    assert found["step"]["optimizer"] == adam(TOTAL, len(SHAPES))
+    assert found["step"]["gradients"] == 0
+    assert found["step"]["buffers"] == 12
+
+
+@pytest.mark.parametrize("has_views", [False, True])
+def test_ddp_holds_everything_and_its_buckets(has_views: bool) -> None:
+    options = {"gradient_as_bucket_view": has_views, "bucket_cap_mb": 0.02}
+    found = trained(EngineSpec("ddp", WORLD, options=options))
+    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * TOTAL
+    assert found["backward"]["communication"] == (0 if has_views else 4 * TOTAL), "views are in the buckets"
+    assert found["step"]["communication"] == 4 * TOTAL
+    assert found["step"]["optimizer"] == adam(TOTAL, len(SHAPES))
+
+
+def test_ddp_builds_its_buckets_anew_once() -> None:
+    cap = 0.02
+    with fake_world(WORLD), fake_run():
+        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options={"bucket_cap_mb": cap}), torch.optim.SGD)
+        sizes = []
+        for _ in range(3):
+            backward(prepared)
+            sizes.append([bucket.nbytes for bucket in prepared.buckets()])
+            prepared.step()
+    assert sizes[0] == [4 * TOTAL], "one bucket, before the order of the gradients is known"
+    assert sizes[1] == sizes[2]
+    assert sum(sizes[1]) == 4 * TOTAL
+    assert len(sizes[1]) > 1
+    assert all(size >= cap * 2**20 for size in sizes[1][:-1]), "a bucket ends with the gradient that fills it"
+
+
+def test_ddp_accumulates_into_its_buckets() -> None:
+    """Without a synchronization gradients are added to what is there, and no bucket is written."""
+    with fake_world(WORLD), fake_run():
+        prepared = apply_engine(Decoder(), EngineSpec("ddp", WORLD, options={"gradient_as_bucket_view": True}))
+        with prepared.model.no_sync():
+            backward(prepared)
+        apart = state_bytes(prepared)
+        backward(prepared)
+        joined = state_bytes(prepared)
+    assert (apart["gradients"], apart["communication"]) == (4 * TOTAL, 4 * TOTAL)
+    assert (joined["gradients"], joined["communication"]) == (4 * TOTAL, 0)
+
+
+@pytest.mark.parametrize("uses_originals", [False, True])
+def test_fsdp1_pads_each_unit(uses_originals: bool) -> None:
+    """Each parameter begins at 16 bytes if there are original parameters; the whole is divided evenly."""
+    found = trained(EngineSpec("fsdp1", WORLD, options={"use_orig_params": uses_originals}))
+    layer = [tuple(weight.shape) for weight in Decoder().layers[0].parameters()]
+    rest = [SHAPES[0], *SHAPES[-2:]]
+    align = 4 if uses_originals else 1
+    shard = sum(math.ceil(_flat(unit, align) / WORLD) for unit in (layer, layer, rest))
+    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * shard
+    assert found["step"]["optimizer"] >= 8 * (shard - 3 * align)
+
+
+def _flat(shapes: list[tuple[int, ...]], align: int) -> int:
+    *others, last = map(math.prod, shapes)
+    return sum(math.ceil(size / align) * align for size in others) + last
+
+
+@pytest.mark.parametrize("world", [2, 8, WORLD])
+def test_fsdp2_pads_rows(world: int) -> None:
+    found = trained(EngineSpec("fsdp2", world))
+    shard = sum(rows(shape, world) for shape in SHAPES)
+    assert found["backward"]["parameters"] == found["backward"]["gradients"] == 4 * shard
+
+
+def test_fsdp2_first_and_last_rank() -> None:
+    """101 rows on 8 ranks are 13 on each rank but the last, which has 10; its memory is as long, its state is not."""
+    largest, smallest = (trained(EngineSpec("fsdp2", 8), rank)["step"] for rank in (LARGEST, SMALLEST))
+    whole = [math.prod(shape[1:]) * min(shape[0], math.ceil(shape[0] / 8)) for shape in SHAPES]
+    last = [math.prod(shape[1:]) * max(0, shape[0] - 7 * math.ceil(shape[0] / 8)) for shape in SHAPES]
+    assert largest["optimizer"] == adam(sum(whole), len(SHAPES))
+    assert smallest["optimizer"] == adam(sum(last), len(SHAPES))
+    assert largest["parameters"] == smallest["parameters"]
+
+
+def test_hsdp_shards_over_the_second_dimension() -> None:
+    found = trained(EngineSpec("hsdp", WORLD))
+    assert found["step"]["parameters"] == 4 * sum(rows(shape, 8) for shape in SHAPES)
+
+
+def test_tensor_parallelism_shards_what_the_plan_names() -> None:
+    found = trained(EngineSpec("tp", 4))
+    sharded = 2 * (4 * 37 * 24 + 3 * 37 * 56)
+    assert found["step"]["parameters"] == 4 * (TOTAL - sharded + sharded // 4)
+
+
+def test_fsdp2_over_tensor_parallelism_pads_what_is_left() -> None:
+    found = trained(EngineSpec("fsdp2+tp", WORLD, mesh=(WORLD // 4, 4)))
+    layer = [(37,), (37,), *[(6, 37)] * 3, (37, 6), *[(14, 37)] * 2, (37, 14)]
+    shapes = [(101, 37), *layer, *layer, (37,), (101, 37)]
+    assert found["step"]["parameters"] == 4 * sum(rows(shape, WORLD // 4) for shape in shapes)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+def test_mixed_precision_keeps_the_state_in_fp32(kind: str) -> None:
+    plain, mixed = (trained(EngineSpec(kind, 8, dtype=dtype)) for dtype in (None, torch.bfloat16))
+    assert plain == mixed
+
+
+# ------------------------------------------------------------------------------------------------------------ DeepSpeed
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_1_and_2_divide_a_flat_buffer(stage: int) -> None:
+    options = {"zero_optimization": {"reduce_bucket_size": 10_000}}
+    found = trained(EngineSpec(f"zero{stage}", WORLD, dtype=torch.bfloat16, options=options))
+    flat = math.ceil(TOTAL / (2 * WORLD)) * 2 * WORLD  # NCCL's alignment of 4 bytes, on each rank
+    assert found["step"]["parameters"] == 2 * flat
+    assert found["step"]["master"] == 4 * flat // WORLD
+    assert found["step"]["optimizer"] == adam(flat // WORLD, 1)
+
+
+@pytest.mark.second_tier
+def test_zero_3_divides_each_parameter() -> None:
+    world = 64
+    options = {"zero_optimization": {"reduce_bucket_size": 10_000, "stage3_param_persistence_threshold": 0}}
+    found = trained(EngineSpec("zero3", world, dtype=torch.bfloat16, options=options))["step"]
+    shard = sum(math.ceil(math.prod(shape) / world) for shape in SHAPES)
+    assert found["parameters"] == 2 * shard
+    assert found["master"] == 4 * shard
+    assert found["optimizer"] == adam(shard, 1)
+    assert found["host"] == 0
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_deepspeed_offloads_is_the_hosts(stage: int) -> None:
+    zero: dict[str, Any] = {"reduce_bucket_size": 10_000, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    if stage == 3:
+        zero |= {"offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    spec = EngineSpec(f"zero{stage}", 8, dtype=torch.bfloat16, options={"zero_optimization": zero})
+    found = trained(spec)["step"]
+    state = found["master"] + found["optimizer"] + found["gradients"]
+    assert found["optimizer"] > 0
+    assert found["host"] == (state + found["parameters"] if stage == 3 else state)
+
+
+@pytest.mark.second_tier
+def test_another_stage_in_the_configuration_is_refused() -> None:
+    with fake_world(2), fake_run(), pytest.raises(UsageError, match="has stage 3, not 2"):
+        apply_engine(Decoder(), EngineSpec("zero2", 2, options={"zero_optimization": {"stage": 3}}))
+
+
+# ---------------------------------------------------------------------------------------------------- a user's own code
+
+
+def test_a_user_may_call_the_engine() -> None:
+    with fake_world(WORLD) as world, fake_run():
+        quiet: list[int] = []
+
+        class Told:
+            def __enter__(self) -> None:
+                quiet.append(1)
+
+            def __exit__(self, *error: object) -> None: ...
+
+        world.around_propagation = Told
+        mesh = init_device_mesh("cpu", (WORLD // 4, 4), mesh_dim_names=("data", "tensor"))
+        model = nn.Linear(1024, 8)
+        fully_shard(model, mesh=mesh["data"])
+        assert mesh["tensor"].size() == 4
+        assert tuple(mesh.get_coordinate() or ()) == (0, 0)
+        assert mesh.mesh.shape == (WORLD // 4, 4)
+        weight: Any = model.weight
+        assert weight.to_local().shape == (1, 1024)
+        assert isinstance(weight.to_local(), FakeTensor)
+        assert weight.sum().full_tensor().shape == ()
+        assert quiet, "the shape of the sum of the whole was computed"
+        assert isinstance(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), nn.Module)
+        assert isinstance(nn.parallel.DistributedDataParallel(nn.BatchNorm1d(4))(torch.ones(2, 4)), FakeTensor)
+
+
+def test_a_mesh_of_a_fake_tensor_is_refused() -> None:
+    with fake_world(4), fake_run():
+        assert DeviceMesh("cpu", [0, 1, 2, 3]).size() == 4
+        with pytest.raises(UsageError, match="has no ranks"):
+            DeviceMesh("cpu", torch.arange(4))
+
+
+# ---------------------------------------------------------------------------------------------- nothing left afterwards
+
+
+def _state() -> dict[str, Any]:
+    """What a fake world replaces."""
+    from torch.distributed import _functional_collectives
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.nn.parallel import distributed
+
+    owners = (dist, DeviceMesh, ShardingPropagator, torch.UntypedStorage, FakeTensor, distributed)
+    owners = (*owners, _functional_collectives, nn.functional, nn.Module)
+    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
+
+
+def _same(before: dict[str, Any]) -> None:
+    after = _state()
+    fickle = {"__dict__", "__weakref__", "__warningregistry__", "__annotations__"}
+    changed = {name for name in before if name.rpartition(".")[2] not in fickle and after.get(name) is not before[name]}
+    assert not changed
+    assert not [name for name in after.keys() - before.keys() if "_pytest" not in name]
+
+
+@pytest.mark.parametrize("kind", [*engines.KINDS[:7], pytest.param("zero3", marks=pytest.mark.second_tier)])
+def test_everything_is_put_back(kind: str) -> None:
+    spec = EngineSpec(kind, 4, mesh=(2, 2) if "+" in kind or kind == "hsdp" else ())
+    trained(spec, steps=1)  # lazy imports come first
+    before, environment, filters = _state(), dict(os.environ), list(warnings.filters)
+    trained(spec, steps=1)
+    _same(before)
+    assert os.environ == environment
+    assert warnings.filters == filters
+    assert not dist.is_initialized()
+    assert current_world() is None
+
+
+def test_an_error_inside_ends_the_world() -> None:
+    before = _state()
+    with pytest.raises(KeyError), fake_world(4):
+        raise KeyError
+    _same(before)
+    assert not dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_second_world_is_refused() -> None:
+    with fake_world(2), pytest.raises(UsageError, match="already rank 0 of 2"), fake_world(4):
+        pass
+
+
+@pytest.mark.parametrize("rank", [4, -1, "middle"])
+def test_a_rank_outside_is_refused(rank: Any) -> None:
+    with pytest.raises(UsageError, match="is not in a world of 4 ranks"), fake_world(4, rank):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"kind": "zero4"}, "there is no engine 'zero4'"),
+        ({"kind": "hsdp", "world": 12}, r"two sizes whose product is 12, not \(1, 8\)"),
+        ({"kind": "fsdp2", "world": 8, "mesh": (2, 4)}, "one dimension"),
+        ({"kind": "ddp", "dtype": torch.bfloat16}, "ddp has no dtype"),
+    ],
+)
+def test_a_wrong_spec_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        EngineSpec(**given)
+
+
+def test_an_engine_outside_of_its_world_is_refused() -> None:
+    with pytest.raises(UsageError, match="needs a process group of as many; there is one of 0"):
+        apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2))
+    with fake_world(4), pytest.raises(UsageError, match="there is one of 4"):
+        apply_engine(nn.Linear(2, 2), EngineSpec("ddp", 2))
+
+
+def test_a_step_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(UsageError, match="no optimizer"):
+        apply_engine(nn.Linear(2, 2), EngineSpec()).step()
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [(None, "has no plan"), ({"9": "colwise"}, "'9' matches no module"), ({"0": "diagonal"}, "style 'diagonal' of 0")],
+)
+def test_a_wrong_plan_is_refused(plan: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        engines.tensor_plan(nn.Sequential(nn.Linear(2, 2)), plan)
+
+
+# ------------------------------------------------------------------------------------------------ the blocks of a model
+
+
+class Expert(nn.Linear):
+    pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(8, 8) for _ in range(4))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.small = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+
+
+def test_blocks_are_the_outermost_that_hold_most() -> None:
+    assert block_classes(Mixture()) == ("Block",)
+    assert list(blocks(Mixture())) == ["layers.0", "layers.1"]
+    assert list(blocks(Mixture(), ("Expert",)))[:2] == ["layers.0.experts.0", "layers.0.experts.1"]
+
+
+def test_the_model_names_its_blocks() -> None:
+    model: Any = Mixture()
+    model._no_split_modules = ["Expert", "NotThere"]
+    assert block_classes(model) == ("Expert",)
+
+
+def test_a_class_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="no module to wrap is a Layer; the classes are Block, Expert"):
+        blocks(Mixture(), ("Layer",))
+
+
+def test_units_are_named() -> None:
+    for kind in ("fsdp1", "fsdp2"):
+        with fake_world(4), fake_run():
+            assert apply_engine(Decoder(), EngineSpec(kind, 4)).units == ("", "layers.0", "layers.1")
+            assert apply_engine(Decoder(), EngineSpec(kind, 4, wrap="Attention")).units[1:] == (
+                "layers.0.attention",
+                "layers.1.attention",
+            )
