@@ -142,7 +142,8 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
     """Give ``model`` to the engine.
 
     Call it inside :func:`~disthooks.explain.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
-    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs none.
+    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs
+    none.
 
     Args:
         model: parameters on the CPU. As with the engines themselves, its modules are changed in place.
