@@ -21,8 +21,8 @@ more for each flat partition than DeepSpeed's fused kernels; memory that is writ
 # the views. On fake tensors that takes minutes for hundreds of parameters and 1,024 ranks. Two functions are replaced
 # by ones that take the same memory, in one block. In `AllGatherCoalescedHandle.wait`
 # (runtime/zero/partition_parameters.py) each parameter gets memory of its own beside the joint buffer. In
-# `reduce_scatter_coalesced` (runtime/comm/coalesced_collectives.py) the padding of all ranks is there until the function
-# returns.
+# `reduce_scatter_coalesced` (runtime/comm/coalesced_collectives.py) the padding of all ranks is there until that
+# function returns.
 
 from __future__ import annotations
 
