@@ -26,7 +26,9 @@ _MODULES = {
     "StoreReport": "disthooks.saved.stores.base",
     "blame": "disthooks.watch.blame",
     "check_replicas": "disthooks.watch.replicas",
+    "Explanation": "disthooks.predict.explanation",
     "errors": "disthooks",
+    "explain": "disthooks.predict.explain",
     "features": "disthooks.watch.features",
     "from_config": "disthooks.config",
     "gradients": "disthooks.grads.attach",
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from disthooks.grads.rules.clip import ClipNorm, ClipValue
     from disthooks.grads.rules.elementwise import Noise, Sanitize, Scale
     from disthooks.grads.rules.skip import Freeze, SkipNonFinite
+    from disthooks.predict.explain import explain
+    from disthooks.predict.explanation import Explanation
     from disthooks.saved.attach import Saving, save_activations, saving
     from disthooks.saved.codecs.cast import Cast
     from disthooks.saved.codecs.compact import Compact
@@ -87,6 +91,7 @@ __all__ = [
     "ClipZScore",
     "Compact",
     "Compress",
+    "Explanation",
     "Freeze",
     "Functions",
     "Gradients",
@@ -113,6 +118,7 @@ __all__ = [
     "blame",
     "check_replicas",
     "errors",
+    "explain",
     "features",
     "from_config",
     "gradients",

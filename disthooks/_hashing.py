@@ -13,11 +13,17 @@ need no common order, and torch's own generators do not advance.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import os
+from collections.abc import Iterator
+from typing import cast
 
 import torch
+
+from disthooks._tensors import bitless
 
 # -- SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
 
@@ -97,6 +103,24 @@ def draw_key(device: torch.device) -> tuple[int, int]:
     return _signed32(mixed), _signed32(mixed >> 32)
 
 
+@contextlib.contextmanager
+def keys_as_before() -> Iterator[None]:
+    """A context manager: the keys that are drawn inside are drawn again after it, as if nobody had drawn them.
+
+    >>> device = torch.device("cpu")
+    >>> with keys_as_before():
+    ...     first = draw_key(device)
+    >>> draw_key(device) == first
+    True
+    """
+    before = {place: (seed, copy.copy(count)) for place, (seed, count) in _counts.items()}
+    try:
+        yield
+    finally:
+        _counts.clear()
+        _counts.update(before)
+
+
 def _signed32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
@@ -158,7 +182,12 @@ class Checksums:
 
     @torch.no_grad()
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The checksum of ``tensor`` (strided, any dtype): an int64 tensor without dimensions, on its device."""
+        """The checksum of ``tensor`` (strided, any dtype): an int64 tensor without dimensions, on its device.
+
+        All tensors without bits have the same one, which is a number. See [Note: tensors without bits] in _tensors.py.
+        """
+        if type(tensor) in bitless.kinds:
+            return cast(torch.Tensor, 0)
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         block = 8 * _ROW * (self._rows or (1 if content.device.type == "cpu" else _ROWS_ON_DEVICE))
         if 0 < content.numel() <= block:

@@ -7,11 +7,18 @@
 # in the order of the storage, not of the view. So a transposed or reshaped view of the same elements has the same
 # region, and its elements are kept only once.
 
+# [Note: tensors without bits]
+# `explain/planned.py` runs a model and the hooks on fake tensors, to predict what a plan does. A fake tensor has a
+# shape, a storage with a size, and a version, but no bits. While hooks of a prediction run in a thread, its class is in
+# `bitless.kinds` of that thread. Then it counts as plain memory here, and two of them have the same checksum. To all
+# other hooks it is a subclass of unknown memory, which they leave alone.
+
 from __future__ import annotations
 
 import contextlib
 import itertools
 import re
+import threading
 from typing import NamedTuple
 
 import torch
@@ -72,6 +79,25 @@ def format_bytes(count: float) -> str:
 _new_tuple = tuple.__new__
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class _Bitless(threading.local):
+    """The classes of tensors that count as plain memory in this thread, although they have no bits."""
+
+    kinds: frozenset[type] = frozenset()
+
+
+#: See [Note: tensors without bits].
+bitless = _Bitless()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is of torch's own class, or of one in ``bitless.kinds``.
+
+    >>> is_plain(torch.ones(2)), is_plain(nn.Parameter(torch.ones(2)))
+    (True, False)
+    """
+    return type(tensor) is _Tensor or type(tensor) in bitless.kinds
 
 
 class Layout(NamedTuple):
@@ -188,7 +214,7 @@ def exotic(tensor: torch.Tensor) -> str | None:
     >>> exotic(torch.ones(2)), exotic(torch.ones(2).to_sparse()), exotic(torch.ones(2, device="meta"))
     (None, 'sparse', 'meta')
     """
-    if type(tensor) is not _Tensor:
+    if type(tensor) is not _Tensor and type(tensor) not in bitless.kinds:
         return "subclass"
     if tensor.layout is not _STRIDED:
         return "sparse" if "sparse" in str(tensor.layout) else "layout"

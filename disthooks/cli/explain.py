@@ -1,127 +1,223 @@
-"""``disthooks explain``: how many bytes autograd saves in each module of a model, and where a plan would put them."""
+"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits. Nothing runs."""
 
 from __future__ import annotations
 
-import collections
-from typing import Any, NamedTuple
+import pathlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-
-class Row(NamedTuple):
-    """The saved bytes of one module.
-
-    Attributes:
-        name: the module's name; "" for the model.
-        kind: the name of the module's class.
-        own: bytes that were saved in the module's own forward, without those of the modules inside.
-        whole: bytes that were saved while the module ran, with those of the modules inside.
-    """
-
-    name: str
-    kind: str
-    own: int
-    whole: int
+if TYPE_CHECKING:
+    from disthooks.predict.explanation import Explanation, ModuleRow
 
 
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
-    file: str | None = typer.Argument(None, help="A hooks file: where its plan would put the bytes."),
+    file: str | None = typer.Argument(None, help="A hooks file: what its plan makes of the saved bytes."),
+    device: str = typer.Option("cuda", help="Whose operators run: cuda, cpu, or a GPU's name such as h100."),
+    backend: str | None = typer.Option(None, help="Of attention: flash, efficient, cudnn or math."),
+    dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
+    autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
+    optimizer: str | None = typer.Option(None, help="With a step of this optimizer, such as adamw."),
+    batch: int | None = typer.Option(None, min=1, help="The batch size."),
+    seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
+    output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
-    """RUN the model, one forward and backward for real, and tell how many bytes autograd saves in each module.
+    """PREDICT what one training step of the model saves and needs. It needs no GPU, no memory, and runs nothing.
 
-    Each content counts once, and weights do not count. With a hooks file the model runs a second time under its plan,
-    and the bytes that were moved, shared and kept are shown for each module that the plan attaches to. This takes the
-    memory and the time of two steps.
+    The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
+    once, and weights do not count as saved.
     """
-    from disthooks.cli.workload import build
+    from disthooks.cli.workload import find
+    from disthooks.predict.builder import Builder
+    from disthooks.predict.explain import explain as predict
 
-    with progress(3) as begin:
-        begin("building the model")
-        made, inputs = build(model)
-        if inputs is None:
-            raise UsageError(
-                f"{model} gave a module alone: explain runs it, so it has to return (module, example inputs)"
-            )
-        begin("one forward and backward without hooks")
-        rows = saved_by(made, inputs)
-        if file is not None:
-            begin(f"one forward and backward under {file}")
-        plan = _planned(made, inputs, file) if file is not None else None
-    whole = max([row.whole for row in rows], default=0)
+    with progress(2) as begin:
+        begin("importing the model")
+        made = Builder(find(model), name=model)
+        begin("one step on tensors without memory")
+        said = predict(
+            made,
+            device=device,
+            backend=backend,
+            dtype=dtype,
+            autocast=autocast,
+            optimizer=optimizer,
+            batch=batch,
+            seq=seq,
+        )
+    if output is not None:
+        pathlib.Path(output).write_text(said.to_html(), encoding="utf-8")
     if as_json:
-        told = [{"module": row.name, "class": row.kind, "own": row.own, "whole": row.whole} for row in rows]
-        document({"model": model, "file": file, "saved": whole, "modules": told, "plan": plan})
+        document({"file": file, **said.to_dict()})
         return
-    _show(rows, whole)
-    if plan is not None:
-        _show_plan(plan, str(file))
+    show(said)
+    if output is not None:
+        line(f"wrote {output}")
 
 
-def _show(rows: list[Row], whole: int) -> None:
-    body = [(row.name or "(model)", row.kind, size(row.own), size(row.whole)) for row in rows if row.whole]
-    heads = ("module", "class", "saved", "with what is inside")
-    console().print(table(body, heads, right=(2, 3), title="one forward and backward without hooks"))
-    line(f"autograd saves {size(whole)}, weights not counted")
+# -- the tree of modules
 
 
-def saved_by(model: Any, inputs: Any) -> list[Row]:
-    """One row for each module that ran, in the order of ``model.named_modules()``.
+class Branch(NamedTuple):
+    """A module, or several modules of one structure in a row, in the tree that is shown.
 
-    Args:
-        model: the model.
-        inputs: its example inputs, as :func:`~disthooks.cli.workload.step` takes them.
+    Attributes:
+        label: the last part of the name; of several modules the first and the last.
+        kind: the name of the class.
+        times: how many modules it stands for.
+        total: saved bytes of all of them, with the modules inside.
+        children: their parts; a part stands for the same part of each of them.
     """
-    from disthooks._match import match_modules
-    from disthooks.cli.workload import step
-    from disthooks.watch.trace import trace
 
-    with trace(model, print=None) as traced:
-        step(model, inputs)
-    own: collections.Counter[str] = collections.Counter()
-    for event in traced.events:
-        if event.kind == "pack" and event.note not in ("parameter", "shared"):
-            own[event.name] += event.nbytes
-    ran = {row.name: row for row in traced.report().rows}
-    order = {name: i for i, (name, _) in enumerate(match_modules(model, ["*"]))}
-    rows = [Row(name, row.type, own[name], row.nbytes) for name, row in ran.items()]
-    return sorted(rows, key=lambda row: order.get(row.name, len(order)))
+    label: str
+    kind: str
+    times: int
+    total: int
+    children: tuple[Branch, ...]
 
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """The classes and names inside, which modules in a row have in common."""
+        return self.kind, tuple((child.label, child.times, child.structure) for child in self.children)
 
-def _planned(model: Any, inputs: Any, file: str) -> dict[str, Any]:
-    """Run the model under the plan of ``file``, and return the figures of each module, and the warnings."""
-    from disthooks.cli.workload import Findings, entries_of, figures, place, reports
-    from disthooks.config import from_config
-
-    plan, findings = from_config(file), Findings()
-    entries = entries_of(plan)
-    place(plan, entries, model, findings)
-    if findings.errors:
-        raise UsageError("; ".join(findings.errors))
-    placed = [
-        (name, module, entry.placed or entry.pipeline) for entry in entries for name, module in entry.modules.items()
-    ]
-    told = {name: figures(report) for name, report in reports(model, inputs, placed).items()}
-    to = {name: _short(pipeline.store) for name, _, pipeline in placed}
-    modules = [{"module": name, "to": to[name]} | figure for name, figure in told.items()]
-    return {"modules": modules, "warnings": findings.warnings}
+    def with_next(self, other: Branch) -> Branch:
+        """This branch, with ``other``, of the same structure, in it."""
+        first = self.label.partition("–")[0]
+        label = self.label if other.label == self.label else f"{first}–{other.label.rpartition('–')[2]}"
+        children = tuple(a.with_next(b) for a, b in zip(self.children, other.children, strict=True))
+        count = self.times + (other.times if label != self.label else 0)
+        return Branch(label, self.kind, count, self.total + other.total, children)
 
 
-def _show_plan(plan: dict[str, Any], file: str) -> None:
-    keys = ("stored", "moved", "shared", "recomputed", "kept")
-    rows = [(each["module"] or "(model)", each["to"], *(size(each[key]) for key in keys)) for each in plan["modules"]]
-    total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
-    heads = ("module", "goes to", *keys)
-    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"the same under {file}"))
-    for text in plan["warnings"]:
+def folded(rows: tuple[ModuleRow, ...]) -> Branch:
+    """The tree of the modules. Neighbours in a list that have one structure are one branch.
+
+    >>> from disthooks.predict.explanation import ModuleRow
+    >>> layers = [ModuleRow(f"layers.{i}", "Layer", 1, 8, 8) for i in range(3)]
+    >>> tree = folded((ModuleRow("", "Model", -1, 0, 24), ModuleRow("layers", "ModuleList", 0, 0, 24), *layers))
+    >>> [(child.label, child.times, child.total) for child in tree.children[0].children]
+    [('0–2', 3, 24)]
+    """
+    inside: dict[int, list[int]] = {}
+    for position, row in enumerate(rows):
+        inside.setdefault(row.parent, []).append(position)
+
+    def branch(position: int) -> Branch:
+        row = rows[position]
+        children: list[Branch] = []
+        for each in inside.get(position, ()):
+            new = branch(each)
+            last = children[-1] if children else None
+            is_next = last is not None and new.label.isdigit() and last.structure == new.structure
+            if last is not None and is_next and last.label.partition("–")[0].isdigit():
+                children[-1] = last.with_next(new)
+            else:
+                children.append(new)
+        above = rows[row.parent].name if row.parent >= 0 else ""
+        label = row.name[len(above) + 1 :] if above else row.name
+        return Branch(label, row.kind, 1, row.whole, tuple(children))
+
+    return branch(0)
+
+
+_BAR = 24
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def bar(part: float, width: int = _BAR) -> str:
+    """A bar that fills ``part`` of ``width`` columns.
+
+    >>> bar(0.5, 4), bar(0.03125, 4)
+    ('██  ', '▏   ')
+    """
+    eighths = round(max(0.0, min(1.0, part)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[str, str, str, str]]:
+    """The lines of the tree: name, class, bytes and share. Parts below ``smallest`` of the whole are one line."""
+    lines: list[tuple[str, str, str, str]] = []
+
+    def add(each: Branch, depth: int) -> None:
+        many = f" × {each.times}" if each.times > 1 else ""
+        name = "  " * depth + (each.label or "(model)") + many
+        share = each.total / whole
+        lines.append((name, each.kind, size(each.total), f"{bar(share)} {share:6.1%}"))
+        inside = sorted((child for child in each.children if child.total), key=lambda child: -child.total)
+        small = [child for child in inside if child.total < smallest * whole]
+        for child in inside[: len(inside) - len(small)]:
+            add(child, depth + 1)
+        if small:
+            rest = sum(child.total for child in small)
+            lines.append(("  " * (depth + 1) + f"{len(small)} smaller", "", size(rest), ""))
+
+    if whole:
+        add(top, 0)
+    return lines
+
+
+# -- the curve
+
+
+def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str]:
+    """The memory over the step as lines of text, with the parts of the step below."""
+    samples = (said.planned or said.memory).timeline.samples
+    record = said.record if said.with_plan is None else said.with_plan.record
+    moments = max(1, len(record.operators))
+    columns = [0] * width
+    for each in samples:
+        place = min(width - 1, each.moment * width // moments)
+        columns[place] = max(columns[place], each.total)
+    for place in range(1, width):
+        columns[place] = columns[place] or columns[place - 1]  # nothing changed in this stretch
+    top = max(columns) or 1
+    lines = []
+    for row in range(height, 0, -1):
+        text = "".join(_vertical(value / top * height - row + 1) for value in columns)
+        scale = size(top * row / height) if row in (height, height // 2) else ""
+        lines.append(f"{scale:>10} │{text}")
+    names = [""] * width
+    for phase, begin in record.phases.items():
+        place = min(width - len(phase) - 1, begin * width // moments)
+        for offset, letter in enumerate(f"│{phase}"):
+            names[place + offset] = letter
+    lines.append(" " * 12 + "".join(name or " " for name in names).rstrip())
+    return lines
+
+
+def _vertical(part: float) -> str:
+    return " ▁▂▃▄▅▆▇█"[round(max(0.0, min(1.0, part)) * 8)]
+
+
+# -- all of it
+
+
+def show(said: Explanation) -> None:
+    """Print ``said`` on the terminal."""
+    told = said.to_dict()
+    lines = tree_lines(folded(said.modules), said.saved_bytes)
+    if lines:
+        heads = ("module", "class", "saved", "share")
+        console().print(table(lines, heads, right=(2,), title="saved for backward, by module"))
+    else:
+        raise UsageError(f"{said.model}: autograd saves nothing, so there is nothing to explain")
+    rows = [(name, size(nbytes)) for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes]
+    console().print(table(rows, ("operator", "saved"), right=(1,), title="by operator"))
+    console().print("\n".join(curve_lines(said)))
+    peak = said.peak
+    rows = [(name, size(nbytes)) for name, nbytes in peak.by_category.items()]
+    console().print(table(rows, ("at the peak", "bytes"), right=(1,)))
+    for each in told["unknown"]:
+        where = each["module"] or "the model"
+        line(f"unknown: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
+    for text in told["warnings"]:
         line(f"warning: {text}", "yellow")
-
-
-def _short(store: Any) -> str:
-    """The class of a store, with its directories or the stores inside it."""
-    inner = [_short(each) for each in getattr(store, "stores", ())]
-    return " ".join([type(store).__name__, *getattr(store, "directories", ()), *inner])
+    where = f"in the {peak.phase} of {peak.module or 'the model'} ({peak.operator})"
+    line(f"the peak is {size(peak.nbytes)}, {where}")
+    line(f"autograd saves {size(said.saved_bytes)}, weights not counted")

@@ -22,7 +22,7 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -180,6 +180,33 @@ def conflicts(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[
     return lost, warned
 
 
+def find(name: str) -> Callable[[], Any]:
+    """The function that makes the model.
+
+    Args:
+        name: "package.module:function" or "path/to/file.py:function".
+
+    Raises:
+        UsageError: if there is no such function.
+    """
+    where, _, function = name.rpartition(":")
+    if not where or not function:
+        raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
+    if where.endswith(".py") and not pathlib.Path(where).is_file():
+        beside = [path.name for path in pathlib.Path(where).parent.glob("*.py")]
+        raise UsageError(f"{name}: there is no file {where!r}{_near(pathlib.Path(where).name, beside)}")
+    try:
+        module = _imported(where)
+    except Exception as error:
+        raise UsageError(f"{name}: {said(error)}") from error
+    if not hasattr(module, function):
+        there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        own = [each for each in there if inspect.getmodule(getattr(module, each)) is module]
+        raise UsageError(f"{name}: {where} has no {function!r}{_near(function, own or there)}")
+    found: Callable[[], Any] = getattr(module, function)
+    return found
+
+
 def build(name: str) -> tuple[Any, Any]:
     """Call the function that makes the model.
 
@@ -192,19 +219,9 @@ def build(name: str) -> tuple[Any, Any]:
     Raises:
         UsageError: if there is no such function, if it raises, or if it returns no module.
     """
-    where, _, function = name.rpartition(":")
-    if not where or not function:
-        raise UsageError(f"{name!r}: give package.module:function, or path/to/file.py:function, which makes the model")
-    if where.endswith(".py") and not pathlib.Path(where).is_file():
-        beside = [path.name for path in pathlib.Path(where).parent.glob("*.py")]
-        raise UsageError(f"{name}: there is no file {where!r}{_near(pathlib.Path(where).name, beside)}")
+    function = find(name)
     try:
-        module = _imported(where)
-        if not hasattr(module, function):
-            there = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-            own = [each for each in there if inspect.getmodule(getattr(module, each)) is module]
-            raise UsageError(f"{name}: {where} has no {function!r}{_near(function, own or there)}")
-        made = getattr(module, function)()
+        made = function()
     except UsageError:
         raise
     except Exception as error:

@@ -198,6 +198,16 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     checked = pipeline(to)
     found = chosen(model, patterns)
     opened = OpenPipeline(checked, None if checked.recompute is None else proofs_of(unwrap_engine(model)))
+    return attach_to(found, HookSite(opened))
+
+
+def attach_to(found: Iterable[tuple[str, nn.Module]], site: HookSite) -> Saving:
+    """Attach to the modules that :func:`chosen` found; each has ``site`` with a name of its own.
+
+    Raises:
+        AttachError: see :func:`save_activations`.
+    """
+    found = list(found)
     with _attaching:
         # All modules are checked before hooks go on the first one, so that after an error nothing is attached.
         for name, module in found:
@@ -206,8 +216,8 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
                 raise AttachError(f"{where} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)")
             if site_of(module) is not None:
                 raise AttachError(f"{where} has saved-tensor hooks already: remove() that attachment first")
-        saving = Saving(opened, tuple(name for name, _ in found))
-        attach((module, HookSite(opened, name or type(module).__name__)) for name, module in found)
+        saving = Saving(site.pipeline, tuple(name for name, _ in found))
+        attach((module, site._replace(name=name or type(module).__name__)) for name, module in found)
         # The set is weak, so that a handle that outlives its model does not keep it in memory.
         saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in found)))
         return saving

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from disthooks import _handles
-from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, local_part, region_of
+from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, is_plain, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
@@ -71,6 +71,16 @@ _STORE, _SMALL_COPY, _RECOMPUTE = Decision("store"), Decision("store", "small"),
 _Held = TypeVar("_Held")
 
 
+class Kinds(NamedTuple):
+    """The classes of what hooks make. A prediction on tensors without bits has others; see explain/planned.py."""
+
+    weights: type[ModuleWeights] = ModuleWeights
+    stored: type[StoredContent] = StoredContent
+    recomputed: type[Recomputed] = Recomputed
+    recast: type[AutocastCopy] = AutocastCopy
+    small: type[SmallCopy] = SmallCopy
+
+
 class SavedTensorHooks:
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
@@ -80,11 +90,13 @@ class SavedTensorHooks:
         module: the module whose forward this is, if there is one.
     """
 
+    _kinds = Kinds()
+
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
         self._pipeline, self._contents, self._module_name = pipeline, pipeline.contents, module_name
         self._counters, self._module_counts = pipeline.counters, pipeline.counters.of_module(module_name)
-        self._weights = _NO_WEIGHTS if module is None else ModuleWeights(module)
+        self._weights = _NO_WEIGHTS if module is None else self._kinds.weights(module)
         self._recompute = None if pipeline.recompute is None else RecomputeContext(pipeline, module_name, module)
         self._by_owner = self._contents.by_owner
         self._thread = get_ident()
@@ -93,6 +105,7 @@ class SavedTensorHooks:
         self._has_in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()  # to be offloaded
         self._parts = StorageParts()  # among the pending ones
+        self._fresh_count = fresh_count()
         pack = self._pack_by_function if isinstance(pipeline.store, Functions) else self._pack
         self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -142,7 +155,7 @@ class SavedTensorHooks:
     @uncompiled(BREAK)
     def _pack(self, tensor: torch.Tensor) -> InPlace | Handle | DTensorHandle:
         # This is the first line, because each further name for the tensor counts: see [Note: contents are taken late].
-        is_fresh = not tensor.requires_grad and getrefcount(tensor) <= fresh_count()
+        is_fresh = not tensor.requires_grad and getrefcount(tensor) <= self._fresh_count
         if tensor.is_cuda:
             refuse_capture(self._module_name)  # a capture may have begun inside the call
         # When the next operator saves something, the one before it is done, and its contents can be taken. Backward
@@ -299,7 +312,7 @@ class SavedTensorHooks:
             return  # Recompute does not look into distributed tensors
         annotate(tensor, packed, layout)
         recompute.remember(tensor)
-        if owner is not tensor and packed.region is None and type(owner) is torch.Tensor:
+        if owner is not tensor and packed.region is None and is_plain(owner):
             annotate(owner, packed, Layout.of(owner))
 
     def _find_whole(self, key: Key, owner: torch.Tensor, region: StorageRegion, nbytes: int) -> Packed | None:
@@ -343,17 +356,17 @@ class SavedTensorHooks:
         pipeline, module_name = self._pipeline, self._module_name
         packed: Packed
         if decision is _SMALL_COPY:
-            packed = SmallCopy(alias, storage, region, layout, pipeline.counters, module_name)
+            packed = self._kinds.small(alias, storage, region, layout, pipeline.counters, module_name)
         elif decision.weight is not None:
-            packed = AutocastCopy(alias, storage, layout, decision.weight, pipeline.counters, module_name)
+            packed = self._kinds.recast(alias, storage, layout, decision.weight, pipeline.counters, module_name)
         else:
             arguments = alias, storage, region, layout, pipeline.codecs, pipeline.store, pipeline.counters, module_name
             recompute = self._recompute
             if recompute is None:
-                packed = StoredContent(*arguments)
+                packed = self._kinds.stored(*arguments)
             else:
                 is_wanted = decision.fate == "recompute" and region is None
-                packed = Recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
+                packed = self._kinds.recomputed(recompute.origin(owner) if is_wanted else None, *arguments)
         return packed
 
     def _shared(self, tensor: torch.Tensor, part: torch.Tensor, packed: Packed, layout: Layout) -> Handle:
@@ -483,11 +496,13 @@ class HookSite(NamedTuple):
         name: the name of the module or function, for errors and reports.
         openers: for an attached module, the openers of the classes whose ``__call__`` opens the hooks. See
             [Note: the class's own call].
+        make_hooks: makes the hooks of a call, from the pipeline, the name and the module.
     """
 
     pipeline: OpenPipeline
     name: str = ""
     openers: tuple[Any, ...] = ()
+    make_hooks: Callable[[OpenPipeline, str, nn.Module | None], SavedTensorHooks] = SavedTensorHooks
 
     @uncompiled(BREAK, callees=False)
     def call(self, module: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -506,7 +521,7 @@ class HookSite(NamedTuple):
             self.pipeline.counters.count_pass(reason, self.name)
             return run(function, *args, **kwargs)
         # New hooks for each call: replicas in threads, and calls inside calls, share the pipeline and no other state.
-        hooks = SavedTensorHooks(self.pipeline, self.name, module)
+        hooks = self.make_hooks(self.pipeline, self.name, module)
         with hooks:
             if type(function) is types.MethodType:
                 # A bound method is a new object in each call, and torch 2.9 compiles `run` anew for each new object.

@@ -55,6 +55,13 @@ def site_of(module: nn.Module) -> HookSite | None:
     return cast("HookSite | None", module.__dict__.get(_SITE))
 
 
+def exchange_site(module: nn.Module, site: HookSite) -> HookSite:
+    """Open hooks at ``site`` in the calls of ``module``, which is attached, and return the site that it had."""
+    before = cast(HookSite, site_of(module))
+    module.__dict__[_SITE] = _ModuleSite(*site._replace(openers=before.openers))
+    return before
+
+
 def refusal(module: nn.Module) -> str | None:
     """Why hooks cannot open around the calls of ``module``, or None when they can."""
     if isinstance(module, torch.fx.GraphModule):
@@ -84,7 +91,7 @@ def attach(sites: Iterable[tuple[nn.Module, HookSite]]) -> None:
             own = tuple(openers[kind] for kind in _classes(module))
             for opener in own:
                 opener.attached.add(module)
-            module.__dict__[_SITE] = _ModuleSite(*site[:-1], own)
+            module.__dict__[_SITE] = _ModuleSite(*site._replace(openers=own))
 
 
 def detach(modules: Iterable[nn.Module]) -> None:

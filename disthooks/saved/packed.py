@@ -118,6 +118,12 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of zero bytes whose memory may take the place of that of ``tensor``."""
+    # A tensor without bits belongs to one prediction, so nothing of it is remembered.
+    return _empty(tensor.dtype, tensor.device) if type(tensor) is torch.Tensor else tensor.new_empty(0)
+
+
 class Restored:
     """Contents that are in memory again, or will be once a handle asks. See [Note: one restore a generation].
 
@@ -154,7 +160,7 @@ class _LastRestored(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor, stream: torch.Stream | None, reader: tuple[int, int]) -> _LastRestored:
         witness = tensor.detach()
-        witness.data = _empty(tensor.dtype, tensor.device)
+        witness.data = _empty_like(tensor)
         storage = StorageRef(tensor.untyped_storage())
         return _LastRestored(reader, storage, Layout.of(tensor), tensor._version, witness, stream)
 
@@ -448,7 +454,7 @@ class Packed(ABC):
                     # Without hooks the graph would hold this memory until backward. Now it is freed sooner, and the
                     # allocator must not give it away before this stream is done with it.
                     used_on(self.alias, self.stream)
-                self.alias.data = _empty(self.alias.dtype, self.alias.device)
+                self.alias.data = _empty_like(self.alias)
 
     def content(self, storage: torch.UntypedStorage, typed: bool = False) -> torch.Tensor:
         """The packed part of ``storage``, as a tensor without conj or neg bits: those belong to the views.

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from disthooks._hashing import Checksums
 from disthooks._streams import current_stream, event_on, is_capturing, on_accelerator
-from disthooks._tensors import Layout, exotic, is_waiting, storages_of, words_of
+from disthooks._tensors import Layout, exotic, is_plain, is_waiting, storages_of, words_of
 from disthooks._torch import StorageRef, node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.packed import Packed
@@ -82,7 +82,7 @@ class ModuleWeights:
         """
         owner: Any = tensor._base if tensor._is_view() else tensor
         if not owner.requires_grad:
-            if type(tensor) is not torch.Tensor:
+            if not is_plain(tensor):
                 return None  # looking at the elements of a DTensor would be a collective
             weight = self._weight_like(owner)
             return None if weight is None else CastFrom(weight)

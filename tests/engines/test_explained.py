@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from disthooks.explain.engines import EngineSpec, Prepared, apply_engine, state_bytes
-from disthooks.explain.fake import fake_run
-from disthooks.explain.worlds import current_world, fake_world, patch_meshes
+from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, state_bytes
+from disthooks.predict.fake import fake_run
+from disthooks.predict.worlds import current_world, fake_world, patch_meshes
 from tests.support.decoder import Decoder, Live, Saved
 from tests.support.ranks.harness import Ranks
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from disthooks._tensors import Layout
+from disthooks._tensors import Layout, is_plain
 from disthooks._torch import node_name
 from disthooks.saved.contents import StoredContent
 from disthooks.saved.packed import Handle
@@ -169,7 +169,7 @@ class RecomputeContext:
 
 def fills_storage(tensor: torch.Tensor) -> bool:
     """Whether the elements of ``tensor`` are all of its storage, each once, with no conj or neg bit."""
-    if type(tensor) is not torch.Tensor or tensor._is_view() or tensor.is_conj() or tensor.is_neg():
+    if not is_plain(tensor) or tensor._is_view() or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.nbytes != tensor.untyped_storage().nbytes() or tensor.storage_offset():
         return False

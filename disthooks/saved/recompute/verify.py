@@ -224,7 +224,7 @@ class Verification:
             answers.append(_has_bits_of(original, computed))
             del computed  # before the next variant needs memory
         self.is_due = False
-        answers.append(_different_numbers(original))
+        answers.append(self._different_numbers(original))
         if not on_accelerator(original):
             return self._decide(compared, [int(each) for each in answers])
         numbers = torch.stack([each.to(torch.int64) for each in answers])
@@ -251,6 +251,16 @@ class Verification:
         answer = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
         answer.copy_(numbers, non_blocking=True)
         self._pending = _PendingComparison(compared, answer, event_on(current_stream(numbers.device)))
+
+    @staticmethod
+    def _different_numbers(original: torch.Tensor) -> torch.Tensor:
+        """The count of different numbers in a sample of ``original``: a scalar on its device, which runs ahead."""
+        dtype = {1: torch.int8, 2: torch.int16}.get(original.itemsize, torch.int32)
+        numbers = torch.empty(0, dtype=dtype, device=original.device).set_(
+            original.untyped_storage(), 0, (original.nbytes // dtype.itemsize,), (1,)
+        )
+        sample = numbers[:: max(1, numbers.numel() // _SAMPLE)].sort().values
+        return (sample[1:] != sample[:-1]).sum() + 1
 
     def _first_candidate(self) -> int | None:
         candidates = self._candidates  # read once: another thread may change the attribute
@@ -291,6 +301,8 @@ class Verification:
 class Proofs:
     """The verifications of a model, or of a line of code. See [Note: how a proof outlives its attachment]."""
 
+    _kind = Verification
+
     def __init__(self) -> None:
         self._places: dict[Any, Verification] = {}
         self._lock = shared_lock(Order.PLACE)
@@ -301,7 +313,7 @@ class Proofs:
         if found is None:
             if len(self._places) >= MOST_PLACES:
                 self._places.clear()
-            found = self._places.setdefault((always, key), Verification(where, always, self._lock))
+            found = self._places.setdefault((always, key), self._kind(where, always, self._lock))
         return found
 
 
@@ -329,16 +341,6 @@ def proofs_here() -> Proofs:
             return _of_code.setdefault(frame.f_code, {}).setdefault(frame.f_lineno, Proofs())
         frame = frame.f_back
     return Proofs()
-
-
-def _different_numbers(original: torch.Tensor) -> torch.Tensor:
-    """The count of different numbers in a sample of ``original``: a scalar on its device, so the host does not wait."""
-    dtype = {1: torch.int8, 2: torch.int16}.get(original.itemsize, torch.int32)
-    numbers = torch.empty(0, dtype=dtype, device=original.device).set_(
-        original.untyped_storage(), 0, (original.nbytes // dtype.itemsize,), (1,)
-    )
-    sample = numbers[:: max(1, numbers.numel() // _SAMPLE)].sort().values
-    return (sample[1:] != sample[:-1]).sum() + 1
 
 
 def _attempted(attempt: Attempt, variant: int) -> torch.Tensor | None:

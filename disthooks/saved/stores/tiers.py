@@ -192,20 +192,20 @@ class OpenTiered(Store):
                 with contextlib.suppress(StoreError):  # no tier from there on has room: try the nearer ones
                     self._place(placed, tensor, tier)
             if placed.tier < 0:
-                if placed.at is not None:
+                if self._is_ahead(placed):
                     self._make_way(placed, is_planned=tier is not None)
                 self._place(placed, tensor, self._first(placed))
         except BaseException:
             placed.drop()
             raise
-        if placed.at is not None and placed.tier > 0:
+        if placed.tier > 0 and self._is_ahead(placed):
             self._leave_room(placed.device)
         return placed
 
     def get(self, ticket: Placed) -> torch.Tensor:
         """The tensor, from the tier that it is in."""
         following = self.turns.read(ticket, _LOOK)
-        if ticket.at is not None:
+        if self._is_ahead(ticket):
             self._leave_room(ticket.device)
         try:
             with ticket.lock:
@@ -216,7 +216,7 @@ class OpenTiered(Store):
         planned = self.turns.to_bring(ticket, self._room(ticket.device))
         self._look_ahead([other for other in planned if self.stores[other.tier].takes_plans], None)
         # What does not fit beside the tensors that the plan brought would take their place, and they would come again.
-        limited = ticket.at is not None and isinstance(self.stores[0], OnDevice)
+        limited = self._is_ahead(ticket) and isinstance(self.stores[0], OnDevice)
         self._look_ahead(following, min(_AHEAD, self._room(ticket.device)) if limited else _AHEAD)
         return tensor
 
@@ -285,6 +285,10 @@ class OpenTiered(Store):
             return
         said = f"{self._name}: the last tier is full, or failed: {why}" if self._name else why
         raise StoreError(said, wanted=tensor.nbytes, free=free)
+
+    def _is_ahead(self, placed: Placed) -> bool:
+        """Whether ``placed`` belongs on an accelerator, whose memory the copies on their way to lower tiers take."""
+        return placed.at is not None
 
     def _first(self, placed: Placed) -> int:
         """The number of the nearest tier that takes ``placed``."""

@@ -1,10 +1,10 @@
 """What an engine makes of a model on one rank: parameters, gradients, optimizer state and communication buffers.
 
 :func:`apply_engine` gives a model to plain PyTorch, DDP, FSDP1, FSDP2, HSDP, tensor parallelism, FSDP2 over tensor
-parallelism, or DeepSpeed's ZeRO-0 to ZeRO-3, as a training script would. Inside :func:`~disthooks.explain.worlds.
+parallelism, or DeepSpeed's ZeRO-0 to ZeRO-3, as a training script would. Inside :func:`~disthooks.predict.worlds.
 fake_world` and a FakeTensorMode nothing is allocated and no other rank is needed; in a real process group the same call
 trains. All the code that runs is that of torch and DeepSpeed, except DDP's C++ reducer, which has a stand-in
-(:mod:`disthooks.explain.reducer`), and the values that DeepSpeed reads from tensors (:mod:`disthooks.explain.zero`).
+(:mod:`disthooks.predict.reducer`), and the values that DeepSpeed reads from tensors (:mod:`disthooks.predict.zero`).
 
 Counted by :func:`state_bytes`, each storage once and whole, with its padding, on this rank alone: parameters; the fp32
 master weights of DeepSpeed; gradients; the optimizer's state; buckets and other tensors that the engine holds between
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from disthooks.errors import UsageError
-from disthooks.explain import zero
+from disthooks.predict import zero
 
 KINDS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp", "zero0", "zero1", "zero2", "zero3")
 #: A class of blocks with less than this part of all parameters becomes no unit of its own.
@@ -141,9 +141,9 @@ class Prepared:
 def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
     """Give ``model`` to the engine.
 
-    Call it inside :func:`~disthooks.explain.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
-    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs
-    none.
+    Call it inside :func:`~disthooks.predict.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
+    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
+    needs none.
 
     Args:
         model: parameters on the CPU. As with the engines themselves, its modules are changed in place.
@@ -385,15 +385,16 @@ def state_bytes(prepared: Prepared) -> dict[str, int]:
     """
     kinds = {"parameters": 0, "master": 0, "gradients": 0, "optimizer": 0, "communication": 0, "buffers": 0}
     seen: dict[int, torch.UntypedStorage] = {}
-    for kind, tensor in _held(prepared):
+    for kind, tensor in held(prepared):
         storage = _local(tensor).untyped_storage()
         if storage._cdata not in seen:
             seen[storage._cdata] = storage
             kinds[kind] += storage.nbytes()
-    return kinds | {"host": zero.host_bytes(prepared.model) if prepared.spec.is_deepspeed else _offloaded(prepared)}
+    return kinds | {"host": sum(host_storages(prepared).values())}
 
 
-def _held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank holds now, and the kind of each, as :func:`state_bytes` counts them."""
     if prepared.spec.is_deepspeed:
         yield from zero.held(prepared.model)
         return
@@ -420,17 +421,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _offloaded(prepared: Prepared) -> int:
-    """All of the parameters, gradients and state, if FSDP offloads them."""
-    policy = type(prepared.spec.options.get("offload_policy")).__name__
-    offloads = policy == "CPUOffloadPolicy" or getattr(
-        prepared.spec.options.get("cpu_offload"), "offload_params", False
-    )
-    if not offloads:
-        return 0
-    storages = {
-        _local(tensor).untyped_storage()._cdata: _local(tensor).untyped_storage().nbytes()
-        for kind, tensor in _held(prepared)
-        if kind in ("parameters", "gradients", "optimizer")
-    }
-    return sum(storages.values())
+def host_storages(prepared: Prepared) -> dict[int, int]:
+    """The addresses and bytes of the storages that the engine keeps in the host's memory.
+
+    FSDP offloads parameters, gradients and state together.
+    """
+    if prepared.spec.is_deepspeed:
+        return zero.host_storages(prepared.model)
+    options = prepared.spec.options
+    policy = type(options.get("offload_policy")).__name__
+    if policy != "CPUOffloadPolicy" and not getattr(options.get("cpu_offload"), "offload_params", False):
+        return {}
+    offloaded = [_local(tensor) for kind, tensor in held(prepared) if kind in ("parameters", "gradients", "optimizer")]
+    return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in offloaded}

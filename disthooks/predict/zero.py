@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disthooks.errors import UsageError
-from disthooks.explain.worlds import current_world, patch
+from disthooks.predict.worlds import current_world, patch
 
 _COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 _RUNTIME = "deepspeed.runtime."
@@ -205,7 +205,7 @@ def _patch_views(stack: ExitStack) -> None:
 
 
 def _patch_groups(stack: ExitStack) -> None:
-    """DeepSpeed keeps process groups in a module. Those of another world are hidden until this one ends."""
+    """Hide the process groups of another world, which DeepSpeed keeps in variables of a module, until this one ends."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     kinds = (dist.ProcessGroup, dist.device_mesh.DeviceMesh)
     for name, value in list(vars(groups).items()):
@@ -288,8 +288,8 @@ def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Te
             yield from _walk(each, f"{path}.{name}", seen)
 
 
-def host_bytes(engine: Any) -> int:
-    """The bytes that DeepSpeed keeps in the memory of the host, by its configuration.
+def host_storages(engine: Any) -> dict[int, int]:
+    """The addresses and bytes of the storages that DeepSpeed keeps in the host's memory, by its configuration.
 
     With ``offload_optimizer``: the fp32 masters, the optimizer's state and this rank's partition of the gradients. With
     ``offload_param`` (stage 3): the shards of the parameters as well.
@@ -307,7 +307,7 @@ def host_bytes(engine: Any) -> int:
         if storage._cdata not in seen and storage._cdata not in on_device and (kind in kinds or is_shard):
             found[storage._cdata] = storage.nbytes()
         seen.add(storage._cdata)
-    return sum(found.values())
+    return found
 
 
 def _is_offloaded(config: Any) -> bool:

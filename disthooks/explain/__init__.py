@@ -1,1 +1,0 @@
-"""What a training step will need, found on fake tensors before anything runs for real."""

@@ -1,0 +1,1 @@
+"""What a model will save for backward, where, and whether it fits, before anything runs."""

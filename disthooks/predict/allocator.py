@@ -1,0 +1,508 @@
+"""A model of torch's caching allocator for CUDA: from the births and deaths of tensors to the memory that is reserved.
+
+It needs no GPU and no torch. ``simulate`` takes the events of a step and gives the two numbers that torch would show on
+a GPU, ``max_memory_allocated()`` and ``max_memory_reserved()``, and says whether the step fits.
+"""
+
+# [Note: what is modelled]
+# The rules are those of `c10/cuda/CUDACachingAllocator.cpp`, read at pytorch commit 001074d25084 and compared with the
+# constants in the headers of torch 2.13 (`c10/core/AllocatorConfig.h`), which are the same. For one stream:
+#
+# - A request is rounded up to a multiple of 512 bytes. Requests up to 1 MiB use the small pool, others the large pool.
+# - A request takes the smallest free block of its pool that is large enough, and of equal blocks the lowest address.
+# - The block is split if the rest is at least 512 bytes (small pool) or more than 1 MiB (large pool). If it is not
+#   split, the whole block counts as allocated. So `max_memory_allocated` may exceed the sum of the rounded sizes, by up
+#   to 1 MiB for each tensor in the large pool.
+# - If no block is large enough, a segment is made: 2 MiB for the small pool; 20 MiB for less than 10 MiB; otherwise the
+#   request, rounded up to 2 MiB.
+# - A freed block is joined with its free neighbours of the same segment.
+# - If the driver has no memory left, all segments that are entirely free go back to it, and the request is made again.
+#   If that does not help, torch raises OutOfMemoryError.
+# - With `expandable_segments:True` each pool has one range of addresses that grows at its end by 2 MiB or 20 MiB, every
+#   rest of at least 512 bytes is split off, and pages that are entirely free go back to the driver one by one.
+#
+# [Note: what is left out]
+# - Several streams. Each stream has pools of its own, and `record_stream` delays a free until an event has happened.
+#   An engine with streams of its own (FSDP) reserves more than is said here.
+# - The pools of CUDA graphs and `torch.cuda.MemPool`.
+# - The settings `max_split_size_mb`, `roundup_power2_divisions`, `garbage_collection_threshold`,
+#   `max_non_split_rounding_mb`, `large_segment_size_mb`, and `backend:cudaMallocAsync`. All of them are off by default.
+# - The addresses that the driver gives. Here a later segment has a higher address. It matters only for the choice
+#   between free blocks of equal size.
+# - What does not come from this allocator: the CUDA context, NCCL's buffers, other processes.
+# - A second range of addresses for a pool with expandable segments. torch reserves 9/8 of the device's memory as
+#   addresses, and makes a second range only after these are used.
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from disthooks.errors import UsageError
+
+if TYPE_CHECKING:
+    from disthooks.predict.record import StepRecord
+
+__all__ = [
+    "AllocatorReport",
+    "Block",
+    "CachingAllocator",
+    "OutOfMemory",
+    "events_of",
+    "round_up",
+    "segment_bytes",
+    "simulate",
+]
+
+MiB = 1 << 20
+#: The unit to which sizes are rounded, in bytes.
+MIN_BLOCK = 512
+#: The largest request that uses the small pool, in bytes.
+SMALL_REQUEST = MiB
+#: The size of a segment of the small pool, in bytes.
+SMALL_SEGMENT = 2 * MiB
+#: The size of a segment of the large pool for requests below :data:`LARGE_REQUEST`, in bytes.
+LARGE_SEGMENT = 20 * MiB
+#: From this size on a request has a segment of its own, in bytes.
+LARGE_REQUEST = 10 * MiB
+#: The unit to which segments of :data:`LARGE_REQUEST` and more are rounded, in bytes.
+ROUND_LARGE = 2 * MiB
+
+_ADDRESSES = LARGE_SEGMENT << 20  # bytes of addresses of an expandable segment: 20 TiB, in whole pages of both pools
+
+
+def round_up(nbytes: int) -> int:
+    """The bytes of a block for a tensor of ``nbytes`` bytes; 0 for a tensor without elements.
+
+    ``memory_allocated`` counts at least this. It counts up to 1 MiB more if the free block that was found is a little
+    larger (see the note at the top of this file).
+
+    >>> round_up(1), round_up(512), round_up(1_000_000), round_up(0)
+    (512, 512, 1000448, 0)
+    """
+    return (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
+
+
+def segment_bytes(nbytes: int) -> int:
+    """The bytes that torch asks the driver for, if it has no free block for ``nbytes`` bytes.
+
+    >>> [segment_bytes(size) // 2**20 for size in (1, 2**20, 2**20 + 1, 10 * 2**20, 21 * 2**20)]
+    [2, 2, 20, 10, 22]
+    """
+    if nbytes <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if nbytes < LARGE_REQUEST:
+        return LARGE_SEGMENT
+    return (nbytes + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
+
+
+class OutOfMemory(Exception):
+    """The request does not fit under the limit, even after all cached memory went back to the driver."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllocatorReport:
+    """What the allocator did with the events of a step.
+
+    Attributes:
+        allocated_peak: the largest sum of the blocks in use, in bytes: ``torch.cuda.max_memory_allocated()``.
+        reserved_peak: the most memory taken from the driver, in bytes: ``torch.cuda.max_memory_reserved()``.
+        requested_peak: the largest sum of the sizes that were asked for, in bytes, without any rounding.
+        at_event: the index of the event at which ``allocated_peak`` was reached first; -1 if nothing was allocated.
+        fits: whether every request was met.
+        failed_at: the index of the event that ran out of memory; None if ``fits``. The peaks are those before it.
+        failed_bytes: the bytes that this event asked for; 0 if ``fits``.
+        retries: how often the cached memory was given back to the driver to meet a request. Each one makes the device
+            wait, so a step that does this often is slow.
+    """
+
+    allocated_peak: int
+    reserved_peak: int
+    requested_peak: int
+    at_event: int
+    fits: bool = True
+    failed_at: int | None = None
+    failed_bytes: int = 0
+    retries: int = 0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of the reserved peak that the allocated peak does not use, from 0 to 1."""
+        return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
+
+
+class Block:
+    """A range of addresses of one segment.
+
+    Attributes:
+        address: the first address, in bytes.
+        size: bytes.
+        pool: the pool that the block belongs to.
+        is_free: whether no tensor uses it.
+        is_mapped: whether memory stands behind the addresses; False only in an expandable segment.
+        before, after: the neighbours in the same segment; None at its ends.
+    """
+
+    __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool, is_mapped: bool = True) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.is_free, self.is_mapped = True, is_mapped
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+    def cut(self, size: int) -> Block:
+        """Cut the first ``size`` bytes off this block, and return them as a new block before it."""
+        front = Block(self.address, size, self.pool, self.is_mapped)
+        front.before, front.after = self.before, self
+        if front.before is not None:
+            front.before.after = front
+        self.before = front
+        self.address += size
+        self.size -= size
+        return front
+
+    def absorb(self, other: Block) -> None:
+        """Take over the addresses of ``other``, a neighbour that stands in no pool."""
+        if other is self.before:
+            self.address = other.address
+            self.before = other.before
+            if self.before is not None:
+                self.before.after = self
+        else:
+            self.after = other.after
+            if self.after is not None:
+                self.after.before = self
+        self.size += other.size
+
+
+class _Pool:
+    """The free blocks of the small or of the large pool, by size and address."""
+
+    __slots__ = ("free", "granularity", "least_rest", "unmapped")
+
+    def __init__(self, granularity: int, least_rest: int) -> None:
+        self.granularity = granularity
+        self.least_rest = least_rest  # a block is split if at least this many bytes remain
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+
+    def add_unmapped(self, block: Block) -> None:
+        bisect.insort(self.unmapped, (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
+
+    def join(self, block: Block) -> None:
+        """Join ``block`` with its free neighbours; their own entries go away."""
+        for neighbour in (block.before, block.after):
+            if neighbour is None or not neighbour.is_free or neighbour.is_mapped != block.is_mapped:
+                continue
+            if neighbour.is_mapped:
+                self.remove(neighbour)
+            else:
+                self.remove_unmapped(neighbour)
+            block.absorb(neighbour)
+
+
+class CachingAllocator:
+    """The allocator of one device and one stream.
+
+    Args:
+        limit: the bytes that the driver can give, at most; None for no limit.
+        expandable: whether to follow ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
+
+    Attributes:
+        allocated: the bytes of all blocks in use now.
+        reserved: the bytes taken from the driver and not given back.
+        retries: how often the cached memory was given back to meet a request.
+
+    >>> cuda = CachingAllocator()
+    >>> block = cuda.allocate(3 * 2**20)
+    >>> cuda.allocated // 2**20, cuda.reserved // 2**20
+    (3, 20)
+    >>> cuda.free(block)
+    >>> cuda.empty_cache()
+    >>> cuda.allocated, cuda.reserved
+    (0, 0)
+    """
+
+    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
+        self.limit, self.expandable = limit, expandable
+        self.allocated = self.reserved = self.retries = 0
+        self._small = _Pool(SMALL_SEGMENT, MIN_BLOCK)
+        self._large = _Pool(LARGE_SEGMENT, MIN_BLOCK if expandable else SMALL_REQUEST + 1)
+        self._next_address = 0
+
+    def allocate(self, nbytes: int) -> Block:
+        """Find or make a block for ``nbytes`` bytes, which must be positive.
+
+        Raises:
+            OutOfMemory: if the limit does not allow it. Cached memory was given back by then.
+        """
+        size = round_up(nbytes)
+        pool = self._small if size <= SMALL_REQUEST else self._large
+        block = self._cached_block(pool, size) or self._new_block(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new_block(pool, size)
+            if block is None:
+                raise OutOfMemory(f"{nbytes} bytes do not fit: {self.reserved} of {self.limit} bytes are reserved")
+        if block.size - size >= pool.least_rest:
+            rest, block = block, block.cut(size)
+            pool.add(rest)
+        block.is_free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give ``block``, which :meth:`allocate` returned, back to its pool."""
+        pool = block.pool
+        self.allocated -= block.size
+        block.is_free = True
+        pool.join(block)
+        pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give the driver all segments that are entirely free; of expandable segments, all pages that are."""
+        for pool in (self._large, self._small):
+            if self.expandable:
+                for _, _, block in list(pool.free):
+                    self._unmap(block)
+                continue
+            whole = [entry for entry in pool.free if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(size for size, _, _ in whole)
+            if whole:
+                pool.free = [entry for entry in pool.free if entry[2].before is not None or entry[2].after is not None]
+
+    def blocks(self) -> list[Block]:
+        """The free blocks of both pools, by size; those without memory behind them are not among them."""
+        return [block for pool in (self._small, self._large) for _, _, block in pool.free]
+
+    def _cached_block(self, pool: _Pool, size: int) -> Block | None:
+        """Take the free block that fits best out of ``pool``; None if none is large enough."""
+        free = pool.free
+        i = bisect.bisect_left(free, (size,))
+        if i == len(free):
+            return None
+        if self.expandable:
+            while i + 1 < len(free) and _room(free[i + 1][2]) < _room(free[i][2]):
+                i += 1
+        return free.pop(i)[2]
+
+    def _new_block(self, pool: _Pool, size: int) -> Block | None:
+        """A block from the driver; None if the limit does not allow it."""
+        if self.expandable:
+            return self._expanded_block(pool, size)
+        segment = segment_bytes(size)
+        if self.limit is not None and self.reserved + segment > self.limit:
+            return None
+        self.reserved += segment
+        block = Block(self._next_address, segment, pool)
+        self._next_address += segment
+        return block
+
+    # -- expandable segments
+
+    def _expanded_block(self, pool: _Pool, size: int) -> Block | None:
+        """Map memory at the lowest address where ``size`` bytes fit, and return the free block that contains them."""
+        block = self._lowest(pool, size)
+        if not block.is_mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            after = block.after
+            assert after is not None  # _lowest found enough addresses
+            if not self._map(after, min(size - block.size, after.size)):
+                return None
+            block = after
+        pool.remove(block)
+        return block
+
+    def _lowest(self, pool: _Pool, size: int) -> Block:
+        """The first of the free or unmapped blocks, at the lowest address, that have ``size`` bytes together."""
+        for _, block in pool.unmapped:
+            first = block.before if block.before is not None and block.before.is_free else block
+            room = 0
+            each: Block | None = first
+            while room < size and each is not None and each.is_free:
+                room += each.size
+                each = each.after
+            if room >= size:
+                return first
+        space = Block(self._next_address, _ADDRESSES, pool, is_mapped=False)
+        self._next_address += _ADDRESSES
+        pool.add_unmapped(space)
+        return space
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Put memory behind the first ``size`` bytes of ``block``, in whole pages, and join it with free neighbours."""
+        pool = block.pool
+        mapped = (size + pool.granularity - 1) // pool.granularity * pool.granularity
+        if self.limit is not None and self.reserved + mapped > self.limit:
+            return False
+        pool.remove_unmapped(block)
+        if mapped < block.size:
+            rest = Block(block.address + mapped, block.size - mapped, pool, is_mapped=False)
+            rest.before, rest.after = block, block.after
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, mapped
+            pool.add_unmapped(rest)
+        block.is_mapped = True
+        pool.join(block)
+        pool.add(block)
+        self.reserved += mapped
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pages inside the free ``block`` back to the driver."""
+        pool, page = block.pool, block.pool.granularity
+        begin = (block.address + page - 1) // page * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            pool.add(block.cut(begin - block.address))
+        if end < block.address + block.size:
+            rest, block = block, block.cut(end - block.address)
+            pool.add(rest)
+        block.is_mapped = False
+        pool.join(block)
+        pool.add_unmapped(block)
+        self.reserved -= end - begin
+
+
+def _room(block: Block) -> int:
+    """The size of a free block together with the addresses behind it that have no memory yet."""
+    after = block.after
+    return block.size + (after.size if after is not None and not after.is_mapped else 0)
+
+
+def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int]]:
+    """The births and deaths of a recorded step, as :func:`simulate` takes them.
+
+    Args:
+        record: the step.
+        device: whose memory: ``"device"`` or ``"host"``.
+
+    Returns:
+        One pair for each change of memory: the position of the allocation, and its bytes, or 0 where it dies. A storage
+        that is resized dies and is born again, which is how torch does it.
+    """
+    events: list[tuple[int, int]] = []
+    sizes: dict[int, int] = {}
+    for _, allocation, nbytes in record.changes:
+        if record.allocations[allocation].device != device:
+            continue
+        before = sizes.get(allocation, 0)
+        sizes[allocation] = after = before + nbytes
+        if before:
+            events.append((allocation, 0))
+        if after:
+            events.append((allocation, after))
+    return events
+
+
+def simulate(
+    events: Iterable[tuple[int, int]], limit: int | None = None, *, expandable: bool = False
+) -> AllocatorReport:
+    """Follow births and deaths of tensors through torch's caching allocator.
+
+    Args:
+        events: in order, one pair for each event: ``(serial, nbytes)`` with ``nbytes > 0`` for the birth of a storage,
+            and ``(serial, 0)`` or a negative number for its death. A storage of no bytes is never allocated, so its
+            events may be left out or given as ``(serial, 0)``. A storage that is resized dies and is born again. Give
+            the events of two steps to see what the second one needs, beside the blocks that the first one left.
+        limit: the bytes that the driver can give to torch: the memory of the device, less that of CUDA's context and
+            of other processes. None for no limit.
+        expandable: whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` is set.
+
+    Returns:
+        The peaks, in bytes. If a request does not fit under ``limit``, the report is about the events before it.
+
+    Raises:
+        UsageError: if a storage is born that is alive, or dies (with a negative number) and is not.
+
+    >>> MiB = 2**20
+    >>> report = simulate([(1, 3 * MiB), (2, 3 * MiB), (1, 0), (3, 16 * MiB), (2, 0)])
+    >>> report.allocated_peak // MiB, report.reserved_peak // MiB, report.at_event
+    (19, 36, 3)
+    >>> simulate([(1, 30 * MiB), (2, 30 * MiB)], limit=50 * MiB).fits
+    False
+    """
+    allocator = CachingAllocator(limit, expandable)
+    allocate, free = allocator.allocate, allocator.free
+    alive: dict[int, tuple[Block, int]] = {}
+    allocated_peak = reserved_peak = requested = requested_peak = 0
+    at_event = -1
+    failed: tuple[int, int] | None = None
+    for i, (serial, nbytes) in enumerate(events):
+        known = alive.pop(serial, None)
+        if nbytes <= 0:
+            if known is not None:
+                free(known[0])
+                requested -= known[1]
+            elif nbytes < 0:
+                raise UsageError(f"event {i}: storage {serial} dies, but it is not alive")
+            continue
+        if known is not None:
+            raise UsageError(
+                f"event {i}: storage {serial} is born again while it is alive: let a resized one die first"
+            )
+        try:
+            block = allocate(nbytes)
+        except OutOfMemory:
+            failed = (i, nbytes)
+            break
+        alive[serial] = (block, nbytes)
+        requested += nbytes
+        requested_peak = max(requested_peak, requested)
+        reserved_peak = max(reserved_peak, allocator.reserved)
+        if allocator.allocated > allocated_peak:
+            allocated_peak, at_event = allocator.allocated, i
+    return AllocatorReport(
+        allocated_peak=allocated_peak,
+        reserved_peak=reserved_peak,
+        requested_peak=requested_peak,
+        at_event=at_event,
+        fits=failed is None,
+        failed_at=None if failed is None else failed[0],
+        failed_bytes=0 if failed is None else failed[1],
+        retries=allocator.retries,
+    )
+
+
+def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport, accuracy: float = 0.005) -> int:
+    """The least memory in which the allocator meets every request, in bytes: not less, and larger by ``accuracy``.
+
+    It lies between the peak of the blocks in use and that of the memory taken from the driver, because the allocator
+    gives cached memory back before it fails.
+
+    Args:
+        events: as :func:`simulate` takes them.
+        report: what it said of them without a limit.
+        accuracy: how much too large the result may be, as a part of it.
+
+    >>> MiB = 2**20
+    >>> events = [(1, 30 * MiB), (1, 0), (2, 40 * MiB)]
+    >>> report = simulate(events)
+    >>> report.reserved_peak // MiB, least_limit(events, report) // MiB
+    (70, 40)
+    """
+    low, high = report.allocated_peak, report.reserved_peak
+    if simulate(events, low).fits:
+        return low
+    while high - low > accuracy * high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if simulate(events, middle).fits else (middle, high)
+    return high

@@ -1,0 +1,192 @@
+"""``fake_run``: inside, modules and tensors have shapes and no memory, and operators compute nothing.
+
+The private parts of torch that this needs are in this file.
+"""
+
+# [Note: models are built inside]
+# A fake tensor and a real one do not mix well, so the model is built, or copied, inside the fake mode. There
+# `Module.to()` fails in torch, because it swaps tensors that have weak references, and a deep copy of a fake parameter
+# does not know its own storage. Both are replaced while the fake mode is on. Nothing of the user's is changed: a module
+# that is given is copied without its memory, and the states of the random generators, the default dtype and the
+# environment are put back.
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch.utils import _pytree as pytree
+
+from disthooks.errors import UsageError
+from disthooks.predict.fake_kernels import FakeKernels
+from disthooks.predict.values import Values
+
+#: Variables that make libraries read files on this machine and ask no hub.
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
+
+
+@contextlib.contextmanager
+def fake_run() -> Iterator[Fakes]:
+    """Inside, every new tensor is fake, and what the code changes of this process's state is put back at the end.
+
+    >>> with fake_run():
+    ...     model = nn.Linear(10**6, 10**6).to(torch.bfloat16)
+    >>> model.weight.dtype, model.weight.untyped_storage().nbytes() == 2 * 10**12
+    (torch.bfloat16, True)
+    """
+    mode = FakeKernels()
+    values = Values(mode)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_state_put_back())
+        stack.enter_context(replaced(nn.Module, "_apply", _apply))
+        stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
+        stack.enter_context(mode)
+        stack.enter_context(values)
+        yield Fakes(mode, values)
+
+
+@contextlib.contextmanager
+def as_if_real() -> Iterator[None]:
+    """Inside, libraries that ask whether a tensor is fake are told that it is real.
+
+    transformers asks that, and takes the ways then that it takes under a compiler.
+    """
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None or not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+    with replaced(library, "is_fake_tensor", lambda tensor: False):
+        yield
+
+
+class Fakes(NamedTuple):
+    """What a fake run has: the fake mode, and the values of small tensors."""
+
+    mode: FakeKernels
+    values: Values
+
+    def tell(self, told: Callable[[str, str], None]) -> None:
+        """From now on call ``told`` with what could not be known, and with what was assumed instead."""
+        self.mode.told = self.values.told = told
+
+    def like(self, value: Any) -> Any:
+        """``value`` with a fake tensor of the CPU in place of each real one.
+
+        Args:
+            value: a tensor, or a structure of tuples, lists and dicts with tensors in it.
+        """
+
+        def one(real: torch.Tensor) -> torch.Tensor:
+            if isinstance(real, FakeTensor):
+                return real
+            if real.device.type != "cpu":
+                return torch.empty_strided(
+                    real.size(), real.stride(), dtype=real.dtype, requires_grad=real.requires_grad
+                )
+            fake: torch.Tensor = self.mode.from_tensor(real)
+            self.values.give(fake, real)
+            return fake
+
+        return pytree.tree_map_only(torch.Tensor, one, value)
+
+    def copy(self, model: nn.Module) -> nn.Module:
+        """A copy of ``model`` without its memory.
+
+        Raises:
+            UsageError: if the module cannot be copied.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        if tensors and all(isinstance(each, FakeTensor) for each in tensors):
+            return model
+        try:
+            with FakeCopyMode(self.mode):
+                made: nn.Module = copy.deepcopy(model)
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} cannot be copied without its memory ({type(error).__name__}: {error}): give "
+                "the function that builds it instead"
+            ) from error
+        if any(each.device.type != "cpu" for each in tensors):
+            _apply(made, lambda each: each if each.device.type == "cpu" else torch.empty_like(each, device="cpu"))
+        return made
+
+
+def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """``Module._apply`` for fake parameters. See [Note: models are built inside]."""
+    if recurse:
+        for child in self.children():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+    for weight in self._parameters.values():
+        if weight is not None:
+            with torch.no_grad():
+                new = fn(weight)
+                if new is not weight:
+                    weight.data = new
+                if weight.grad is not None:
+                    weight.grad = fn(weight.grad)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy of a fake tensor. See [Note: models are built inside]."""
+    found: torch.Tensor | None = memo.get(id(self))
+    if found is None:
+        found = self.detach().clone()
+        found = nn.Parameter(found, self.requires_grad) if isinstance(self, nn.Parameter) else found
+        if not isinstance(found, nn.Parameter):
+            found.requires_grad_(self.requires_grad)
+        memo[id(self)] = found
+    return found
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Replace an attribute of ``owner`` inside. An attribute that was inherited is inherited again."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def _state_put_back() -> Iterator[None]:
+    """Put back what building and running a model may change: random generators, default dtype, environment."""
+    state, python_state, dtype = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    environment = {name: os.environ.get(name) for name in _OFFLINE}
+    os.environ.update(_OFFLINE)
+    try:
+        yield
+    finally:
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            numpy.random.set_state(numpy_state)
+        torch.set_default_dtype(dtype)

@@ -1,0 +1,247 @@
+"""``FakeKernels``: a fake mode that goes on where torch's own cannot, and says what it assumed.
+
+A fake tensor has no elements. So code that looks at one (``.item()``, ``nonzero()``, an index by a mask) gets an
+assumed answer here, and an operator without a fake kernel an assumed shape. Each assumption is told once.
+"""
+
+# [Note: what is assumed]
+# The number of elements that are not zero is assumed to be the largest that it can be, so that memory is not
+# underestimated. What `any` asks is assumed to be False, and another truth value True: such questions look for what
+# should not be, or ask whether all is well. An integer is assumed to be 1 and a float 0. A prediction with an
+# assumption in it names it. A loop that waits for another answer would never end, so there is a limit.
+#
+# [Note: kernels that differ]
+# Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
+# half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
+# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
+# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    run_fallback_kernel,
+)
+from torch.utils import _pytree as pytree
+
+from disthooks.errors import UsageError
+
+aten: Any = torch.ops.aten
+_Mode: Any = fake_tensor.FakeTensorMode
+
+#: An operator without a fake kernel runs for real, on zeros, if its inputs have at most so many bytes.
+_SMALL = 64 << 20
+#: A model that reads more values than that reads them in a loop that does not end.
+_MOST_ANSWERS = 10_000
+_NARROW = (torch.bfloat16, torch.float16)
+_LOG = "torch._subclasses.fake_tensor"
+
+
+class FakeKernels(_Mode):  # type: ignore[misc]
+    """A FakeTensorMode that assumes what it cannot know.
+
+    Args:
+        told: called with what could not be known, and with what was assumed instead.
+
+    >>> told = []
+    >>> with FakeKernels(lambda *each: told.append(each)):
+    ...     x = torch.ones(8, 8)
+    ...     y = x[x > 0]
+    >>> y.shape, told
+    (torch.Size([64]), [('aten.nonzero', 'all 64 elements count')])
+    """
+
+    def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
+        self.told = told
+        self._answers = 0
+
+    def __enter__(self) -> Any:
+        logging.getLogger(_LOG).addFilter(_is_quiet)  # torch logs an error even if it is handled here
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        logging.getLogger(_LOG).removeFilter(_is_quiet)
+        super().__exit__(*error)
+
+    def can_run_unsafe_fallback(self, func: Any) -> bool:
+        """Whether ``func`` may run for real: never by torch's own choice, because its tensors may be large."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = _KERNELS.get(func)
+        if own is not None:
+            return own(self, func, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            return self._assumed_value(func, args)
+        except DynamicOutputShapeException:
+            return self._assumed_size(func, args, kwargs)
+        except (UnsupportedOperatorException, NotImplementedError) as error:
+            if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
+                raise
+            return self._for_real(func, args, kwargs, error)
+        if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
+            with self:
+                return (result[0], *(each.to(torch.float32) for each in result[1:]))
+        if func in _ANY:
+            result.__dict__["_assumed"] = False
+        elif func in _NOT and isinstance(args[0], FakeTensor):
+            result.__dict__["_assumed"] = not args[0].__dict__.get("_assumed", True)
+        elif func is aten.native_layer_norm_backward.default and result[0] is not None:
+            with self:
+                return (result[0].contiguous(), *result[1:])
+        return result
+
+    def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
+        tensor = args[0]
+        name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
+        if name == "aten.equal":
+            self.told(name, "True")
+            return True
+        assumed: Any = 0.0 if tensor.dtype.is_floating_point else 1
+        if tensor.dtype is torch.bool:
+            assumed = tensor.__dict__.get("_assumed", True)
+        self._answers += 1
+        if self._answers > _MOST_ANSWERS:
+            raise UsageError("the model reads values of tensors in a loop, and its end depends on them")
+        self.told("the value of a tensor (.item())", repr(assumed))
+        return assumed
+
+    def _assumed_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operator whose size depends on elements: the largest. See [Note: what is assumed]."""
+        name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
+        x = args[0]
+        count = x.numel()
+        self.told(name, f"all {count} elements count")
+        with self:
+            if func is aten.nonzero.default:
+                return x.new_empty((count, x.dim()), dtype=torch.int64)
+            if func is aten.masked_select.default:
+                return x.new_empty((x.expand_as(args[1]) if x.dim() < args[1].dim() else x).numel())
+            if func is aten.index.Tensor:
+                return self._by_mask(x, args[1])
+            if "unique" in name:
+                counts = x.new_empty(count, dtype=torch.int64)
+                return (x.new_empty(count), counts, counts.clone())
+            if func is aten.repeat_interleave.Tensor:
+                return x.new_empty(kwargs.get("output_size") or count, dtype=torch.int64)
+            if func is aten.bincount.default:
+                return x.new_empty(max(1, kwargs.get("minlength", 0)), dtype=torch.int64)
+        raise DynamicOutputShapeException(func)
+
+    def _by_mask(self, x: torch.Tensor, indices: Any) -> torch.Tensor:
+        """``x`` indexed by masks, each of which takes everything."""
+        wide: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                wide.append(index)
+            else:
+                wide += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        made: torch.Tensor = aten.index.Tensor(x, wide)
+        return made
+
+    def _for_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """The result of an operator without a fake kernel: of a real run on zeros, or of the first tensor's shape."""
+        name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [each for each in flat if isinstance(each, FakeTensor)]
+        if sum(each.nbytes for each in tensors) <= _SMALL:
+            try:
+                return run_fallback_kernel(self, func, flat, spec, UnsupportedOperatorException(func))
+            except Exception:  # the kernel may need other values than zeros
+                self.told(name, "its result has the shape of its first tensor")
+        else:
+            self.told(name, "it has no fake kernel: its result has the shape of its first tensor")
+        returns = func._schema.returns
+        if not tensors or any(str(each.type) != "Tensor" for each in returns):
+            raise error
+        with self:
+            made = tuple(torch.empty_like(tensors[0]) for _ in returns)
+        return made[0] if len(made) == 1 else made
+
+
+_PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
+
+
+def _is_quiet(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.ERROR
+
+
+def _has_wide_weight(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.dtype is torch.float32 for each in args)
+
+
+#: Operators whose results after the first are statistics, in float32 if a weight is. See [Note: kernels that differ].
+_STATISTICS = {
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("native_layer_norm", "default"),
+        ("native_group_norm", "default"),
+        ("native_batch_norm", "default"),
+        ("_native_batch_norm_legit", "default"),
+        ("_native_batch_norm_legit", "no_stats"),
+    )
+    if hasattr(aten, name)
+}
+_ANY = {aten.any.default, aten.any.dim}
+_NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The product of groups of rows, or of columns, with one matrix for each group (torch's ``_grouped_mm``)."""
+    a, b = args[0], args[1]
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    if a.dim() == 2 and b.dim() == 2:
+        shape: tuple[int, ...] = (offsets.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 3 and b.dim() == 3:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[0] if a.dim() == 2 else a.shape[1], b.shape[-1])
+    with mode:
+        return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype)
+
+
+def _with_workspace(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator of oneDNN whose workspace only a real run knows. See [Note: kernels that differ]."""
+    result = list(_Mode.__torch_dispatch__(mode, func, (), args, kwargs))
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    if sum(each.nbytes for each in flat if isinstance(each, FakeTensor)) > _SMALL:
+        mode.told("aten.mkldnn_rnn_layer", "no bytes for oneDNN's workspace")
+        return tuple(result)
+    real = run_fallback_kernel(mode, func, flat, spec, UnsupportedOperatorException(func))
+    with mode:
+        result[-1] = torch.empty(real[-1].shape, dtype=real[-1].dtype)
+    return tuple(result)
+
+
+def _each_its_own(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of an operator, each with memory of its own; torch's kernel gives one tensor twice."""
+    result, seen = [], set()
+    for each in _Mode.__torch_dispatch__(mode, func, (), args, kwargs):
+        if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata in seen:
+            with mode:
+                each = torch.empty_like(each)
+        if isinstance(each, torch.Tensor):
+            seen.add(each.untyped_storage()._cdata)
+        result.append(each)
+    return tuple(result)
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {}
+if hasattr(aten, "_grouped_mm"):
+    _KERNELS[aten._grouped_mm.default] = _grouped_mm
+if hasattr(aten, "mkldnn_rnn_layer"):
+    _KERNELS[aten.mkldnn_rnn_layer.default] = _with_workspace
+    _KERNELS[aten.mkldnn_rnn_layer_backward.default] = _each_its_own

@@ -1,0 +1,173 @@
+"""What a recorder saw of one training step: operators, memory that came and went, and the tensors that autograd saved.
+
+A :class:`StepRecord` is plain data. :mod:`disthooks.predict.timeline` and :mod:`disthooks.predict.explanation` read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+#: The parts of a training step, in their order. "before" is everything that is there when the forward begins.
+Phase = Literal["before", "forward", "backward", "optimizer"]
+
+#: What a piece of memory is for. If two hold, the first in this order counts.
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "master weights",
+    "gradients",
+    "optimizer state",
+    "inputs",
+    "gathered parameters",
+    "communication",
+    "saved for backward",
+    "temporary",
+)
+
+#: The categories of what is there before a step and after it.
+STAYING = frozenset(("parameters", "buffers", "master weights", "gradients", "optimizer state", "inputs"))
+
+#: What a saved tensor is. Only an "activation", an "input" and a "weight copy" are memory that would not be there
+#: without autograd, or that a plan can move; a "weight copy" is what autocast made of a weight.
+SavedKind = Literal["activation", "input", "weight copy", "parameter", "buffer"]
+
+
+class ModuleInfo(NamedTuple):
+    """One module of the model.
+
+    Attributes:
+        name: as in ``model.named_modules()``; "" for the model itself.
+        kind: the name of its class.
+        parent: the position of the module that contains it; -1 for the model itself.
+    """
+
+    name: str
+    kind: str
+    parent: int
+
+
+class Operator(NamedTuple):
+    """One operator that ran. Its position in :attr:`StepRecord.operators` is a moment of the step.
+
+    Attributes:
+        name: such as "aten.mm".
+        phase: the part of the step.
+        module: the position of the module in whose forward, or in the backward of whose forward, it ran.
+        flops: floating-point operations, a multiplication with an addition counting as two.
+        read: bytes of the tensors that it read.
+        written: bytes of the tensors that it wrote.
+        dtype: of the tensor that decides how fast it runs, such as "bfloat16"; "" if it has none.
+        is_again: whether the forward was running inside the backward, because a checkpoint computes it again.
+    """
+
+    name: str
+    phase: Phase
+    module: int
+    flops: int = 0
+    read: int = 0
+    written: int = 0
+    dtype: str = ""
+    is_again: bool = False
+
+
+@dataclass
+class Allocation:
+    """The memory of one storage.
+
+    Attributes:
+        nbytes: the most bytes that it had.
+        category: one of :data:`CATEGORIES`.
+        operator: the operator that made it; "" if the recorder found it.
+        module: the position of the module in which it was made.
+        device: "device", or "host" for memory that an engine or a plan keeps in the host's memory.
+    """
+
+    nbytes: int
+    category: str
+    operator: str
+    module: int
+    device: Literal["device", "host"] = "device"
+
+
+class Change(NamedTuple):
+    """Memory that came or went.
+
+    Attributes:
+        moment: the position of the operator that began last.
+        allocation: the position of the allocation.
+        nbytes: bytes that came; negative for bytes that went.
+    """
+
+    moment: int
+    allocation: int
+    nbytes: int
+
+
+class SavedTensor(NamedTuple):
+    """One tensor that autograd saved.
+
+    Attributes:
+        allocation: the position of the allocation that it lies over.
+        nbytes: bytes of its elements.
+        module: the position of the module whose forward was running.
+        operator: the operator that saved it.
+        kind: what it is.
+        is_first: whether no tensor over this memory was saved before. So each memory counts once.
+        shape: of the tensor.
+        dtype: of the tensor, such as "bfloat16".
+    """
+
+    allocation: int
+    nbytes: int
+    module: int
+    operator: str
+    kind: SavedKind
+    is_first: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Unknown(NamedTuple):
+    """Something that could not be known without running for real.
+
+    Attributes:
+        what: the operator or the value.
+        module: the name of the module.
+        assumed: what was assumed instead.
+    """
+
+    what: str
+    module: str
+    assumed: str
+
+
+@dataclass
+class StepRecord:
+    """One step: forward, backward, and the optimizer's step if there is one.
+
+    Attributes:
+        modules: the model's modules; the first is the model.
+        operators: in the order in which they ran.
+        allocations: all memory of the step.
+        changes: when that memory came and went, in order.
+        saved: the tensors that autograd saved in the forward.
+        phases: for each part of the step, the position of its first operator.
+        unknown: what was assumed.
+    """
+
+    modules: list[ModuleInfo] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
+    phases: dict[Phase, int] = field(default_factory=dict)
+    unknown: list[Unknown] = field(default_factory=list)
+
+    def saved_by(self, position: int) -> int:
+        """Bytes over which the tensors lie that were saved in this module's own forward, each memory once."""
+        return sum(self.allocations[each.allocation].nbytes for each in self.counted() if each.module == position)
+
+    def counted(self) -> list[SavedTensor]:
+        """The saved tensors that count: the first over each memory that is no weight."""
+        return [each for each in self.saved if each.is_first and each.kind not in ("parameter", "buffer")]

@@ -1,0 +1,586 @@
+"""A plan on fake tensors: the report that it predicts is that of the real run, to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+import disthooks as dh
+from disthooks import _hashing
+from disthooks._tensors import bitless
+from disthooks._torch import StorageRef
+from disthooks.config.plan import Plan
+from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
+from disthooks.predict.planned import in_hooks, planned
+from disthooks.saved.codecs import Codec
+from disthooks.saved.module_class import site_of
+from disthooks.saved.stores.base import Store
+
+#: Every figure of a report that does not depend on time, nor on the bits of tensors.
+FIGURES = [
+    field.name
+    for field in dataclasses.fields(dh.SavedReport)
+    if "seconds" not in field.name and field.name not in ("errors", "unreturned", "tiers", "sites")
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Decoder(nn.Module):
+    def __init__(self, reentrant: bool | None = None, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.reentrant = reentrant
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.second, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.relu, self.pool, self.head = nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(self.relu(self.norm(self.first(x))))
+        return self.head(self.relu(self.norm2(self.second(x)) + x).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 64, 2, batch_first=True, dropout=0.1), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class Adapted(nn.Module):
+    """Frozen weights under adapters: autocast's copies of the frozen ones have no history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.twin = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up, self.head = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.base(x)  # as large as a weight, and without a history
+        for base in (self.base, self.twin):
+            x = x + base(x) + self.up(self.down(x))
+        return self.head(F.silu(x))
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0] * ctx.saved_tensors[0].sign().abs()
+
+
+class Own(nn.Module):
+    """A function of the user's own, a transposed view, a part of a larger storage, and a change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = self.first(x).chunk(3, -1)
+        y = Squared.apply(one) @ two.t() @ (three * 1).sigmoid_()
+        return self.second(y.tanh() + y[:, :1].exp())
+
+
+def gpt2() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, **sizes)), torch.randint(0, 128, (4, 48))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 100, (8, 32))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "decoder": lambda: (Decoder(), tokens()),
+    "tied": lambda: (Decoder(tied=True), tokens()),
+    "checkpointed": lambda: (Decoder(False), tokens()),
+    "checkpointed reentrant": lambda: (Decoder(True), tokens()),
+    "residual": lambda: (Residual(), torch.randn(8, 3, 32, 32)),
+    "recurrent": lambda: (Recurrent(), torch.randn(8, 20, 32)),
+    "adapted": lambda: (Adapted(), torch.randn(64, 64)),
+    "own": lambda: (Own(), torch.randn(64, 64)),
+    "gpt2": gpt2,
+}
+GATE = dh.AtLeast("4 KiB")
+PIPELINES: dict[str, Callable[[Any], Any]] = {
+    "OnCpu": lambda folder: dh.OnCpu(),
+    "OnDevice": lambda folder: dh.OnDevice(),
+    "OnDisk": lambda folder: dh.pipeline(GATE, dh.OnDisk(folder)),
+    "AtLeast": lambda folder: dh.pipeline(dh.AtLeast("100 KiB"), dh.OnDisk(folder)),
+    "Cast": lambda folder: dh.pipeline(GATE, dh.Cast(torch.bfloat16), dh.OnCpu()),
+    "Cast 8": lambda folder: dh.pipeline(GATE, dh.Cast(torch.float8_e4m3fn), dh.OnDisk(folder)),
+    "Quantize": lambda folder: dh.pipeline(GATE, dh.Quantize(8), dh.OnDisk(folder)),
+    "Quantize 4": lambda folder: dh.pipeline(GATE, dh.Quantize(4), dh.OnCpu()),
+    "Recompute": lambda folder: dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(folder)),
+    "Recompute always": lambda folder: dh.pipeline(GATE, dh.Recompute(check="always"), dh.OnDisk(folder)),
+    "Recompute products": lambda folder: dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(folder)),
+    "Recompute Cast": lambda folder: dh.pipeline(GATE, dh.Recompute(), dh.Cast(torch.bfloat16), dh.OnDisk(folder)),
+    "Tiered": lambda folder: dh.pipeline(
+        GATE, dh.Tiered(dh.OnDevice("200 KiB"), dh.OnCpu("200 KiB"), dh.OnDisk(folder))
+    ),
+    "Functions": lambda folder: dh.Functions(lambda tensor: tensor.clone(), lambda tensor: tensor),
+}
+OFTEN = ("Quantize", "Recompute products", "Tiered")
+
+
+def step(model: nn.Module, x: torch.Tensor, steps: int = 2, autocast: bool = False) -> None:
+    for _ in range(steps):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = model(x)
+        getattr(found, "logits", found).float().square().mean().backward()
+
+
+@contextlib.contextmanager
+def kernels(model: str) -> Iterator[None]:
+    """oneDNN's LSTM saves memory of its own, whose size a fake tensor does not have."""
+    if model != "recurrent":
+        yield
+        return
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+def real(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*") -> dh.SavedReport:
+    torch.manual_seed(0)
+    built, x = MODELS[model]()
+    with warnings.catch_warnings(), kernels(model), dh.save_activations(built, patterns, pipeline) as saving:
+        warnings.simplefilter("ignore")
+        step(built, x, autocast=autocast)
+        return saving.report()
+
+
+def fake(model: str, pipeline: Any, autocast: bool = False, patterns: Any = "*", **how: Any) -> Any:
+    with FakeTensorMode(), kernels(model):
+        built, x = MODELS[model]()
+        with planned(built, [(patterns, pipeline)], **how) as found:
+            step(built, x, autocast=autocast)
+    return found
+
+
+def figures(report: dh.SavedReport) -> dict[str, Any]:
+    sites = {name: dataclasses.astuple(site)[:9] for name, site in report.sites.items()}
+    return {name: getattr(report, name) for name in FIGURES} | {"sites": sites}
+
+
+CASES = [
+    (model, pipeline, autocast)
+    for model in MODELS
+    for pipeline in PIPELINES
+    for autocast in (False, True)
+    if (model == "decoder" and not autocast) or pipeline in OFTEN
+    if not (autocast and model == "tied")
+    # Statistics of norms: a fake tensor has those of a narrow input in its dtype, the kernel gives them in float32.
+    if not (autocast and model in ("residual", "recurrent"))
+]
+
+
+@pytest.mark.parametrize(("model", "pipeline", "autocast"), CASES)
+def test_a_prediction_is_the_report_of_the_run(
+    model: str, pipeline: str, autocast: bool, tmp_path: pathlib.Path
+) -> None:
+    to = PIPELINES[pipeline](tmp_path)
+    found = fake(model, to, autocast)
+    assert figures(found.report()) == figures(real(model, to, autocast))
+    assert found.unknown == []
+
+
+def test_several_entries_and_patterns(tmp_path: pathlib.Path) -> None:
+    entries = [
+        ("blocks.0", dh.pipeline(dh.Recompute(), dh.OnDisk(tmp_path))),
+        (["*.mlp", "*.up", "head"], dh.pipeline(GATE, dh.Quantize(8), dh.OnCpu())),
+    ]
+    entries[1] = (["blocks.1.*", "head"], entries[1][1])
+    with FakeTensorMode():
+        model, x = MODELS["decoder"]()
+        with planned(model, entries) as found:
+            step(model, x)
+    built, x = MODELS["decoder"]()
+    with contextlib.ExitStack() as stack:
+        savings = [stack.enter_context(dh.save_activations(built, patterns, to)) for patterns, to in entries]
+        step(built, x)
+    assert [figures(report) for report in found.reports()] == [figures(saving.report()) for saving in savings]
+    assert found.names == [saving.names for saving in savings]
+
+
+def test_hooks_that_the_model_has_already_are_planned_too(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
+
+    def run(how: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        model, x = MODELS["decoder"]()
+        model.blocks[0] = dh.SaveWith(model.blocks[0], to)
+        attached = dh.save_activations(model, "blocks.1", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+        with how(model) as found:
+            step(model, x)
+            if not isinstance(found, dh.Saving):
+                return *(figures(found.inside[f"blocks.{i}"].report()) for i in (0, 1)), figures(found.reports()[0])
+        return figures(model.blocks[0].report()), figures(attached.report()), figures(found.report())
+
+    entry = ("head", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    at_run = run(lambda model: dh.save_activations(model, *entry))
+    with FakeTensorMode():
+        predicted = run(lambda model: planned(model, [entry]))
+        model, x = MODELS["decoder"]()
+        model = dh.SaveWith(model, to)
+        with planned(model, []):
+            step(model, x)
+        step(model, x)  # with its own hooks again, which leave fake tensors alone
+        assert model.report().stored == 0
+        assert model.report().calls == 2
+    for one, two in zip(predicted, at_run, strict=True):
+        # The report of an attachment names modules that were never called; that of its pipeline does not.
+        assert one == two
+
+
+def test_a_plan_with_a_budget_puts_tensors_where_the_run_does(tmp_path: pathlib.Path) -> None:
+    plan = Plan(
+        saves=[("blocks.*", dh.pipeline(GATE, dh.Tiered(dh.OnCpu("300 KiB"), dh.OnDisk(tmp_path))))], budget="1 MiB"
+    )
+
+    def held(model: nn.Module, x: torch.Tensor, held_now: Callable[[], list[int]]) -> list[list[int]]:
+        """The bytes in each tier after each of three forwards: the first has no plan, the others have one."""
+        seen = []
+        for _ in range(3):
+            loss = model(x).sum()
+            seen.append(held_now())
+            loss.backward()
+        return seen
+
+    built, x = MODELS["decoder"]()
+    with plan.save(built) as saving:
+        at_run = held(built, x, lambda: [tier.held for tier in saving.report().tiers])
+    with FakeTensorMode():
+        built, x = MODELS["decoder"]()
+        with planned(built, plan) as found:
+            predicted = held(built, x, lambda: [tier.held for tier in found.report().tiers])
+            places = found.placed
+    assert predicted == at_run
+    assert all(all(tiers) for tiers in at_run)  # each tier had something to hold
+    assert [places.peak[place] for place in ("device", "host", "disk")] >= [
+        max(each) for each in zip(*at_run, strict=True)
+    ]
+    assert places.peak["host"] <= 300 << 10
+
+
+def test_a_budget_that_the_weights_exceed_is_the_error_of_the_run() -> None:
+    plan = Plan(saves=[("*", dh.OnCpu())], budget="1 KiB")
+    with FakeTensorMode():
+        built, _ = MODELS["decoder"]()
+        with pytest.raises(ConfigError, match="parameters and buffers"), planned(built, plan):
+            pass
+    with FakeTensorMode():
+        built, _ = MODELS["decoder"]()
+        with pytest.raises(MatchError), planned(built, [("nothing", dh.OnCpu())]):
+            pass
+
+
+def test_a_store_that_is_full_raises_the_error_of_the_run(tmp_path: pathlib.Path) -> None:
+    said = []
+    for run in (real, fake):
+        with pytest.raises(StoreError) as raised:
+            run("decoder", dh.pipeline(GATE, dh.OnDisk(tmp_path, "500 KiB")))
+        said.append((str(raised.value), raised.value.wanted, raised.value.free))
+    assert said[0] == said[1]
+
+
+# -- what depends on the data
+
+
+class Misleading(nn.Module):
+    """A layer norm whose eps is not the one of the module that has its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return self.linear(F.layer_norm(y, (64,), self.norm.weight, self.norm.bias, 0.1))
+
+
+def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
+    model, x = Misleading(), torch.randn(512, 64)
+    with dh.save_activations(model, "*", to) as saving:
+        step(model, x, 1)
+    with FakeTensorMode():
+        model, x = Misleading(), torch.randn(512, 64)
+        with planned(model, [("*", to)]) as found:
+            step(model, x, 1)
+    at_run, predicted = saving.report(), found.report()
+    refused = sum(at_run.differed.values())
+    assert refused == 512 * 64 * 4
+    assert predicted.differed == {}
+    assert predicted.recomputed == at_run.recomputed + refused
+    assert predicted.stored == at_run.stored - refused
+
+
+@pytest.mark.parametrize("codec", [dh.Compress("zstd"), dh.Compact()])
+def test_a_codec_whose_size_depends_on_the_data_counts_as_if_it_saved_nothing(
+    codec: Codec, tmp_path: pathlib.Path
+) -> None:
+    to = dh.pipeline(GATE, codec, dh.OnDisk(tmp_path))
+    at_run, found = real("residual", to), fake("residual", to)
+    plain = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path))).report()
+    assert at_run.stored < found.report().stored == plain.stored
+    assert found.unknown == [f"{codec!r}: its size depends on the data; counted as if it saved nothing"]
+
+
+def test_a_measured_ratio_is_used(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Compress("zstd"), dh.OnDisk(tmp_path))
+    at_run, plain = real("residual", to), real("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)))
+    ratio = at_run.stored / plain.stored
+    found = fake("residual", to, ratios={repr(dh.Compress("zstd")): ratio})
+    assert 0 <= at_run.stored - found.report().stored <= found.report().tensors  # each is rounded down
+    assert f"with the ratio {ratio:g}" in found.unknown[0]
+
+
+def test_packed_bools_have_the_size_of_the_run(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(dh.AtLeast(0), dh.Compact(floats=False), dh.OnDisk(tmp_path))
+    found = fake("decoder", to)
+    assert figures(found.report()) == figures(real("decoder", to))
+    assert found.unknown == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Codec):
+    """A codec of somebody else that looks at the bits."""
+
+    lossy = True
+
+    def encode(self, tensor: torch.Tensor) -> Any:
+        return (tensor.half(),), (tensor.abs().max().item(), tensor.dtype)
+
+    def decode(self, tensors: tuple[torch.Tensor, ...], spec: Any) -> torch.Tensor:
+        return tensors[0].to(spec[1])
+
+
+class Elsewhere(Store):
+    def __init__(self) -> None:
+        self.puts = 0
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        self.puts += 1
+        return tensor.clone()
+
+    def get(self, ticket: Any) -> torch.Tensor:
+        return ticket.clone()
+
+    def drop(self, ticket: Any) -> None:
+        pass
+
+
+def test_what_is_of_somebody_else_is_counted_and_named() -> None:
+    store = Elsewhere()
+    found = fake("decoder", dh.pipeline(GATE, store))
+    assert store.puts == 0
+    assert found.placed.peak["elsewhere"] > 0
+    assert "somebody else" in found.unknown[0]
+    assert figures(found.report()) == figures(real("decoder", dh.pipeline(GATE, store)))
+
+    found = fake("decoder", dh.pipeline(GATE, Largest(), Elsewhere()))
+    assert any("Largest() needs the data" in text.replace(": it", "") for text in found.unknown)
+
+    found = fake("decoder", dh.Functions(lambda tensor: tensor.numpy(), torch.from_numpy))
+    assert any("pack needs the bits" in text for text in found.unknown)
+    report = found.report()
+    assert report.stored == fake("decoder", PIPELINES["Functions"](None)).report().stored
+
+
+# -- memory and any backward
+
+
+def test_memory_is_freed_when_a_store_takes_it_and_comes_back_when_it_is_read(tmp_path: pathlib.Path) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+            self.seen: list[StorageRef] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                self.seen.append(StorageRef(x.untyped_storage()))
+            return x
+
+    def alive(in_flight: int, device: str, to: Any = None) -> tuple[int, Any]:
+        with FakeTensorMode():
+            model, x = Watched(), torch.randn(256, 64)
+            store = to or dh.OnDisk(tmp_path, in_flight=in_flight)
+            with planned(model, [("*", store)], device=device) as found:
+                out = model(x)
+                left = sum(each.get() is not None for each in model.seen[:-1])
+                out.sum().backward()
+                assert found.placed.now["disk"] == found.placed.now["host"] == found.placed.now["in flight"] == 0
+        return left, found
+
+    nbytes = 256 * 64 * 4
+    for device in ("cpu", "cuda"):
+        left, found = alive(0, device)
+        assert left == 0
+        assert found.placed.peak["disk"] == 7 * nbytes
+        assert found.placed.peak["in flight"] == 0
+        _, found = alive(3 * nbytes, device)
+        assert found.placed.peak["in flight"] == 3 * nbytes
+    left, found = alive(0, "cuda", dh.OnCpu(in_flight=nbytes))
+    assert left == 0
+    assert found.placed.peak["host"] == 7 * nbytes
+    assert found.placed.peak["in flight"] == nbytes
+    assert found.report().moved == 7 * nbytes
+    left, found = alive(0, "cuda", dh.OnCpu(in_flight=nbytes, keep=2 * nbytes))
+    assert found.placed.peak["device"] + found.placed.peak["in flight"] <= 4 * nbytes
+    assert found.placed.peak["device"] >= 2 * nbytes
+    left, found = alive(0, "cpu", dh.OnCpu())
+    assert left == 5
+    assert found.placed.peak["host"] == 0
+
+
+def test_any_backward_is_predicted(tmp_path: pathlib.Path) -> None:
+    to = dh.pipeline(GATE, dh.Recompute(products=1), dh.OnDisk(tmp_path, in_flight=0))
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        x.requires_grad_()
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+        with dh.saving(to), torch.no_grad():
+            model(x)
+        model(x)  # whose backward never comes
+
+    model, x = MODELS["own"]()
+    with dh.save_activations(model, "*", to) as saving:
+        run(model, x)
+    with FakeTensorMode():
+        model, fake_x = MODELS["own"]()
+        with planned(model, [("*", to)]) as found:
+            run(model, fake_x)
+            assert not in_hooks()
+    assert figures(found.report()) == figures(saving.report())
+    assert x.grad is not None
+    assert fake_x.grad is not None
+    assert fake_x.grad.shape == x.grad.shape
+    assert fake_x.grad.device == x.grad.device
+
+
+def test_a_change_in_place_is_caught(tmp_path: pathlib.Path) -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid())
+        with planned(model, [("*", dh.pipeline(GATE, dh.OnDisk(tmp_path)))]):
+            out = model(torch.randn(64, 64))
+            out.mul_(2)
+            with pytest.raises(MutationError, match="version 1; expected version 0"):
+                out.sum().backward()
+
+
+def test_moments_come_from_the_clock(tmp_path: pathlib.Path) -> None:
+    moments = iter(range(1000))
+    found = fake("residual", dh.pipeline(GATE, dh.OnDisk(tmp_path)), clock=lambda: next(moments))
+    at = [change.moment for change in found.placed.history]
+    assert at == sorted(set(at))
+    assert len(at) > 4
+    assert max(change.held["disk"] for change in found.placed.history) == found.placed.peak["disk"] > 0
+
+
+# -- no trace
+
+
+@pytest.mark.parametrize("pipeline", ["Quantize 4", "Recompute products", "Tiered", "OnCpu"])
+def test_a_prediction_leaves_no_trace(pipeline: str, tmp_path: pathlib.Path) -> None:
+    to = PIPELINES[pipeline](tmp_path)
+
+    def run() -> tuple[list[torch.Tensor], dict[str, Any], list[str]]:
+        torch.manual_seed(1)
+        model, x = MODELS["decoder"]()
+        with _hashing.keys_as_before(), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")
+            with dh.save_activations(model, "*", to) as saving:
+                step(model, x)
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        return grads, figures(saving.report()), [str(each.message) for each in warned]
+
+    before = run()
+    counts = {place: repr(count) for place, (_, count) in _hashing._counts.items()}
+    rng = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fake("decoder", to)
+    with FakeTensorMode():
+        built, inputs = MODELS["decoder"]()
+        with contextlib.suppress(ZeroDivisionError), planned(built, [("blocks.*", to)]):
+            step(built, inputs, 1)
+            _ = 1 / 0
+    assert all(site_of(module) is None for module in built.modules())
+    assert FakeTensor not in bitless.kinds
+    assert {place: repr(count) for place, (_, count) in _hashing._counts.items()} == counts
+    assert torch.equal(torch.get_rng_state(), rng)
+    after = run()
+    assert all(torch.equal(one, two) for one, two in zip(before[0], after[0], strict=True))
+    assert before[1:] == after[1:]
+
+
+def test_outside_of_a_prediction_fake_tensors_are_left_alone(tmp_path: pathlib.Path) -> None:
+    with FakeTensorMode():
+        model, x = MODELS["decoder"]()
+        with dh.save_activations(model, "*", dh.OnDisk(tmp_path)) as saving:
+            step(model, x, 1)
+    assert saving.report().stored == 0
+    assert saving.report().kept_by["subclass"] > 0
+
+
+def test_errors_are_those_of_disthooks() -> None:
+    with FakeTensorMode():
+        built, _ = MODELS["decoder"]()
+        with pytest.raises(DisthooksError), planned(built, [("*", "disk")]):
+            pass

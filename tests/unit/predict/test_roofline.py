@@ -1,0 +1,392 @@
+"""Operations and bytes of operators, against closed formulas and torch's own counter, and what follows in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from disthooks.predict.devices import device_named
+from disthooks.predict.recorder import Recorder
+from disthooks.predict.roofline import (
+    HOST_CALL,
+    LAUNCH,
+    Cost,
+    cost,
+    cost_for_record,
+    may_use_tf32,
+    seconds,
+    seconds_of,
+    step_seconds,
+    verdict,
+)
+
+aten = torch.ops.aten
+
+
+class Costs(TorchDispatchMode):
+    """The cost of each operator that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Any, Cost]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found.append((func, cost(func, args, kwargs or {}, out)))
+        return out
+
+    def flops(self) -> int:
+        return sum(each.flops for _, each in self.found)
+
+    def of(self, operator: Any) -> Cost:
+        """The sum over the calls of one operator, by its packet."""
+        found = [each for func, each in self.found if func.overloadpacket is operator]
+        assert found, f"{operator} was not called"
+        return Cost(*(sum(column) for column in zip(*found, strict=True)))
+
+
+def cost_of(run: Callable[..., Any], *args: Any) -> Cost:
+    """The cost of the operators of ``run``, all in one."""
+    with Costs() as costs:
+        run(*args)
+    return Cost(*(sum(column) for column in zip(*(each for _, each in costs.found), strict=True)))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# -- closed formulas
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_matrices(dtype: torch.dtype) -> None:
+    m, k, n, b, size = 96, 160, 224, 3, dtype.itemsize
+    a, c, bias = meta(m, k, dtype=dtype), meta(k, n, dtype=dtype), meta(n, dtype=dtype)
+    assert cost_of(torch.mm, a, c) == Cost(2 * m * k * n, (m * k + k * n) * size, m * n * size)
+    assert cost_of(torch.addmm, bias, a, c) == Cost(2 * m * k * n, (m * k + k * n + n) * size, m * n * size)
+    batch = meta(b, m, k, dtype=dtype), meta(b, k, n, dtype=dtype)
+    assert cost_of(torch.bmm, *batch) == Cost(2 * b * m * k * n, b * (m * k + k * n) * size, b * m * n * size)
+
+
+@pytest.mark.parametrize(("groups", "stride"), [(1, 1), (4, 1), (8, 2), (1, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_and_its_backward(groups: int, stride: int, transposed: bool) -> None:
+    shape = (8, 16 // groups, 3, 3) if transposed else (16, 8 // groups, 3, 3)
+    x, w = torch.randn(2, 8, 12, 12, requires_grad=True), torch.randn(*shape, requires_grad=True)
+    with Costs() as costs, FlopCounterMode(display=False) as counter:
+        if transposed:
+            y = torch.conv_transpose2d(x, w, padding=1, stride=stride, groups=groups)
+        else:
+            y = torch.conv2d(x, w, padding=1, stride=stride, groups=groups)
+        y.sum().backward()
+    products = 2 * (x.numel() if transposed else y.numel()) * shape[1] * 9
+    forward, backward = costs.of(aten.convolution), costs.of(aten.convolution_backward)
+    assert forward == Cost(products, 4 * (x.numel() + w.numel()), 4 * y.numel())
+    assert backward == Cost(2 * products, 4 * (x.numel() + w.numel() + 1), 4 * (x.numel() + w.numel()))
+    if groups == 1:  # torch's own counter counts the weight's gradient as if nothing was grouped
+        assert counter.get_total_flops() == 3 * products
+
+
+def test_a_convolution_whose_input_needs_no_gradient() -> None:
+    x, w = torch.randn(2, 8, 12, 12), torch.randn(16, 8, 3, 3, requires_grad=True)
+    with Costs() as costs:
+        torch.conv2d(x, w).sum().backward()
+    assert costs.of(aten.convolution_backward).flops == costs.of(aten.convolution).flops
+
+
+B, H, S, D = 2, 4, 64, 32
+_ATTENTION: dict[str, Callable[..., Any]] = {
+    "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal),
+    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal),
+    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal),
+    "cpu": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", _ATTENTION)
+def test_fused_attention_and_its_backward(backend: str, causal: bool) -> None:
+    """On meta tensors, as a machine without a GPU can run the operators of a GPU."""
+    q, k, v = (meta(B, H, S, D, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    with Costs() as costs:
+        out = _ATTENTION[backend](q, k, v, causal)
+        out[0].sum().backward()
+    pair = B * H * S * S * D  # one product of matrices: twice this
+    size = B * H * S * D * 2
+    fused = [(func, each) for func, each in costs.found if "_scaled_dot_product" in str(func)]
+    (_, forward), (_, backward) = fused
+    assert (forward.flops, backward.flops) == (4 * pair, 10 * pair)
+    assert forward.read == 3 * size
+    assert size <= forward.written <= size + B * H * S * 4 + 64  # with the logsumexp and the state of the generator
+    assert backward.written >= 3 * size
+    share = (S - 1) / (2 * S)  # above the diagonal
+    assert forward.skipped == pytest.approx(forward.flops * share * causal, abs=1)
+    assert backward.skipped == pytest.approx(backward.flops * share * causal, abs=1)
+
+
+@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
+def test_fused_attention_costs_what_torchs_counter_says(backend: str) -> None:
+    """Other lengths and widths for queries, keys and values."""
+    q, k, v = (meta(B, H, length, width, dtype=torch.bfloat16) for length, width in ((48, 32), (80, 32), (80, 64)))
+    forward = getattr(aten, f"_scaled_dot_product_{backend}_attention")
+    backward = getattr(aten, f"_scaled_dot_product_{backend}_attention_backward")
+    out = meta(B, H, 48, 64, dtype=torch.bfloat16)
+    assert cost(forward.default, (q, k, v), {}, (out,)).flops == flop_registry[forward](q, k, v, out_val=(out,))
+    assert cost(backward.default, (out, q, k, v), {}, (q, k, v)).flops == flop_registry[backward](
+        out, q, k, v, out_val=(q, k, v)
+    )
+
+
+@pytest.mark.parametrize("operator", ["flash_attention_for_cpu", "flash_attention", "cudnn_attention"])
+def test_attention_with_fewer_heads_of_keys(operator: str) -> None:
+    q, k = meta(B, 8, S, D, dtype=torch.bfloat16), meta(B, 2, S, D, dtype=torch.bfloat16)
+    found = cost(getattr(aten, f"_scaled_dot_product_{operator}").default, (q, k, k), {}, (q, meta(B, 8, S)))
+    assert found.flops == 4 * B * 8 * S * S * D
+    assert found.read == 2 * (B * 8 + B * 2) * S * D  # k is also v, and is read once
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_lstm_of_cudnn(layers: int, bidirectional: bool) -> None:
+    t, b, i, h, ways = 7, 3, 10, 12, 2 if bidirectional else 1
+    weights = []
+    for layer in range(layers):
+        for _ in range(ways):
+            weights += [meta(4 * h, i if layer == 0 else ways * h), meta(4 * h, h), meta(4 * h), meta(4 * h)]
+    state = meta(layers * ways, b, h)
+    arguments = [
+        meta(t, b, i),
+        weights,
+        4,
+        None,
+        state,
+        state,
+        2,
+        h,
+        0,
+        layers,
+        False,
+        0.0,
+        True,
+        bidirectional,
+        [],
+        None,
+    ]
+    out = (meta(t, b, ways * h), state, state, meta(1), meta(1))
+    found = cost(aten._cudnn_rnn.default, arguments, {}, out)
+    by_hand = sum(2 * t * b * 4 * h * ((i if layer == 0 else ways * h) + h) * ways for layer in range(layers))
+    assert found.flops == by_hand
+
+
+@pytest.mark.skipif(not hasattr(aten, "_grouped_mm"), reason="this torch has no products of groups")
+def test_products_of_groups() -> None:
+    groups, rows, k, n = 4, 64, 32, 48
+    tokens, experts = meta(rows, k), meta(groups, k, n)
+    found = cost(aten._grouped_mm.default, (tokens, experts, meta(groups)), {}, meta(rows, n))
+    assert found.flops == 2 * rows * k * n
+    weight_gradient = cost(aten._grouped_mm.default, (meta(k, rows), meta(rows, n)), {}, meta(groups, k, n))
+    assert weight_gradient.flops == 2 * rows * k * n
+    assert cost(aten._grouped_mm.default, (meta(groups, 5, k), experts), {}, meta(groups, 5, n)).flops == 40 * k * n
+
+
+# -- bytes
+
+
+def test_elementwise_operators_read_inputs_and_write_outputs() -> None:
+    x, y, row = meta(64, 32), meta(64, 32), meta(32)
+    whole = 64 * 32 * 4
+    assert cost_of(torch.add, x, y) == Cost(0, 2 * whole, whole)
+    assert cost_of(torch.add, x, row) == Cost(0, whole + 128, whole)
+    assert cost_of(torch.mul, x, x) == Cost(0, whole, whole)  # one storage, read once
+    assert cost_of(lambda: x + x.t().reshape(64, 32)) == Cost(0, 3 * whole, 2 * whole)  # reshape copies
+    assert cost_of(torch.add, x, row.expand(64, 32)) == Cost(0, whole + 128, whole)  # expand reads one row
+    assert cost_of(torch.add, x[:32], x[32:]) == Cost(0, whole, whole // 2)
+    assert cost_of(lambda a: a.to(torch.bfloat16), x) == Cost(0, whole, whole // 2)
+    assert cost_of(torch.sum, x) == Cost(0, whole, 4)
+
+
+def test_in_place_operators_write_what_they_read() -> None:
+    x, y = meta(1000), meta(1000)
+    assert cost_of(x.add_, y) == Cost(0, 8000, 4000)
+    assert cost_of(x.add_, 1) == Cost(0, 4000, 4000)
+    assert cost_of(x.copy_, y) == Cost(0, 4000, 4000)
+    assert cost_of(x.zero_) == Cost(0, 0, 4000)
+    assert cost_of(x.normal_) == Cost(0, 0, 4000)
+    assert cost_of(torch.zeros_like, x) == Cost(0, 0, 4000)
+    assert cost_of(lambda: torch.add(x, y, out=meta(1000))) == Cost(0, 8000, 4000)
+    assert cost_of(torch._foreach_add_, [x, y], 1.0) == Cost(0, 8000, 8000)
+    assert cost_of(torch._foreach_mul, [x, y], [y, y]) == Cost(0, 8000, 8000)
+
+
+def test_views_and_empty_memory_are_free() -> None:
+    x, free = torch.randn(8, 6), Cost(0, 0, 0)
+    views = (x.t, x.detach, x.unbind, lambda: x.view(48), lambda: x[2:4, ::2], lambda: x.expand(3, 8, 6))
+    for view in (*views, lambda: x.split(2), lambda: torch.empty_like(x), lambda: x.new_empty(7)):
+        assert cost_of(view) == free
+    assert cost_of(x.clone) != free
+    assert seconds(free, device_named("h100")) == 0.0
+
+
+def test_tables_are_read_where_they_are_asked() -> None:
+    table, at = meta(50_000, 64), meta(10, dtype=torch.int64)
+    rows = 10 * 64 * 4
+    assert cost_of(nn.functional.embedding, at, table) == Cost(0, rows + 80, rows)
+    assert cost_of(lambda: table[at]) == Cost(0, rows + 80, rows)
+    assert cost_of(table.index_add_, 0, at, meta(10, 64)) == Cost(0, 2 * (rows + 80), rows + 80)
+    assert cost_of(lambda: aten.embedding_dense_backward(meta(10, 64), at, 50_000, -1, False)).written == 50_000 * 256
+
+
+def test_a_fused_optimizer_reads_four_and_writes_three() -> None:
+    parameters = [torch.randn(1000), torch.randn(24)]
+    lists = [[torch.zeros_like(p) for p in parameters] for _ in range(3)]
+    steps = [torch.tensor(1.0) for _ in parameters]
+    found = cost_of(
+        lambda: torch._fused_adamw_(
+            parameters, *lists, [], steps,
+            lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )
+    )  # fmt: skip
+    assert found == Cost(0, 4 * 4096 + 8, 3 * 4096)
+
+
+# -- torch's own counter
+
+
+class Mixed(nn.Module):
+    """Convolution, norm, transposed convolution, attention, LSTM cell, and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.attention = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.cell = nn.LSTMCell(16, 16)
+        self.table = nn.Embedding(10, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        x = self.up(torch.relu(self.norm(self.conv(image)))).flatten(2)[..., :16]
+        x = self.attention(x) + self.table(torch.arange(8))
+        hidden, _ = self.cell(x[:, 0])
+        return self.head(hidden)
+
+
+def step(model: nn.Module, image: torch.Tensor) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(image).logsumexp(-1).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_flops_of_a_training_step_are_those_of_torchs_counter(is_fake: bool) -> None:
+    with FakeTensorMode() if is_fake else torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH):
+        model, image = Mixed(), torch.randn(2, 3, 8, 8)
+        with FlopCounterMode(display=False) as counter:
+            step(model, image)
+        with Costs() as costs:
+            step(model, image)
+    assert counter.get_total_flops() == costs.flops() > 100_000
+
+
+def test_a_call_costs_the_same_again() -> None:
+    """Formulas are evaluated once for each set of shapes; other shapes are other costs."""
+    for rows in (3, 5, 3):
+        assert cost_of(torch.mm, meta(rows, 4), meta(4, 6)).flops == 48 * rows
+    x, w = meta(1, 4, 8, 8), meta(4, 4, 3, 3)
+    first, second, again = (cost_of(lambda p=p: torch.conv2d(x, w, padding=p)).flops for p in (0, 1, 0))
+    assert first == again < second
+
+
+# -- seconds
+
+
+def test_the_longer_of_computing_and_moving_counts() -> None:
+    device = dataclasses.replace(
+        device_named("a100"), bf16=100e12, fp32=10e12, tf32=50e12, fp16=None, fp8=None, bandwidth=1e12,
+        matmul_efficiency=0.5, memory_efficiency=0.8,
+    )  # fmt: skip
+    computing = Cost(10**12, 10**9, 0)
+    assert seconds(computing, device, torch.bfloat16) == pytest.approx(0.02 + LAUNCH)
+    assert seconds(computing, device, torch.float32) == pytest.approx(0.2 + LAUNCH)
+    assert seconds(computing, device, torch.float32, tf32=True) == pytest.approx(0.04 + LAUNCH)
+    assert seconds(computing, device, torch.float64) == pytest.approx(0.4 + LAUNCH)
+    assert seconds(computing, device, torch.float16) == pytest.approx(0.2 + LAUNCH)  # no units: as float32
+    assert seconds(computing._replace(skipped=5 * 10**11), device, torch.bfloat16) == pytest.approx(0.01 + LAUNCH)
+    assert seconds(Cost(10**6, 3 * 10**9, 10**9), device, torch.bfloat16) == pytest.approx(0.005 + LAUNCH)
+    assert seconds(Cost(0, 0, 512), device) == pytest.approx(LAUNCH, rel=1e-3)
+
+
+def test_eight_bits_are_multiplied_by_their_own_units() -> None:
+    product = Cost(2 * 8192**3, 0, 0)
+    h100, a100 = device_named("h100"), device_named("a100")
+    assert seconds(product, h100, torch.float8_e4m3fn) < 0.51 * seconds(product, h100, torch.bfloat16)
+    assert seconds(product, a100, torch.float8_e4m3fn) == seconds(product, a100, torch.float16)
+
+
+def test_a_step_of_small_operators_takes_the_hosts_time() -> None:
+    assert step_seconds(1.0, 1000) == 1.0
+    assert step_seconds(0.001, 1000) == 1000 * HOST_CALL
+
+
+def test_tf32_follows_torchs_settings() -> None:
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    try:
+        for flag in (True, False):
+            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flag, not flag
+            assert may_use_tf32(aten.convolution_backward.default) is flag
+            assert may_use_tf32(aten.addmm.default) is not flag
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_a_record_has_what_the_kernels_do() -> None:
+    """A real model, recorded: the same seconds as those of its calls, and no operations that a causal mask saves."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(2), nn.Linear(36, 36))
+        x = torch.randn(2, 3, 8, 8)
+        with Recorder(model, cost_for_record) as recorder:
+            model(x).sum().backward()
+    by_name = {each.name: each for each in recorder.record.operators}
+    assert {each.dtype for each in recorder.record.operators} == {"float32", "tf32"}
+    convolution, product = by_name["aten.convolution"], by_name["aten.addmm"]
+    assert (convolution.dtype, convolution.flops) == ("tf32", 2 * 2 * 4 * 36 * 27)
+    assert (product.dtype, product.flops) == ("float32", 2 * 2 * 4 * 36 * 36)
+    a100 = device_named("a100")
+    longer = convolution._replace(flops=10**12)
+    assert seconds_of(longer, a100) == seconds(Cost(10**12, longer.read, longer.written), a100, tf32=True)
+    assert seconds_of(longer._replace(dtype="float32"), a100) == pytest.approx(8 * seconds_of(longer, a100), rel=1e-3)
+    assert seconds_of(longer._replace(dtype=""), a100) == seconds_of(longer._replace(dtype="float32"), a100)
+    q = meta(B, H, S, D, dtype=torch.bfloat16)
+    out = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
+    flops, *_, dtype = cost_for_record(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.0, True), {}, out)
+    assert (flops, dtype) == (2 * B * H * S * (S + 1) * D, "bfloat16")
+
+
+# -- the link against computing again
+
+
+def test_a_gelu_is_computed_again_and_a_large_product_is_sent() -> None:
+    """On a slow link a product of large matrices is worth its bytes; an elementwise operator never is."""
+    h100 = device_named("h100")
+    x = meta(8192, 8192, dtype=torch.bfloat16)
+    nbytes = x.numel() * 2
+    gelu = seconds(cost_of(nn.functional.gelu, x), h100)
+    found = verdict(nbytes, gelu, h100)
+    assert found.choice == "recompute"
+    assert found.link_seconds == h100.offload_seconds(nbytes) > 20 * gelu
+    assert str(found) == "5.3 ms of link (PCIe 5 x16) for 97 µs of compute, 128.0 MiB: recompute"
+    wide, tall = meta(8192, 1 << 20, dtype=torch.bfloat16), meta(1 << 20, 8192, dtype=torch.bfloat16)
+    product = seconds(cost_of(torch.mm, wide, tall), h100, torch.bfloat16)
+    assert verdict(nbytes, product, h100).choice == "offload"
+    assert verdict(nbytes, found.link_seconds, h100).choice == "offload"  # alike: the memory is worth the link
