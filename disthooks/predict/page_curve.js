@@ -22,6 +22,13 @@ function spans(found) {
   return parts;
 }
 
+// The same height for every plan, so that they can be compared. What is far above the curves does not flatten them.
+function ceiling() {
+  const most = Math.max(1, ...plans.flatMap((plan) => (plan.curve?.points ?? []).map(totalOf)));
+  const above = [limit, ...plans.map((plan) => plan.peak?.range?.[1])].filter((each) => each > most && each <= 1.6 * most);
+  return Math.max(most, ...above);
+}
+
 // Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, and little happens there, so
 // it gets a quarter of the width at most.
 function scaleOf(parts) {
@@ -54,7 +61,7 @@ function showCurve() {
   const left = narrow ? 58 : MARGIN.left;
   const first = found.points[0][0];
   const last = Math.max(found.points.at(-1)[0], first + 1);
-  const top = Math.max(scale, ...found.points.map(totalOf)) * 1.05;
+  const top = ceiling() * 1.05;
   const parts = spans(found);
   const [along, isSqueezed] = scaleOf(parts);
   const x = (moment) => left + (width - left - MARGIN.right) * along(moment);
@@ -103,7 +110,8 @@ function showCurve() {
   svg.addEventListener("keydown", curveKeys);
   byId("curve").replaceChildren(svg);
   say(peakAt(found));
-  byId("time-lead").textContent = "What is in memory after each operator. Point at the curve to see the moment, the module that runs, and the bytes.";
+  byId("time-lead").textContent = "What is in memory after each operator. Point at the curve to see the moment, the module that runs, and the bytes."
+    + (besides(current().peak) > 0.01 * current().peak?.nbytes ? ` The peak above has ${bytes(besides(current().peak))} more: ${OTHER}.` : "");
   byId("categories").replaceChildren(...order.filter((_, number) => found.points.some((point) => point[3 + number])).map((category) =>
     element("li", {}, element("i", { style: { background: colour(category) } }), category)),
   ...(chosen.plan && plans[0].curve ? [element("li", {}, "– – without the plan")] : []));
@@ -153,13 +161,15 @@ function peakAt(found) {
 function peakMark(found, x, y, width) {
   const point = found.points[peakAt(found)];
   const total = totalOf(point);
-  const range = current().peak?.range;
+  const hasMore = besides(current().peak) > 0.01 * total;
+  const range = hasMore ? null : current().peak?.range;
   const [left, up] = [x(point[0]), y(total)];
   const isLate = left > width - 150;
+  const label = hasMore ? `${bytes(total)} of tensors` : `peak ${bytes(current().peak?.nbytes ?? total)}`;
   return [
     ...(range && y(range[0]) - y(range[1]) > 14 ? [shape("path", { class: "range", fill: "none", d: `M${left - 5},${y(range[1])}h10m-5,0V${y(range[0])}m-5,0h10` })] : []),
     shape("circle", { class: "peak", cx: left, cy: up, r: 4.5 }),
-    shape("text", { class: "peak-name", x: left + (isLate ? -10 : 10), y: Math.max(30, up - 8), "text-anchor": isLate ? "end" : "start" }, `peak ${bytes(total)}`),
+    shape("text", { class: "peak-name", x: left + (isLate ? -10 : 10), y: Math.max(30, up - 8), "text-anchor": isLate ? "end" : "start" }, label),
   ];
 }
 
