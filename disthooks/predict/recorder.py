@@ -267,7 +267,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             return func(*args, **kwargs)  # see [Note: what a distributed tensor hides]
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
-            number = sequence_number() - 1
+            number = sequence_number() - 1  # see [Note: operators have numbers]
             self._module_at.setdefault(number, position)
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)
