@@ -29,12 +29,12 @@ function ceiling() {
   return Math.max(most, ...above);
 }
 
-// Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, and little happens there, so
-// it gets a quarter of the width at most.
+// Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, or ten for all parameters, so
+// it gets a quarter of the width at most and a twelfth at least.
 function scaleOf(parts) {
   const counts = parts.map((part) => Math.max(part.end - part.begin, 0));
   const others = sum(parts.map((part, number) => (part.name === "optimizer" ? 0 : counts[number])));
-  const widths = parts.map((part, number) => (part.name === "optimizer" && others ? Math.min(counts[number], others / 3) : counts[number]));
+  const widths = parts.map((part, number) => (part.name === "optimizer" && others ? Math.max(Math.min(counts[number], others / 3), others / 11) : counts[number]));
   const whole = sum(widths) || 1;
   const along = (moment) => {
     let before = 0;
@@ -43,7 +43,7 @@ function scaleOf(parts) {
     const { begin } = parts[number];
     return (before + (counts[number] ? (widths[number] * (moment - begin)) / counts[number] : 0)) / whole;
   };
-  return [along, sum(counts) > sum(widths)];
+  return [along, sum(counts) !== sum(widths)];
 }
 
 function showCurve() {
@@ -98,7 +98,7 @@ function showCurve() {
       shape("text", { class: "limit-name", x: left + 8, y: y(limit) - 6 }, `limit ${bytes(limit)}`));
   }
   svg.append(...peakMark(found, x, y, width));
-  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : `operators, in the order in which they run${isSqueezed ? "; those of the optimizer stand closer together" : ""}`),
+  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : `operators, in the order in which they run${isSqueezed ? "; the optimizer's on a scale of their own" : ""}`),
     shape("text", { x: width - MARGIN.right, y: HEIGHT - 9, "text-anchor": "end" }, grouped(last)));
   curve.cross = shape("line", { class: "cross", y1: MARGIN.top - 6, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
   svg.append(curve.cross);

@@ -12,6 +12,7 @@ import pytest
 
 from disthooks._tensors import format_bytes
 from disthooks.predict.page import page
+from disthooks.predict.record import CATEGORIES
 from tests.support.browser import Browser, browser
 from tests.support.pages import full_document, plain_document
 
@@ -248,6 +249,16 @@ def test_the_curve_shows_phases_peak_and_limit(shown: Browser, full: dict[str, A
     assert drawn_categories == [
         name for number, name in enumerate(curve["categories"]) if any(point[3 + number] for point in curve["points"])
     ]
+
+
+def test_each_category_has_a_colour_of_its_own(shown: Browser) -> None:
+    for scheme in ("light", "dark"):
+        shown.prefer(scheme)
+        colours = shown.run(
+            f"{list(CATEGORIES)}.map((each) => {{ document.body.style.outlineColor = colour(each);"
+            " return getComputedStyle(document.body).outlineColor; })"
+        )
+        assert len(set(colours)) == len(CATEGORIES), colours
 
 
 def test_arrows_move_the_moment_on_the_curve(shown: Browser, full: dict[str, Any]) -> None:
