@@ -152,7 +152,13 @@ class Memory:
             "held": self.held_bytes,
             "host": self.host,
             "disk": self.disk,
-            "curve": {"categories": list(CATEGORIES), "phases": phases, "points": points},
+            "curve": {
+                "categories": list(CATEGORIES),
+                "phases": phases,
+                "begins": list(self._record.phases.values()),
+                "moments": len(self._record.operators),
+                "points": points,
+            },
         }
 
 

@@ -79,9 +79,20 @@ const called = (module) => module || given.model || "the model";
 
 // --- The document. --------------------------------------------------------------------------------------------------
 
-const CATEGORIES = given.curve?.categories ?? ["parameters", "buffers", "gradients", "optimizer state", "inputs",
-  "gathered parameters", "communication", "saved for backward", "temporary"];
-const LIGHT_TEXT = new Set(["parameters", "buffers", "gradients", "inputs", "gathered parameters"]);
+// The colour of each category, and the colour of a text on it.
+const COLOURS = {
+  parameters: ["var(--c0)", "#ffffff"],
+  buffers: ["var(--c1)", "#ffffff"],
+  "master weights": ["var(--c2)", "#14181f"],
+  gradients: ["var(--c3)", "#ffffff"],
+  "optimizer state": ["var(--c4)", "#14181f"],
+  inputs: ["var(--c5)", "#ffffff"],
+  "gathered parameters": ["var(--c6)", "#ffffff"],
+  communication: ["var(--c7)", "#14181f"],
+  "saved for backward": ["var(--c8)", "#14181f"],
+  temporary: ["var(--c9)", "#14181f"],
+};
+const CATEGORIES = given.curve?.categories ?? Object.keys(COLOURS);
 const fits = given.fits ?? {};
 const limit = typeof fits.limit === "number" ? fits.limit : null;
 // The step without a plan, the plan that was given with the figures that it has, and the plans to compare with.
@@ -100,14 +111,8 @@ const scale = limit !== null && limit <= 1.6 * highest ? Math.max(limit * 1.04, 
 const chosen = { plan: asked, measure: "saved", folded: true, opened: new Set(), root: null, query: "" };
 const current = () => plans[chosen.plan];
 
-function colour(category) {
-  const position = CATEGORIES.indexOf(category);
-  return position < 0 ? "var(--c9)" : `var(--c${position % 9})`;
-}
-
-function textOn(category) {
-  return LIGHT_TEXT.has(category) ? "#ffffff" : "#14181f";
-}
+const colour = (category) => (COLOURS[category] ?? ["var(--c10)"])[0];
+const textOn = (category) => (COLOURS[category] ?? ["", "#14181f"])[1];
 
 // --- The head. ------------------------------------------------------------------------------------------------------
 
@@ -339,7 +344,7 @@ function showOperators() {
   const rows = Object.entries(given.operators ?? {}).slice(0, 10);
   byId("operators").hidden = !rows.length;
   document.querySelector("#operators .bars").replaceChildren(...rows.map(([name, count]) =>
-    bar(name, percent(count, given.saved), count, rows[0][1], "var(--c7)")));
+    bar(name, percent(count, given.saved), count, rows[0][1], "var(--c8)")));
   const rest = sum(Object.values(given.operators ?? {}).slice(10));
   document.querySelector("#operators .note").textContent = [rest ? `The others save ${bytes(rest)}.` : "",
     chosen.plan ? "These are the bytes without the plan." : ""].filter(Boolean).join(" ");

@@ -12,6 +12,7 @@ import pytest
 
 from disthooks._tensors import format_bytes
 from disthooks.predict.page import page
+from disthooks.predict.record import CATEGORIES
 from tests.support.browser import Browser, browser
 from tests.support.pages import full_document, plain_document
 
@@ -240,14 +241,25 @@ def test_the_curve_says_the_module_and_the_bytes(shown: Browser, full: dict[str,
 
 def test_the_curve_shows_phases_peak_and_limit(shown: Browser, full: dict[str, Any]) -> None:
     said = text(shown, "#curve")
-    assert all(phase in said for phase in ("forward", "backward"))
-    assert f"peak {format_bytes(full['plan']['peak']['nbytes'])}" in said
+    assert all(phase in said for phase in full["plan"]["curve"]["phases"])
+    highest = max(sum(point[3:]) for point in full["plan"]["curve"]["points"])
+    assert f"{format_bytes(highest)} of tensors" in said, "the peak has the workspaces, too"
     assert f"limit {format_bytes(full['fits']['limit'])}" in said
     drawn_categories = shown.run("[...document.querySelectorAll('#curve .area')].map((area) => area.dataset.category)")
     curve = full["plan"]["curve"]
     assert drawn_categories == [
         name for number, name in enumerate(curve["categories"]) if any(point[3 + number] for point in curve["points"])
     ]
+
+
+def test_each_category_has_a_colour_of_its_own(shown: Browser) -> None:
+    for scheme in ("light", "dark"):
+        shown.prefer(scheme)
+        colours = shown.run(
+            f"{list(CATEGORIES)}.map((each) => {{ document.body.style.outlineColor = colour(each);"
+            " return getComputedStyle(document.body).outlineColor; })"
+        )
+        assert len(set(colours)) == len(CATEGORIES), colours
 
 
 def test_arrows_move_the_moment_on_the_curve(shown: Browser, full: dict[str, Any]) -> None:
