@@ -129,8 +129,10 @@ class Memory:
         """Where the most bytes are in use, and whose they are."""
         sample, operators = self.timeline.peak_sample, self._record.operators
         running = operators[sample.moment].name if operators else ""
-        shares = tuple(self.timeline.at_peak())
-        return Peak(self.peak_bytes, sample.phase, sample.module, running, _categories(sample), shares)
+        categories, rest = _categories(sample), self.peak_bytes - sample.total
+        if rest > 0:
+            categories["workspaces, rounding"] = rest
+        return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
     def to_dict(self, position: Callable[[str], int]) -> dict[str, Any]:
         """The peak and the curve; ``position`` gives the position of a module."""

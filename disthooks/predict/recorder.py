@@ -158,10 +158,18 @@ class Recorder(_Mode):  # type: ignore[misc]
         finally:
             self._paused -= 1
 
-    def begin(self, phase: Phase) -> None:
-        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved."""
+    def begin(self, phase: Phase, has_plan: bool = False) -> None:
+        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved.
+
+        Args:
+            phase: the part of the step.
+            has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
+                and all memory of the forward that is there when the backward begins counts as saved.
+        """
         if phase == "backward":
             self._name_saved()
+            for watched in self._watched.values() if has_plan else ():
+                self._mark(watched.allocation, "saved for backward")
         self._phase = phase
         self.record.phases[phase] = len(self.record.operators)
 
