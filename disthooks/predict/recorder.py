@@ -120,7 +120,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             while parent and parent not in by_name:
                 parent = parent.rpartition(".")[0]
             above = -1 if position == 0 else by_name.get(parent, 0)
-            self.record.modules.append(ModuleInfo(name, type(module).__name__, above))
+            self.record.modules.append(ModuleInfo(name, _class_name(module), above))
             by_name[name] = position
             self._position[module] = position
             for weight in module._parameters.values():
@@ -364,6 +364,12 @@ class _Pending(NamedTuple):
 
 def _unpack(held: _Held) -> torch.Tensor:
     return held.tensor
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class; ``fully_shard`` derives one of its own from it."""
+    kinds = type(module).__mro__
+    return next((kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed.")), "")
 
 
 @functools.cache
