@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,8 +40,8 @@ from disthooks.predict.timeline import Timeline
 
 #: The device whose times are told if none is named.
 USUAL = "a100"
-#: Where a disk is, in YAML. The user has to put another directory there.
-DISK = "/scratch"
+#: The directory in YAML: it exists. The user may have a faster disk.
+DISK = tempfile.gettempdir()
 #: No advice is given that saves less than this part of the peak.
 LEAST = 0.02
 #: Ranks of the advice to shard.
@@ -97,6 +98,7 @@ class _Candidate:
     code: str = ""
     is_exact: bool = True
     note: str = ""
+    stays: int = 0  # bytes that the store keeps on the device
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def advise(
 ) -> list[Advice]:
     """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
 
+    The exact change with the lowest peak is among them, as the last if its time puts it further down.
+
     Args:
         builder: builds the model of ``explanation``.
         explanation: the step as it is.
@@ -137,10 +141,11 @@ def advise(
         patience: seconds after which no further change is tried.
         progress: called with a line of text after each change.
 
-    >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)])
-    >>> builder, situation = Builder(model, (torch.empty(4096, 256),)), Situation()
+    >>> def build():
+    ...     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), torch.empty(1 << 20, 256)
+    >>> builder, situation = Builder(build), Situation()
     >>> explanation = Explanation("it", situation, record := record_step(builder, situation), Timeline(record))
-    >>> best = advise(builder, explanation, top=1, limit=60 << 20)[0]
+    >>> best = advise(builder, explanation, top=1)[0]
     >>> best.saves == explanation.peak_bytes - best.nbytes > 0
     True
     """
@@ -149,6 +154,10 @@ def advise(
     for each in found:
         if len(chosen) < top and all(each.kind != other.kind for other in chosen):
             chosen.append(each)
+    exact = [each for each in found if each.is_exact and not each.is_estimate]
+    lowest = min(exact, key=lambda each: each.nbytes, default=None)
+    if lowest is not None and lowest not in chosen:
+        chosen[top - 1 :] = [lowest]
     return chosen
 
 
@@ -236,9 +245,10 @@ class _Trial:
             compute = 0.0  # as many steps more as there are samples less
         link, cost = 0.0, ""
         if record.stored and candidate.kind in ("offload", "tiers"):
-            link = self._device.offload_seconds(record.stored)
+            moved = max(0, record.stored - candidate.stays)
+            link = self._device.offload_seconds(moved)
             cost = (
-                f"{format_bytes(record.stored)} go out and come back, which takes {_time(link)} of link "
+                f"{format_bytes(moved)} go out and come back, which takes {_time(link)} of link "
                 f"({self._device.link}) beside {_time(self._seconds)} of compute"
             )
         elif compute > 0.001 * self._seconds:
@@ -367,7 +377,8 @@ def _kept(situation: Situation, room: int) -> _Candidate:
     store: dict[str, Any] = {"kind": "OnCpu", "keep": keep}
     if situation.device != "cuda":
         store = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}]}
-    return _planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
+    made = _planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
+    return replace(made, stays=max(1, room >> 20) << 20)
 
 
 def _far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
