@@ -55,14 +55,14 @@ def of_kind(found: list[Advice], kind: str) -> Advice:
 
 def test_groups_are_equal_layers(said: Explanation) -> None:
     group = largest_group(said)
-    assert group is not None and group is not groups(said)[1]
+    assert group is not None and groups(said) == [group]
     assert (len(group.names), group.kind, group.pattern) == (DEEP, "Sequential", "layers.*")
     assert group.nbytes == pytest.approx((2 * DEEP) * SAVED, rel=0.1)
 
 
 def test_offload_leaves_what_is_in_flight_and_what_an_operator_works_on(found: list[Advice], said: Explanation) -> None:
     offload = of_kind(found, "offload")
-    in_flight, at_work = 512 << 20, 4 * SAVED
+    in_flight, at_work = 512 << 20, 4 * SAVED + (1 << 20)  # and weights
     assert said.peak_bytes > 2 * DEEP * SAVED
     assert in_flight < offload.nbytes <= in_flight + at_work
     assert offload.saves == said.peak_bytes - offload.nbytes
@@ -77,7 +77,7 @@ def test_a_checkpoint_around_each_layer_leaves_its_input_alone(found: list[Advic
 
 def test_saved_tensors_of_half_the_bytes(found: list[Advice], said: Explanation) -> None:
     cast = of_kind(found, "cast")
-    assert cast.saves == pytest.approx(said.peak_bytes / 2, rel=0.2) and not cast.is_exact
+    assert DEEP * SAVED < cast.nbytes < (DEEP + 5) * SAVED < said.peak_bytes and not cast.is_exact
 
 
 def test_what_stays_fits_into_the_limit_and_moves_less_than_everything(found: list[Advice]) -> None:
@@ -96,7 +96,7 @@ def test_the_yaml_is_read_and_does_what_was_said(found: list[Advice], builder: B
         assert len(plan.saves) == 1
         if each.kind in ("offload", "cast"):
             again = explain_built(builder, replace(said.situation, plan=plan))
-            assert again.peak_bytes == each.nbytes
+            assert again.peak_bytes == pytest.approx(each.nbytes, abs=64)
 
 
 def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explanation) -> None:
@@ -128,12 +128,12 @@ def test_a_checkpoint_saves_in_a_real_step_what_was_said() -> None:
 
 
 def test_the_temporaries_of_the_optimizer_go_without_foreach() -> None:
-    builder = Builder(lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)]), (torch.empty(2, 512),))
+    builder = Builder(lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)]), (torch.empty(2, 512),))
     said = explain_built(builder, Situation(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)))
     assert said.peak.phase == "optimizer"
     advice = next(each for each in changes(builder, said) if each.kind == "optimizer" and not each.is_estimate)
     weight = 512 * 512 * 4
-    assert 2 * weight <= advice.saves <= 4 * weight
+    assert 12 * weight <= advice.saves <= 16 * weight  # foreach has one temporary for each weight at once
 
 
 def test_yaml_of_several_lines() -> None:
