@@ -2,14 +2,13 @@
 
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
-# smaller batch. Each is run on fake tensors, so what it saves is the peak of the step less the peak of another step, and
-# is predicted like everything else. A few changes need code that is not there, such as an optimizer of 8 bits. What
+# smaller batch. Each is run on fake tensors: what it saves is the peak of the step less the peak of another step. A few changes need code that is not there, such as an optimizer of 8 bits. What
 # these save is estimated from the record, and the advice says so.
 #
 # [Note: what advice costs]
 # Compute is the time of the operators by the table of devices, with the change less without it. The link works beside
-# the computation, so it costs only what it takes longer than the step. Candidates are sorted by the bytes that they save
-# for each second of the step as it will be. If a change gives other gradients, its bytes count half, and so do
+# the computation, so it costs only what it takes longer than the step. Candidates are sorted by the bytes that they
+# save for each second of the step as it will be. If a change gives other gradients, its bytes count half, and so do
 # estimated bytes.
 
 from __future__ import annotations
@@ -171,8 +170,8 @@ def cheapest(
 ) -> Advice | None:
     """The change with which the step needs at most ``limit`` bytes and takes the least time more; None without any.
 
-    A change with other gradients is taken only if no exact change is enough, and one that was not tried only if there is
-    no other.
+    A change with other gradients is taken only if no exact change is enough, and one that was not tried only if there
+    is no other.
     """
     found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress)
     enough = [each for each in found if each.nbytes <= limit]
@@ -198,9 +197,9 @@ def changes(
         if time.monotonic() > end:
             break
     if limit is not None and measure(explanation) > limit:
-        offloaded = [each for each in tried if each.kind == "offload" and each.nbytes < limit]
-        for each in offloaded[:1]:
-            tried += trial.of(_kept(explanation.situation, limit - each.nbytes))
+        offloaded = [advice for advice in tried if advice.kind == "offload" and advice.nbytes < limit]
+        if offloaded:
+            tried += trial.of(_kept(explanation.situation, limit - offloaded[0].nbytes))
     tried += trial.estimates()
     return sorted(tried, key=trial.worth, reverse=True)
 
@@ -231,7 +230,7 @@ class _Trial:
         """The advice, if the candidate runs and saves something."""
         try:
             record = record_step(self._builder, candidate.situation, cost_for_record)
-        except DisthooksError as error:
+        except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
             return []
         made = Explanation(self._builder.name, candidate.situation, record, Timeline(record))
@@ -327,7 +326,7 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         changed = replace(situation, autocast=torch.bfloat16)
         yield _Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
     if at_peak.phase == "optimizer" and situation.optimizer is not None:
-        made = functools.partial(situation.optimizer, foreach=False)
+        made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
         changed = replace(situation, optimizer=made)
         note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
         yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
@@ -376,7 +375,10 @@ def _kept(situation: Situation, room: int) -> _Candidate:
     keep = f"{max(1, room >> 20)} MiB"
     store: dict[str, Any] = {"kind": "OnCpu", "keep": keep}
     if situation.device != "cuda":
-        store = {"kind": "Tiered", "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}]}
+        store = {
+            "kind": "Tiered",
+            "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}],
+        }
     made = _planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
     return replace(made, stays=max(1, room >> 20) << 20)
 
@@ -491,9 +493,7 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
         yield _estimate("shard", f"shard the model over {RANKS} ranks (FSDP)", text, saves, before, code, True)
 
 
-def _estimate(
-    kind: str, title: str, text: str, saves: int, before: int, code: str, is_exact: bool = False
-) -> Advice:
+def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: str, is_exact: bool = False) -> Advice:
     text = f"{text}; the peak falls from {format_bytes(before)} to about {format_bytes(before - saves)}"
     return Advice(title, text, saves, before - saves, 0.0, "", code, kind, is_exact, True)
 

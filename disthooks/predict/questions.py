@@ -145,8 +145,8 @@ class _Answers:
         text = f"As one FSDP unit, all {format_bytes(whole)} of parameters are gathered at once"
         if blocks:
             text += (
-                f"; with a unit for each of the {len(blocks)} blocks about {format_bytes(figures['blocks'])}: the root's "
-                f"{format_bytes(units[''])} and two blocks"
+                f"; with a unit for each of the {len(blocks)} blocks about {format_bytes(figures['blocks'])}: the "
+                f"root's {format_bytes(units[''])} and two blocks"
             )
         text += f". To run it: {_COMMAND} fsdp2 --world {RANKS}."
         return Answer("How does another FSDP wrapping change the peak?", text, figures, "formula")
@@ -233,9 +233,7 @@ class _Answers:
         if self._is_wide():
             text = "Nothing: the parameters are float32, and so are their gradients."
             return Answer(question, text, {"more": 0}, "formula")
-        text = (
-            f"About {format_bytes(largest)} while the largest unit is reduced: its gradients are cast from 16 to 32 bits."
-        )
+        text = f"About {format_bytes(largest)} while the largest unit is reduced: its gradients go from 16 to 32 bits."
         return Answer(question, text, {"more": largest}, "formula")
 
     def _is_wide(self) -> bool:
@@ -254,9 +252,9 @@ class _Answers:
         near, far = self._sharded // RANKS, self._sharded // MANY
         more = near - far
         text = (
-            f"HSDP over {MANY} ranks in groups of {RANKS} holds {format_bytes(near)} of parameters, gradients and state on "
-            f"a rank, FSDP {format_bytes(far)}. It makes sense where {format_bytes(more)} are free and the links between "
-            f"machines are slow. To run it: {_COMMAND} hsdp --world {MANY}."
+            f"HSDP over {MANY} ranks in groups of {RANKS} holds {format_bytes(near)} of parameters, gradients and "
+            f"state on a rank, FSDP {format_bytes(far)}. It makes sense where {format_bytes(more)} are free and the links "
+            f"between machines are slow. To run it: {_COMMAND} hsdp --world {MANY}."
         )
         yield Answer("When does HSDP make sense?", text, {"hsdp": near, "fsdp": far, "more": more}, "formula")
         whole = self._state["parameters"]
@@ -282,7 +280,9 @@ class _Answers:
         row = max(self._explanation.modules, key=lambda each: each.own, default=None)
         if row is not None and row.own:
             operator = next(iter(row.operators), "")
-            text = f"{row.name or 'the model'} ({row.kind}) saves {format_bytes(row.own)} itself, most of it by {operator}"
+            text = (
+                f"{row.name or 'the model'} ({row.kind}) saves {format_bytes(row.own)} itself, most of it by {operator}"
+            )
             if self._group is not None:
                 names = len(self._group.names)
                 text += f"; the {names} {self._group.kind} together save {format_bytes(self._group.nbytes)}"
@@ -295,8 +295,8 @@ class _Answers:
         yield Answer("Which FSDP unit holds most unsharded memory?", text, {"unit": units[name]}, "formula")
         again = sum(1 for each in self._explanation.record.operators if each.is_again)
         text = (
-            f"{again} operators of the forward run again in backward, and {format_bytes(self._explanation.saved_bytes)} are "
-            "saved beside them."
+            f"{again} operators of the forward run again in backward, and {format_bytes(self._explanation.saved_bytes)} "
+            "are saved beside them."
             if again
             else "Nothing is computed again in backward, so no checkpoint is active in this step."
         )

@@ -73,7 +73,8 @@ def test_shards_by_hand(found: list[Answer]) -> None:
     weights = DEEP * BLOCK + HEAD
     state = 4 * weights  # and its gradients and two moments; each has a step of 4 bytes
     hsdp, fsdp = found[11].figures["hsdp"], found[11].figures["fsdp"]
-    assert hsdp == pytest.approx(state / 8, abs=64) and fsdp == pytest.approx(state / 64, abs=64)
+    assert hsdp == pytest.approx(state / 8, abs=64)
+    assert fsdp == pytest.approx(state / 64, abs=64)
     assert found[12].figures["more"] == weights // 8 - weights // 64
     assert found[13].figures["more"] == weights - weights // 64
 
@@ -95,4 +96,5 @@ def test_checkpoints_are_further_steps(found: list[Answer], builder: Builder, si
 def test_without_a_builder_no_step_is_run(builder: Builder) -> None:
     alone = answers(explain_built(builder, Situation(device="cpu")))
     assert {each.source for each in alone} == {"record", "formula", "ask"}
-    assert "optimizer" in alone[5].answer and alone[5].source == "ask"
+    assert "optimizer" in alone[5].answer
+    assert alone[5].source == "ask"
