@@ -2,8 +2,9 @@
 
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
-# smaller batch. Each is run on fake tensors: what it saves is the peak of the step less the peak of another step. A few changes need code that is not there, such as an optimizer of 8 bits. What
-# these save is estimated from the record, and the advice says so.
+# smaller batch. Each is run on fake tensors: what it saves is the peak of the step less the peak of the changed step. A
+# few changes need code that is not there, such as an optimizer of 8 bits. What these save is estimated from the record,
+# and the advice says so.
 #
 # [Note: what advice costs]
 # Compute is the time of the operators by the table of devices, with the change less without it. The link works beside

@@ -253,8 +253,8 @@ class _Answers:
         more = near - far
         text = (
             f"HSDP over {MANY} ranks in groups of {RANKS} holds {format_bytes(near)} of parameters, gradients and "
-            f"state on a rank, FSDP {format_bytes(far)}. It makes sense where {format_bytes(more)} are free and the links "
-            f"between machines are slow. To run it: {_COMMAND} hsdp --world {MANY}."
+            f"state on a rank, FSDP {format_bytes(far)}. It makes sense where {format_bytes(more)} are free and "
+            f"the links between machines are slow. To run it: {_COMMAND} hsdp --world {MANY}."
         )
         yield Answer("When does HSDP make sense?", text, {"hsdp": near, "fsdp": far, "more": more}, "formula")
         whole = self._state["parameters"]
@@ -294,9 +294,9 @@ class _Answers:
         text = f"{name or 'the root'}, with {format_bytes(units[name])} of parameters."
         yield Answer("Which FSDP unit holds most unsharded memory?", text, {"unit": units[name]}, "formula")
         again = sum(1 for each in self._explanation.record.operators if each.is_again)
+        saved = format_bytes(self._explanation.saved_bytes)
         text = (
-            f"{again} operators of the forward run again in backward, and {format_bytes(self._explanation.saved_bytes)} "
-            "are saved beside them."
+            f"{again} operators of the forward run again in backward, and {saved} are saved beside them."
             if again
             else "Nothing is computed again in backward, so no checkpoint is active in this step."
         )
