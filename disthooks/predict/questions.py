@@ -163,7 +163,7 @@ class _Answers:
         return self._peak - self._at_peak() + self._at_peak() // ranks
 
     def _at_peak(self) -> int:
-        """The bytes at the peak that FSDP divides."""
+        """The bytes at the peak that FSDP divides. See [Note: formulas of shards]."""
         found = self._explanation.peak.by_category
         return sum(found.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
 
