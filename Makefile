@@ -17,7 +17,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-gpu browser bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
 
 demo: $(READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -54,6 +54,17 @@ GPU_JSON ?= benchmarks/results/test-gpu.json
 test-gpu: $(READY)
 	@$(RUN) tests/support/switch.py $(DEVICE)
 	OMP_NUM_THREADS=$(GPU_THREADS) $(RUN) tests/gpu/run.py --device $(DEVICE) --limit $(GPU_LIMIT) --jobs $(GPU_JOBS) --json $(GPU_JSON) $(if $(GPU_TESTS),--only $(GPU_TESTS)) -- $(ARGS)
+
+# The tests of pages need Chromium or Chrome. If there is none, root gets Debian's: tests/support/browser.py.
+browser:
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  if command -v $$name; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	else \
+	  echo "No browser is installed, and only root can install one: apt-get install chromium" >&2; exit 1; \
+	fi
 
 # Some 15 minutes on 2 cores and 8 GiB of room in the temporary directory, both best with nothing else running.
 bench: $(READY)

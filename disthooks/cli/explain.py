@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,40 +23,55 @@ def explain(
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
     optimizer: str | None = typer.Option(None, help="With a step of this optimizer, such as adamw."),
-    batch: int | None = typer.Option(None, min=1, help="The batch size."),
+    engine: str | None = typer.Option(None, help="ddp, fsdp1, fsdp2, hsdp, tp, fsdp2+tp, or zero0 to zero3."),
+    world: int = typer.Option(1, min=1, help="The number of ranks."),
+    batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
     seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
+    measured: str | None = typer.Option(
+        None, help="The log of a run with this hooks file, to compare with.", metavar="LOG"
+    ),
+    fits: str | None = typer.Option(None, help="Does it fit into so much memory (80GiB), and how far can it go?"),
     output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
-    """PREDICT what one training step of the model saves and needs. It needs no GPU, no memory, and runs nothing.
+    """PREDICT what one training step of the model saves and needs. It needs no GPU and no memory: nothing runs.
 
     The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
-    once, and weights do not count as saved.
+    once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and without.
     """
     from disthooks.cli.workload import find
     from disthooks.predict.builder import Builder
-    from disthooks.predict.explain import explain as predict
+    from disthooks.predict.explain import explain_built, situation_of
 
     with progress(2) as begin:
         begin("importing the model")
-        made = Builder(find(model), name=model)
-        begin("one step on tensors without memory")
-        said = predict(
-            made,
+        builder = Builder(find(model), name=model)
+        situation = situation_of(
+            plan=file,
+            optimizer=optimizer,
+            engine=engine,
+            world=world,
             device=device,
-            backend=backend,
             dtype=dtype,
             autocast=autocast,
-            optimizer=optimizer,
+            backend=backend,
             batch=batch,
             seq=seq,
         )
+        begin("one step on tensors without memory")
+        said = explain_built(builder, situation)
+    compared = () if measured is None else said.beside(measured)
+    told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
     if output is not None:
-        pathlib.Path(output).write_text(said.to_html(), encoding="utf-8")
+        from disthooks.predict.page import page
+
+        pathlib.Path(output).write_text(page(told), encoding="utf-8")
     if as_json:
-        document({"file": file, **said.to_dict()})
+        document(told)
         return
-    show(said)
+    show(said, told)
+    for each in compared:
+        line(str(each))
     if output is not None:
         line(f"wrote {output}")
 
@@ -167,8 +183,9 @@ def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[st
 
 def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str]:
     """The memory over the step as lines of text, with the parts of the step below."""
-    samples = said.timeline.samples
-    moments = max(1, len(said.record.operators))
+    samples = (said.planned or said.memory).timeline.samples
+    record = said.record if said.with_plan is None else said.with_plan.record
+    moments = max(1, len(record.operators))
     columns = [0] * width
     for each in samples:
         place = min(width - 1, each.moment * width // moments)
@@ -182,7 +199,7 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
         scale = size(top * row / height) if row in (height, height // 2) else ""
         lines.append(f"{scale:>10} │{text}")
     names = [""] * width
-    for phase, begin in said.record.phases.items():
+    for phase, begin in record.phases.items():
         place = min(width - len(phase) - 1, begin * width // moments)
         for offset, letter in enumerate(f"│{phase}"):
             names[place + offset] = letter
@@ -197,26 +214,67 @@ def _vertical(part: float) -> str:
 # -- all of it
 
 
-def show(said: Explanation) -> None:
-    """Print ``said`` on the terminal."""
-    told = said.to_dict()
+def show(said: Explanation, told: dict[str, Any]) -> None:
+    """Print an explanation on the terminal.
+
+    Args:
+        said: the explanation.
+        told: the same as a document, with what the command adds to it.
+    """
     lines = tree_lines(folded(said.modules), said.saved_bytes)
-    if lines:
-        heads = ("module", "class", "saved", "share")
-        console().print(table(lines, heads, right=(2,), title="saved for backward, by module"))
-    else:
+    if not lines:
         raise UsageError(f"{said.model}: autograd saves nothing, so there is nothing to explain")
+    heads = ("module", "class", "saved", "share")
+    console().print(table(lines, heads, right=(2,), title="saved for backward, by module"))
     rows = [(name, size(nbytes)) for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes]
     console().print(table(rows, ("operator", "saved"), right=(1,), title="by operator"))
     console().print("\n".join(curve_lines(said)))
     peak = said.peak
     rows = [(name, size(nbytes)) for name, nbytes in peak.by_category.items()]
     console().print(table(rows, ("at the peak", "bytes"), right=(1,)))
+    if told["plan"] is not None:
+        _show_plan(told)
+    _show_notes(said, told)
+    low, high = said.peak_range
+    where = f"in the {peak.phase} of {peak.module or 'the model'} ({peak.operator})"
+    line(f"the peak is {size(peak.nbytes)}, {where}; the range is {size(low)} to {size(high)}")
+    line(f"autograd saves {size(said.saved_bytes)}, weights not counted")
+
+
+def _show_plan(told: dict[str, Any]) -> None:
+    plan, keys = told["plan"], ("stored", "moved", "shared", "recomputed", "kept")
+    rows = [(name, to, *map(size, figures)) for name, to, *figures in _alike(plan["modules"], keys)]
+    total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
+    heads = ("module", "goes to", *keys)
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"under {told['file']}"))
+    line(f"without the plan the peak is {size(told['peak']['nbytes'])}")
+    held = {"in the host's memory": plan["host"], "on disk": plan["disk"]}
+    line("with it " + ", ".join(f"{size(nbytes)} {where}" for where, nbytes in held.items() if nbytes))
+
+
+def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """Rows of name, place and figures. Modules in a row with equal figures are one row."""
+    rows: list[tuple[Any, ...]] = []
+    for _, group in itertools.groupby(modules, lambda each: (each["to"], *(each[key] for key in keys))):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        name = first["module"] or "(model)"
+        if len(alike) > 1:
+            name += f" … {last['module']} × {len(alike)}"
+        rows.append((name, first["to"], *(sum(each[key] for each in alike) for key in keys)))
+    return rows
+
+
+def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
     for each in told["unknown"]:
         where = each["module"] or "the model"
         line(f"unknown: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
     for text in told["warnings"]:
         line(f"warning: {text}", "yellow")
-    where = f"in the {peak.phase} of {peak.module or 'the model'} ({peak.operator})"
-    line(f"the peak is {size(peak.nbytes)}, {where}")
-    line(f"autograd saves {size(said.saved_bytes)}, weights not counted")
+    for text in told["not_counted"]:
+        line(f"not counted: {text}")
+    if said.seconds:
+        parts = ", ".join(f"{phase} {duration:.3g} s" for phase, duration in said.seconds.items())
+        line(f"time on {told['situation']['hardware']}, roughly: {parts}")
+    if said.link_or_compute is not None:
+        line(f"offload or compute again: {said.link_or_compute}")

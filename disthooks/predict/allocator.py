@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from disthooks.errors import UsageError
@@ -214,7 +214,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream.
+    """The allocator of one device and one stream. See [Note: what is modelled] and [Note: what is left out].
 
     Args:
         limit: the bytes that the driver can give, at most; None for no limit.
@@ -480,3 +480,29 @@ def simulate(
         failed_bytes=0 if failed is None else failed[1],
         retries=allocator.retries,
     )
+
+
+def least_limit(events: Sequence[tuple[int, int]], report: AllocatorReport, accuracy: float = 0.005) -> int:
+    """The least memory in which the allocator meets every request, in bytes: not less, and larger by ``accuracy``.
+
+    It lies between the peak of the blocks in use and that of the memory taken from the driver, because the allocator
+    gives cached memory back before it fails.
+
+    Args:
+        events: as :func:`simulate` takes them.
+        report: what it said of them without a limit.
+        accuracy: how much too large the result may be, as a part of it.
+
+    >>> MiB = 2**20
+    >>> events = [(1, 30 * MiB), (1, 0), (2, 40 * MiB)]
+    >>> report = simulate(events)
+    >>> report.reserved_peak // MiB, least_limit(events, report) // MiB
+    (70, 40)
+    """
+    low, high = report.allocated_peak, report.reserved_peak
+    if simulate(events, low).fits:
+        return low
+    while high - low > accuracy * high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if simulate(events, middle).fits else (middle, high)
+    return high

@@ -29,10 +29,12 @@ class Gpu(NamedTuple):
     Attributes:
         order: attention's backends, the first choice first.
         capability: the GPU's compute capability, such as ``(9, 0)``.
+        priority: torch's own order, as numbers, when ``order`` was made. If a script changes it, torch's is used.
     """
 
     order: tuple[Backend, ...]
     capability: tuple[int, int]
+    priority: tuple[int, ...] = ()
 
 
 _ORDERS: dict[str, tuple[Backend, ...]] = {
@@ -181,10 +183,24 @@ def _is_cudnn_mask(call: Attention) -> bool:
     return all(size in (1, want) for size, want in zip(mask.shape, wanted, strict=True))
 
 
+_NUMBERS: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def torch_priority() -> tuple[int, ...]:
+    """The order in which torch tries the backends, which ``sdpa_kernel(..., set_priority=True)`` changes.
+
+    >>> sorted(torch_priority())[:4]
+    [0, 1, 2, 3]
+    """
+    return tuple(torch._C._get_sdp_priority_order())
+
+
 def choose_backend(call: Attention, gpu: Gpu) -> Backend:
     """The backend of ``gpu.order`` that torch would use for ``call``."""
     can = {"flash": _can_flash, "efficient": _can_efficient, "cudnn": _can_cudnn}
-    for backend in gpu.order:
+    now = torch_priority() if gpu.priority else ()
+    order = gpu.order if now == gpu.priority else tuple(_NUMBERS[each] for each in now if each in _NUMBERS)
+    for backend in order:
         if _is_enabled("math") if backend == "math" else can[backend](call, gpu):
             return backend
     raise RuntimeError("No available kernel for scaled_dot_product_attention: the math backend has been disabled")

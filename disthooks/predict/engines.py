@@ -142,7 +142,8 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
     """Give ``model`` to the engine.
 
     Call it inside :func:`~disthooks.predict.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
-    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model needs none.
+    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
+    needs none.
 
     Args:
         model: parameters on the CPU. As with the engines themselves, its modules are changed in place.
@@ -167,6 +168,10 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
         return Prepared(engine, spec, ("",), engine.optimizer)
     wrapped, units = _APPLY[spec.kind](model, spec)
     made = None if optimizer is None else optimizer([p for p in wrapped.parameters() if p.requires_grad])
+    for group in () if made is None else made.param_groups:
+        # torch's operators on lists of tensors refuse a mixture, as tensor parallelism of some layers makes it.
+        if group.get("foreach") is None and len({type(_local(p)) is type(p) for p in group["params"]}) > 1:
+            group["foreach"] = False
     return Prepared(wrapped, spec, units, made)
 
 
@@ -350,6 +355,7 @@ def _style(name: str, module: str) -> Any:
         "rowwise": RowwiseParallel,
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "sequence_parallel": SequenceParallel,
     }
     if name in ("replicated_with_grad_allreduce", "all_reduce"):
@@ -383,15 +389,16 @@ def state_bytes(prepared: Prepared) -> dict[str, int]:
     """
     kinds = {"parameters": 0, "master": 0, "gradients": 0, "optimizer": 0, "communication": 0, "buffers": 0}
     seen: dict[int, torch.UntypedStorage] = {}
-    for kind, tensor in _held(prepared):
+    for kind, tensor in held(prepared):
         storage = _local(tensor).untyped_storage()
         if storage._cdata not in seen:
             seen[storage._cdata] = storage
             kinds[kind] += storage.nbytes()
-    return kinds | {"host": zero.host_bytes(prepared.model) if prepared.spec.is_deepspeed else _offloaded(prepared)}
+    return kinds | {"host": sum(host_storages(prepared).values())}
 
 
-def _held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank holds now, and the kind of each, as :func:`state_bytes` counts them."""
     if prepared.spec.is_deepspeed:
         yield from zero.held(prepared.model)
         return
@@ -418,17 +425,16 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _offloaded(prepared: Prepared) -> int:
-    """All of the parameters, gradients and state, if FSDP offloads them."""
-    policy = type(prepared.spec.options.get("offload_policy")).__name__
-    offloads = policy == "CPUOffloadPolicy" or getattr(
-        prepared.spec.options.get("cpu_offload"), "offload_params", False
-    )
-    if not offloads:
-        return 0
-    storages = {
-        _local(tensor).untyped_storage()._cdata: _local(tensor).untyped_storage().nbytes()
-        for kind, tensor in _held(prepared)
-        if kind in ("parameters", "gradients", "optimizer")
-    }
-    return sum(storages.values())
+def host_storages(prepared: Prepared) -> dict[int, int]:
+    """The addresses and bytes of the storages that the engine keeps in the host's memory.
+
+    FSDP offloads parameters, gradients and state together.
+    """
+    if prepared.spec.is_deepspeed:
+        return zero.host_storages(prepared.model)
+    options = prepared.spec.options
+    policy = type(options.get("offload_policy")).__name__
+    if policy != "CPUOffloadPolicy" and not getattr(options.get("cpu_offload"), "offload_params", False):
+        return {}
+    offloaded = [_local(tensor) for kind, tensor in held(prepared) if kind in ("parameters", "gradients", "optimizer")]
+    return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in offloaded}

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
+from disthooks.config import Plan, from_config
 from disthooks.errors import UsageError
+from disthooks.predict.attention import Backend
 from disthooks.predict.builder import Builder
+from disthooks.predict.devices import Device, device_named
+from disthooks.predict.engines import EngineSpec
 from disthooks.predict.explanation import Explanation
+from disthooks.predict.planned import Entries
+from disthooks.predict.roofline import cost_for_record
 from disthooks.predict.run import Situation, record_step
-from disthooks.predict.timeline import Timeline
+from disthooks.predict.worlds import Rank
+from disthooks.saved.pipeline import Pipeline, Stage
+from disthooks.saved.stores.base import Store
 
 #: Names of dtypes that people use, beside torch's own.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -23,7 +33,11 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagr
 def explain(
     model: nn.Module | Callable[..., Any] | Builder,
     *inputs: Any,
+    plan: Entries | str | os.PathLike[str] | Stage | Pipeline | None = None,
     optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
+    engine: str | EngineSpec | None = None,
+    world: int = 1,
+    rank: Rank = "largest",
     device: str = "cuda",
     dtype: torch.dtype | str | None = None,
     autocast: torch.dtype | str | None = None,
@@ -42,14 +56,20 @@ def explain(
             better for a large model, because it is built without memory.
         inputs: the arguments of the model's forward: tensors of any device, with any values. One mapping gives
             arguments by name.
+        plan: what is attached to the model: a hooks file, a :class:`~disthooks.Plan`, pairs of patterns and a pipeline,
+            or a store or pipeline for the whole model. None for nothing.
         optimizer: its name ("adamw", "sgd", ...), or a function that makes it from the parameters; None for no step.
-        device: whose operators run: "cuda" or "cpu".
+        engine: "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp" or "zero0" to "zero3"; or an
+            :class:`~disthooks.predict.engines.EngineSpec`, which says more. None for no engine.
+        world: the number of ranks.
+        rank: whose memory is asked for: a number, "largest" or "smallest".
+        device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100".
         dtype: the dtype that the model is converted to; None to leave it as it is.
         autocast: the dtype of autocast around the forward; None without autocast.
         backend: of attention: "flash", "efficient", "cudnn" or "math"; None for the one that torch would choose.
         loss: makes the loss from the model's output. Without it the output's ``loss`` is taken, or else the output
             itself, with a gradient of its size.
-        batch: the batch size; None as the inputs have it.
+        batch: the batch size of one rank; None as the inputs have it.
         seq: the length of a sequence; None as the inputs have it.
 
     Raises:
@@ -61,12 +81,16 @@ def explain(
     >>> said.saved_bytes, said.by_module["1"], said.by_operator
     (40960, 32768, {'aten.relu': 32768, 'aten.addmm': 8192})
     """
-    situation = Situation(
+    situation = situation_of(
+        plan=plan,
+        optimizer=optimizer,
+        engine=engine,
+        world=world,
+        rank=rank,
         device=device,
+        dtype=dtype,
+        autocast=autocast,
         backend=backend,
-        dtype=as_dtype(dtype, "dtype"),
-        autocast=as_dtype(autocast, "autocast"),
-        optimizer=as_optimizer(optimizer),
         loss=loss,
         batch=batch,
         seq=seq,
@@ -74,10 +98,101 @@ def explain(
     return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
+def situation_of(
+    *,
+    plan: Entries | str | os.PathLike[str] | Stage | Pipeline | None = None,
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
+    engine: str | EngineSpec | None = None,
+    world: int = 1,
+    rank: Rank = "largest",
+    device: str = "cuda",
+    dtype: torch.dtype | str | None = None,
+    autocast: torch.dtype | str | None = None,
+    backend: str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+) -> Situation:
+    """The situation that the arguments of :func:`explain` describe.
+
+    Raises:
+        UsageError: if one of them means nothing.
+    """
+    kind, hardware = as_device(device)
+    return Situation(
+        device=kind,
+        hardware=hardware,
+        backend=as_backend(backend),
+        dtype=as_dtype(dtype, "dtype"),
+        autocast=as_dtype(autocast, "autocast"),
+        optimizer=as_optimizer(optimizer),
+        engine=as_engine(engine, world),
+        rank=rank,
+        plan=as_entries(plan),
+        loss=loss,
+        batch=batch,
+        seq=seq,
+    )
+
+
 def explain_built(builder: Builder, situation: Situation) -> Explanation:
     """The explanation of one step of what ``builder`` builds."""
-    record = record_step(builder, situation)
-    return Explanation(builder.name, situation, record, Timeline(record))
+    step = record_step(builder, situation, cost_for_record)
+    if situation.plan is None:
+        return Explanation(builder.name, situation, step)
+    without = record_step(builder, replace(situation, plan=None), cost_for_record)
+    return Explanation(builder.name, situation, without, step)
+
+
+def as_device(given: str) -> tuple[str, Device | None]:
+    """The kind of the device, "cuda" or "cpu", and the device itself if ``given`` names one.
+
+    Raises:
+        UsageError: if no device has this name.
+
+    >>> as_device("cuda"), as_device("a100 80")[1].memory_bytes >> 30
+    (('cuda', None), 79)
+    """
+    if given in ("cuda", "cpu"):
+        return given, None
+    found = device_named(given)
+    return found.kind, found
+
+
+def as_backend(given: str | None) -> Backend | None:
+    """The backend of attention that ``given`` names.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if given is None or given in get_args(Backend):
+        return cast("Backend | None", given)
+    raise UsageError(f"backend: there is no {given!r}; there are {', '.join(get_args(Backend))}")
+
+
+def as_engine(given: str | EngineSpec | None, world: int) -> EngineSpec:
+    """The engine that ``given`` names, on ``world`` ranks.
+
+    Raises:
+        UsageError: if there is no such engine, or no engine for several ranks.
+    """
+    if isinstance(given, EngineSpec):
+        return given
+    if given is None and world > 1:
+        # The function that builds the model may give it to an engine itself.
+        return EngineSpec("plain", world)
+    return EngineSpec(given or "plain", world)
+
+
+def as_entries(given: Any) -> Entries | None:
+    """What to attach, as pairs of patterns and a pipeline, or a plan."""
+    if given is None or isinstance(given, Plan):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return from_config(given)
+    if isinstance(given, (Store, Pipeline)):
+        return [("", given)]
+    return cast("Entries", given)
 
 
 def as_dtype(given: torch.dtype | str | None, what: str) -> torch.dtype | None:

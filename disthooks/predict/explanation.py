@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
+from disthooks.predict.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
+from disthooks.predict.measured import Measured, beside
+from disthooks.predict.page import page
 from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
-from disthooks.predict.run import Situation
+from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
+from disthooks.predict.run import Situation, Step
 from disthooks.predict.timeline import Sample, Share, Timeline
+from disthooks.saved.report import SavedReport
 
-_STATE = ("parameters", "buffers", "gradients", "optimizer state")
+# [Note: a range]
+# What is counted is every tensor that Python or autograd holds, as torch's allocator rounds it. `peak_range` says how
+# far the truth may be away. Its lower end is the bytes of the tensors. Its upper end is the least memory in which the
+# allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What
+# is in neither is in `not_counted`.
+
+#: What no figure of a prediction contains.
+NOT_COUNTED = (
+    "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
+    "what the communication library takes (NCCL: some hundred MiB)",
+    "tensors that the training loop keeps besides: logs, averages of weights, outputs of the last step",
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +44,8 @@ class ModuleRow:
         own: bytes saved in its own forward, without those of the modules inside.
         whole: bytes saved while it ran, with those of the modules inside.
         operators: the bytes of ``own`` by the operator that saved them, the largest first.
+        flops: floating-point operations of its own forward, and of the backward of it.
+        seconds: the time of these on the device, roughly; 0.0 if the device has no name.
     """
 
     name: str
@@ -35,6 +54,8 @@ class ModuleRow:
     own: int
     whole: int
     operators: Mapping[str, int] = field(default_factory=dict)
+    flops: tuple[int, int] = (0, 0)
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,91 @@ class Peak:
     shares: tuple[Share, ...]
 
 
+class Memory:
+    """The memory of one rank over a step.
+
+    Attributes:
+        timeline: the memory of the device over time.
+        host: the most bytes in the host's memory: what an engine or a plan keeps there.
+        disk: the most bytes on a disk.
+    """
+
+    def __init__(self, step: Step, situation: Situation) -> None:
+        self._record, self._situation = step.record, situation
+        rounded = round_up if situation.device == "cuda" else None
+        self.timeline = Timeline(step.record, rounded)
+        held = {"host": 0, "disk": 0} if step.planned is None else step.planned.placed.peak
+        self.host = Timeline(step.record, None, "host").peak + held["host"]
+        self.disk = held["disk"]
+
+    @functools.cached_property
+    def allocator(self) -> AllocatorReport | None:
+        """What torch's caching allocator makes of the step; None for a device that has none."""
+        return simulate(events_of(self._record)) if self._situation.device == "cuda" else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at one moment of the step, as ``torch.cuda.max_memory_allocated()`` counts them."""
+        return self.timeline.peak if self.allocator is None else self.allocator.allocated_peak + self.workspace
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of cuBLAS's workspaces: one for the thread of the forward, and one for that of the backward."""
+        hardware = self._situation.hardware
+        return 0 if hardware is None else 2 * hardware.workspace_bytes
+
+    @functools.cached_property
+    def peak_range(self) -> tuple[int, int]:
+        """The least and the most bytes that the peak may be. See [Note: a range]."""
+        if self.allocator is None:
+            return self.timeline.peak, self.timeline.peak
+        return self.allocator.requested_peak, least_limit(events_of(self._record), self.allocator) + self.workspace
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the step itself has on the device when the backward begins, without weights and states."""
+        return self.timeline.of_the_step("backward")
+
+    @functools.cached_property
+    def peak(self) -> Peak:
+        """Where the most bytes are in use, and whose they are."""
+        sample, operators = self.timeline.peak_sample, self._record.operators
+        running = operators[sample.moment].name if operators else ""
+        categories, rest = _categories(sample), self.peak_bytes - sample.total
+        if rest > 0:
+            categories["workspaces, rounding"] = rest
+        return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
+
+    def to_dict(self, position: Callable[[str], int]) -> dict[str, Any]:
+        """The peak and the curve; ``position`` gives the position of a module."""
+        phases, peak = list(self._record.phases), self.peak
+        points = [
+            [each.moment, phases.index(each.phase) if each.phase in phases else -1, position(each.module), *each.nbytes]
+            for each in self.timeline.curve()
+        ]
+        return {
+            "peak": {
+                "nbytes": peak.nbytes,
+                "range": list(self.peak_range),
+                "phase": peak.phase,
+                "module": peak.module,
+                "operator": peak.operator,
+                "categories": dict(peak.by_category),
+                "shares": [each._asdict() for each in peak.shares[:50]],
+            },
+            "held": self.held_bytes,
+            "host": self.host,
+            "disk": self.disk,
+            "curve": {
+                "categories": list(CATEGORIES),
+                "phases": phases,
+                "begins": list(self._record.phases.values()),
+                "moments": len(self._record.operators),
+                "points": points,
+            },
+        }
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What one training step saves for backward and needs in memory, predicted.
@@ -65,31 +171,95 @@ class Explanation:
     Attributes:
         model: the name of what was explained.
         situation: how the step runs.
-        record: everything that was recorded.
-        timeline: the memory of the device over time.
-        warnings: what the user should know.
+        step: the step without a plan.
+        with_plan: the step with the situation's plan; None if it has none.
+
+    >>> import torch
+    >>> from disthooks import explain
+    >>> print(explain(torch.nn.Linear(256, 256), torch.empty(512, 256), device="cpu", optimizer="sgd"))
+    Linear: autograd saves 512.0 KiB; the peak is 2.0 MiB (2.0 MiB to 2.0 MiB), in the backward of the model
+      temporary: 1.0 MiB
+      inputs: 512.0 KiB
+      parameters: 257.0 KiB
+      gradients: 257.0 KiB
     """
 
     model: str
     situation: Situation
-    record: StepRecord = field(repr=False)
-    timeline: Timeline = field(repr=False)
-    warnings: tuple[str, ...] = ()
+    step: Step = field(repr=False)
+    with_plan: Step | None = field(default=None, repr=False)
+
+    @property
+    def record(self) -> StepRecord:
+        """Everything that was recorded of the step without a plan."""
+        return self.step.record
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """The memory of the step without a plan."""
+        return Memory(self.step, self.situation)
+
+    @functools.cached_property
+    def planned(self) -> Memory | None:
+        """The memory of the step with the plan; None if there is no plan."""
+        return None if self.with_plan is None else Memory(self.with_plan, self.situation)
 
     @functools.cached_property
     def modules(self) -> tuple[ModuleRow, ...]:
         """A row for each module, in the order of ``model.named_modules()``."""
-        record = self.record
+        record, hardware = self.record, self.situation.hardware
         own: list[collections.Counter[str]] = [collections.Counter() for _ in record.modules]
         for each in record.counted():
             own[each.module][each.operator] += record.allocations[each.allocation].nbytes
+        flops = [[0, 0] for _ in record.modules]
+        seconds = [[0.0, 0.0] for _ in record.modules]
+        for operator in record.operators:
+            if operator.phase in ("forward", "backward"):
+                is_backward = operator.phase == "backward"
+                flops[operator.module][is_backward] += operator.flops
+                if hardware is not None:
+                    seconds[operator.module][is_backward] += seconds_of(operator, hardware)
         whole = [sum(by_operator.values()) for by_operator in own]
         for position in range(len(whole) - 1, 0, -1):  # a module stands behind the one that contains it
             whole[record.modules[position].parent] += whole[position]
         return tuple(
-            ModuleRow(name, kind, parent, sum(by.values()), total, dict(by.most_common()))
-            for (name, kind, parent), by, total in zip(record.modules, own, whole, strict=True)
+            ModuleRow(
+                name,
+                kind,
+                parent,
+                sum(own[i].values()),
+                whole[i],
+                dict(own[i].most_common()),
+                (flops[i][0], flops[i][1]),
+                (seconds[i][0], seconds[i][1]),
+            )
+            for i, (name, kind, parent) in enumerate(record.modules)
         )
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, float]:
+        """The time of each part of the step on the device, roughly; empty if the device has no name."""
+        hardware = self.situation.hardware
+        if hardware is None:
+            return {}
+        total: dict[str, float] = collections.defaultdict(float)
+        calls: collections.Counter[str] = collections.Counter()
+        for operator in self.record.operators:
+            total[operator.phase] += seconds_of(operator, hardware)
+            calls[operator.phase] += 1
+        return {phase: step_seconds(duration, calls[phase]) for phase, duration in total.items()}
+
+    @property
+    def link_or_compute(self) -> Verdict | None:
+        """Whether sending all saved bytes to the host and back is worth more than a second forward would be."""
+        hardware = self.situation.hardware
+        return None if hardware is None else verdict(self.saved_bytes, self.seconds.get("forward", 0.0), hardware)
+
+    @property
+    def reports(self) -> tuple[SavedReport, ...]:
+        """The report that the hooks of each entry of the plan would give."""
+        found = None if self.with_plan is None else self.with_plan.planned
+        return () if found is None else tuple(found.reports())
 
     @property
     def saved_bytes(self) -> int:
@@ -118,62 +288,78 @@ class Explanation:
         )
 
     @property
-    def peak_bytes(self) -> int:
-        """The most bytes in use at one moment of the step."""
-        return self.timeline.peak
+    def timeline(self) -> Timeline:
+        """The memory of the device over time; with the plan if there is one."""
+        return (self.planned or self.memory).timeline
 
-    @functools.cached_property
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at one moment of the step; with the plan if there is one."""
+        return (self.planned or self.memory).peak_bytes
+
+    @property
+    def peak_range(self) -> tuple[int, int]:
+        """The least and the most bytes that the peak may be. See [Note: a range]."""
+        return (self.planned or self.memory).peak_range
+
+    @property
     def peak(self) -> Peak:
-        """Where the most bytes are in use, and whose they are."""
-        sample = self.timeline.peak_sample
-        operators = self.record.operators
-        running = operators[min(sample.moment, len(operators) - 1)].name if operators else ""
-        return Peak(
-            sample.total,
-            sample.phase,
-            sample.module,
-            running,
-            _categories(sample),
-            tuple(self.timeline.at_peak()),
-        )
+        """Where the most bytes are in use, and whose they are; with the plan if there is one."""
+        return (self.planned or self.memory).peak
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Bytes that this rank holds after the backward, by kind: parameters, gradients, the optimizer's state, ..."""
+        return self.step.state
 
     @property
     def unknown(self) -> tuple[Unknown, ...]:
         """What could not be known, and what was assumed instead."""
-        return tuple(self.record.unknown)
+        steps = [self.step] if self.with_plan is None else [self.step, self.with_plan]
+        return tuple(dict.fromkeys(each for step in steps for each in step.record.unknown))
 
     @property
-    def state(self) -> dict[str, int]:
-        """Bytes of the parameters, buffers, gradients and the optimizer's state of this rank, by category."""
-        total: collections.Counter[str] = collections.Counter()
-        for each in self.record.allocations:
-            if each.category in _STATE:
-                total[each.category] += each.nbytes
-        return {name: total[name] for name in _STATE}
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know about the plan."""
+        found = None if self.with_plan is None else self.with_plan.planned
+        return () if found is None else (*found.warnings, *found.unknown)
+
+    def beside(
+        self, run: SavedReport | str | os.PathLike[str] | None = None, peak: int | None = None
+    ) -> tuple[Measured, ...]:
+        """The figures of a real run beside the predicted ones.
+
+        Args:
+            run: what the run's ``saving.report()`` gave, after any number of whole steps with the same plan; or the
+                path of its log, in which ``gradients(also=[saving])`` wrote the figures of each step.
+            peak: the peak that the run measured, in bytes, such as ``torch.cuda.max_memory_allocated()``.
+
+        Raises:
+            UsageError: if there is no plan to compare with, or the run has no figures of hooks.
+
+        >>> import torch
+        >>> from disthooks import OnDisk, explain, save_activations
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()), torch.ones(64, 256)
+        >>> with save_activations(model, "1", OnDisk("/tmp")) as saving:
+        ...     model(x).sum().backward()
+        >>> print(explain(model, x, plan=[("1", OnDisk("/tmp"))], device="cpu").beside(saving.report())[1])
+        moved: predicted 64.0 KiB, measured 64.0 KiB, the same
+        """
+        hooks = sum(self.reports, SavedReport()) if self.reports else None
+        return beside(hooks, self.peak_bytes, run, peak)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as a document that JSON can hold; docs/cli.md has its keys."""
         position = {row.name: number for number, row in enumerate(self.modules)}
-        phases = list(self.record.phases)
-        points = [
-            [each.moment, phases.index(each.phase) if each.phase in phases else -1, position[each.module], *each.nbytes]
-            for each in self.timeline.curve()
-        ]
-        peak = self.peak
+        without = self.memory.to_dict(position.__getitem__)
         return {
             "model": self.model,
             "situation": self.situation.to_dict(),
             "saved": self.saved_bytes,
             "weight_copies": self.weight_copies,
-            "peak": {
-                "nbytes": peak.nbytes,
-                "phase": peak.phase,
-                "module": peak.module,
-                "operator": peak.operator,
-                "categories": dict(peak.by_category),
-                "shares": [each._asdict() for each in peak.shares[:50]],
-            },
+            **without,
             "state": self.state,
+            "seconds": self.seconds,
             "modules": [
                 {
                     "module": row.name,
@@ -182,22 +368,43 @@ class Explanation:
                     "own": row.own,
                     "whole": row.whole,
                     "operators": dict(row.operators),
+                    "flops": {"forward": row.flops[0], "backward": row.flops[1]},
+                    "seconds": {"forward": row.seconds[0], "backward": row.seconds[1]},
                 }
                 for row in self.modules
             ],
             "operators": self.by_operator,
-            "curve": {"categories": list(CATEGORIES), "phases": phases, "points": points},
+            "plan": self._plan_dict(position),
             "unknown": [each._asdict() for each in self.unknown],
+            "not_counted": list(NOT_COUNTED),
             "warnings": list(self.warnings),
         }
 
+    def _plan_dict(self, position: Mapping[str, int]) -> dict[str, Any] | None:
+        if self.planned is None:
+            return None
+        modules = []
+        for report in self.reports:
+            to = ", ".join(tier.name for tier in report.tiers)
+            keys = ("tensors", "stored", "moved", "shared", "recomputed", "recast", "kept")
+            for name, site in report.sites.items():
+                modules.append({"module": name, "to": to} | {key: getattr(site, key) for key in keys})
+        return {"modules": modules, "warnings": list(self.warnings), **self.planned.to_dict(position.__getitem__)}
+
+    def to_html(self) -> str:
+        """The explanation as one HTML page that needs no network, with its figures and pictures."""
+        return page(self.to_dict())
+
     def __str__(self) -> str:
-        at = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
+        where = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
+        low, high = self.peak_range
         lines = [
-            f"{self.model}: autograd saves {format_bytes(self.saved_bytes)}; "
-            f"the peak is {format_bytes(self.peak_bytes)}, {at}"
+            f"{self.model}: autograd saves {format_bytes(self.saved_bytes)}; the peak is "
+            f"{format_bytes(self.peak_bytes)} ({format_bytes(low)} to {format_bytes(high)}), {where}"
         ]
         lines += [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in self.peak.by_category.items()]
+        if self.planned is not None:
+            lines.append(f"  without the plan the peak is {format_bytes(self.memory.peak_bytes)}")
         return "\n".join(lines)
 
 

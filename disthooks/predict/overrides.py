@@ -95,14 +95,19 @@ class Overrides(_Shared[_S]):
         self._library: Any = None
 
     def _install(self) -> None:
+        kernels, others = self._kernels(), self._others()  # they look at what is registered
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*verrid")
-            for name, kernel in self._kernels().items():
-                library.impl(name, self._bound(_operator(name), kernel), self._key, with_keyset=True)
-            for (name, key), function in self._others().items():
-                library.impl(name, function, key)
         self._library = library
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*verrid")
+                for name, kernel in kernels.items():
+                    library.impl(name, self._bound(_operator(name), kernel), self._key, with_keyset=True)
+                for (name, key), function in others.items():
+                    library.impl(name, function, key)
+        except BaseException:
+            self._remove()
+            raise
 
     def _remove(self) -> None:
         library, self._library = self._library, None
@@ -152,7 +157,22 @@ class Replacements(_Shared[_S]):
         def call(*args: Any, **kwargs: Any) -> Any:
             return function(before, *args, **kwargs) if self.setting is not None else before(*args, **kwargs)
 
+        # Modules that are imported meanwhile may use a class in an annotation, or derive from it: it stays a class.
+        if isinstance(before, type):
+            return _Called(before.__name__, (before,), {"_call": staticmethod(call), "_before": before})
         return call
+
+
+class _Called(type):
+    """A class that calls a function to make its objects. Classes that derive from it are made as before."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "_call" not in vars(cls):
+            return super().__call__(*args, **kwargs)
+        return vars(cls)["_call"].__func__(*args, **kwargs)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls._before) if "_before" in vars(cls) else super().__instancecheck__(value)  # type: ignore[attr-defined]
 
 
 def _operator(name: str) -> Any:

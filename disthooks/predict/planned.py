@@ -63,7 +63,7 @@ from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
-from disthooks.saved.report import SavedReport, WarnedOnce
+from disthooks.saved.report import Counters, SavedReport, WarnedOnce
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 from disthooks.saved.wrap import SaveWith
 
@@ -462,6 +462,16 @@ class Planned:
         self.inside: dict[str, OpenPipeline] = {}
         self._savings: list[Saving] = []
 
+    def begin_step(self) -> None:
+        """Count from here on. The steps before were there for what a plan learns from them."""
+        pipelines = {
+            id(each): each for each in [*(saving._pipeline for saving in self._savings), *self.inside.values()]
+        }
+        for pipeline in pipelines.values():
+            warned = pipeline.counters.warned
+            pipeline.counters = Counters()
+            pipeline.counters.warned = warned
+
     def reports(self) -> list[SavedReport]:
         """The report of each entry, in their order."""
         return [saving.report() for saving in self._savings]
@@ -523,6 +533,7 @@ def planned(
     >>> found.report().stored, found.placed.peak["disk"]
     (1048576, 1048576)
     """
+    # See [Note: fake tensors stand for a device].
     found = Planned(clock)
     is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
     stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)

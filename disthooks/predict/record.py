@@ -15,6 +15,7 @@ Phase = Literal["before", "forward", "backward", "optimizer"]
 CATEGORIES = (
     "parameters",
     "buffers",
+    "master weights",
     "gradients",
     "optimizer state",
     "inputs",
@@ -23,6 +24,9 @@ CATEGORIES = (
     "saved for backward",
     "temporary",
 )
+
+#: The categories of what is there before a step and after it.
+STAYING = frozenset(("parameters", "buffers", "master weights", "gradients", "optimizer state", "inputs"))
 
 #: What a saved tensor is. Only an "activation", an "input" and a "weight copy" are memory that would not be there
 #: without autograd, or that a plan can move; a "weight copy" is what autocast made of a weight.
@@ -150,7 +154,6 @@ class StepRecord:
         saved: the tensors that autograd saved in the forward.
         phases: for each part of the step, the position of its first operator.
         unknown: what was assumed.
-        stored: bytes that the hooks of a plan gave to stores.
     """
 
     modules: list[ModuleInfo] = field(default_factory=list)
@@ -160,7 +163,6 @@ class StepRecord:
     saved: list[SavedTensor] = field(default_factory=list)
     phases: dict[Phase, int] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
-    stored: int = 0
 
     def saved_by(self, position: int) -> int:
         """Bytes over which the tensors lie that were saved in this module's own forward, each memory once."""

@@ -23,7 +23,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -158,10 +158,18 @@ class Recorder(_Mode):  # type: ignore[misc]
         finally:
             self._paused -= 1
 
-    def begin(self, phase: Phase) -> None:
-        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved."""
+    def begin(self, phase: Phase, has_plan: bool = False) -> None:
+        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved.
+
+        Args:
+            phase: the part of the step.
+            has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
+                and all memory of the forward that is there when the backward begins counts as saved.
+        """
         if phase == "backward":
             self._name_saved()
+            for watched in self._watched.values() if has_plan else ():
+                self._mark(watched.allocation, "saved for backward")
         self._phase = phase
         self.record.phases[phase] = len(self.record.operators)
 
@@ -169,12 +177,16 @@ class Recorder(_Mode):  # type: ignore[misc]
         """Record the tensors that autograd saves inside."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
+    def moment(self) -> int:
+        """The position of the operator that began last."""
+        return max(0, len(self.record.operators) - 1)
+
     # -- memory
 
-    def adopt(self, tensors: Iterable[Any], category: str) -> None:
-        """Say what the memory of ``tensors`` is for. Memory that the recorder has not seen is there from now on."""
+    def adopt(self, tensors: Iterable[Any], category: str, device: Literal["device", "host"] = "device") -> None:
+        """Say what the memory of ``tensors`` is for, and where it is. Unseen memory is there from now on."""
         for tensor in tensors_in(list(tensors)):
-            self._adopt(tensor, category)
+            self._adopt(tensor, category, device)
 
     def assumed(self, what: str, assumed: str) -> None:
         """Note that something could not be known."""
@@ -183,12 +195,13 @@ class Recorder(_Mode):  # type: ignore[misc]
         if found not in self.record.unknown:
             self.record.unknown.append(found)
 
-    def _adopt(self, tensor: torch.Tensor, category: str) -> None:
+    def _adopt(self, tensor: torch.Tensor, category: str, device: Literal["device", "host"] = "device") -> None:
         part = local_part(tensor)
         if not _has_storage(part):
             return
         allocation = self._see(part, "")
         self._mark(allocation, category)
+        self.record.allocations[allocation].device = device
         if category in ("parameters", "buffers"):
             self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
             owner = self._owner.get(id(tensor))
@@ -231,8 +244,7 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def _change(self, allocation: int, nbytes: int) -> None:
         if nbytes:
-            moment = max(0, len(self.record.operators) - 1)
-            self.record.changes.append(Change(moment, allocation, nbytes))
+            self.record.changes.append(Change(self.moment(), allocation, nbytes))
 
     # -- modules
 
@@ -266,7 +278,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             return func(*args, **kwargs)  # see [Note: what a distributed tensor hides]
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
-            number = sequence_number() - 1
+            number = sequence_number() - 1  # see [Note: operators have numbers]
             self._module_at.setdefault(number, position)
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)

@@ -4,7 +4,8 @@
 # A script names a device as a string, as a `torch.device`, as a number, or by a method (`.cuda()`). All of these reach
 # torch through calls that a `TorchFunctionMode` sees, and the constructor of `torch.device` is one of them. Only what
 # names CUDA is replaced; "meta" and others stay. The functions of `torch.cuda` that wait, count or choose a device do
-# nothing. `torch.cuda.is_available()` still says False: a script that asks gets the truth.
+# nothing. `torch.cuda.is_available()` still says False: a script that asks gets the truth. A `torch.Generator` of CUDA
+# cannot be made.
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def redirect_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
     It is made for fake tensors. ``device="cuda"`` in a factory, ``torch.device("cuda:1")``, ``.to("cuda")`` and
     ``.cuda()`` of a tensor or a module, and ``torch.cuda.current_device()``, ``set_device``, ``synchronize``,
-    ``empty_cache`` and the like work inside. ``tensor.device`` is the CPU.
+    ``empty_cache``, streams, events and the like work inside. Memory is not pinned. ``tensor.device`` is the CPU.
 
     Args:
         capability: what ``torch.cuda.get_device_capability()`` says.
@@ -64,8 +65,10 @@ class _CudaIsCpu(TorchFunctionMode):
         if func is torch.device:
             is_cuda = any(_names_cuda(each) or _is_number(each) for each in (*args[:1], *kwargs.values()))
             return _CPU if is_cuda else func(*args, **kwargs)
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and (_names_cuda(args[1]) or _is_number(args[1])):
             args = (args[0], _CPU, *args[2:])
         args = tuple(_CPU if _is_cuda(each) else each for each in args)
@@ -73,6 +76,31 @@ class _CudaIsCpu(TorchFunctionMode):
         if _names_cuda(device) or _is_number(device):
             kwargs = {**kwargs, "device": _CPU}
         return func(*args, **kwargs)
+
+
+class Idle:
+    """A stream or an event that has nothing to wait for. Its methods return itself, which is true.
+
+    >>> Idle().query().wait().elapsed_time(Idle())
+    0.0
+    """
+
+    device = _CPU
+
+    def __enter__(self) -> Idle:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+    def elapsed_time(self, end: object) -> float:
+        """No milliseconds."""
+        return 0.0
 
 
 def _answer(value: Any) -> Callable[..., Any]:
@@ -105,6 +133,14 @@ def _functions() -> Mapping[tuple[Any, str], Callable[..., Any]]:
         "max_memory_reserved": 0,
         "reset_peak_memory_stats": None,
         "is_bf16_supported": True,
+        "ipc_collect": None,
+        "init": None,
+        "Stream": Idle(),
+        "Event": Idle(),
+        "current_stream": Idle(),
+        "default_stream": Idle(),
+        "set_stream": None,
+        "get_device_name": "NVIDIA GPU",
     }
     functions: dict[tuple[Any, str], Callable[..., Any]] = {
         (torch.cuda, name): _answer(value) for name, value in answers.items() if hasattr(torch.cuda, name)

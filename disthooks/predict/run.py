@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from disthooks.config.plan import Plan
+from disthooks._tensors import local_part
 from disthooks.errors import DisthooksError, UsageError
 from disthooks.predict.attention import Backend
 from disthooks.predict.autocast import cuda_autocast
 from disthooks.predict.builder import Builder
+from disthooks.predict.devices import Device
+from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, held, host_storages, state_bytes
 from disthooks.predict.fake import as_if_real, fake_run
-from disthooks.predict.planned import planned
+from disthooks.predict.planned import Entries, Planned, planned
 from disthooks.predict.record import StepRecord
 from disthooks.predict.recorder import CostOf, Recorder
 from disthooks.predict.redirect import foreach_as_on_cuda, redirect_cuda
 from disthooks.predict.substitutes import as_on_cuda
+from disthooks.predict.worlds import FakeWorld, Rank, fake_world
+
+#: What each kind of ``engines.held`` is to a recorder.
+_CATEGORY = {
+    "parameters": "parameters",
+    "master": "master weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "communication": "communication",
+    "buffers": "buffers",
+}
+#: Engines whose optimizer's state can be made by a step with gradients that nobody computed.
+_TAKES_GRADIENTS = ("plain", "fsdp2", "hsdp", "tp", "fsdp2+tp")
 
 
 @dataclass(frozen=True)
@@ -32,57 +47,91 @@ class Situation:
 
     Attributes:
         device: "cuda" or "cpu": whose operators save the tensors.
+        hardware: the device with its figures; None if it has no name.
         backend: of attention on "cuda"; None for the one that torch would choose.
         dtype: the dtype that the model is converted to; None to leave it as it is built.
         autocast: the dtype of autocast around the forward; None without autocast.
         optimizer: makes the optimizer from the parameters; None without a step.
+        engine: what takes the model, and on how many ranks.
+        rank: whose memory is asked for.
+        plan: what is attached to the model before the engine takes it; None for nothing.
+        change: changes the model after it is built; None to leave it.
         loss: makes the loss from the model's output; None for the output's ``loss``, or else the output itself, whose
             gradient is a tensor of its size.
-        batch: the batch size; None as it comes.
+        batch: the batch size of this rank; None as it comes.
         seq: the length of a sequence; None as it comes.
-        plan: what the hooks of disthooks do in the step: a :class:`~disthooks.Plan`; None for no hooks.
-        change: changes the model after it is built; None to leave it.
     """
 
     device: str = "cuda"
+    hardware: Device | None = None
     backend: Backend | None = None
     dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    rank: Rank = "largest"
+    plan: Entries | None = None
+    change: Callable[[nn.Module], None] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     batch: int | None = None
     seq: int | None = None
-    plan: Plan | None = None
-    change: Callable[[nn.Module], None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Texts and numbers; None for what is left to the model."""
-        made = self.optimizer
-        name = None if made is None else getattr(getattr(made, "func", made), "__name__", type(made).__name__)
+        made: Any = self.optimizer
+        made = getattr(made, "func", made)  # of a partial
         return {
             "device": self.device,
+            "hardware": None if self.hardware is None else self.hardware.name,
             "backend": self.backend,
-            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
-            "autocast": None if self.autocast is None else str(self.autocast).removeprefix("torch."),
-            "optimizer": name,
+            "dtype": _dtype_name(self.dtype),
+            "autocast": _dtype_name(self.autocast),
+            "optimizer": None
+            if made is None
+            else getattr(getattr(made, "func", made), "__name__", type(made).__name__),
+            "engine": self.engine.kind,
+            "world": self.engine.world,
+            "rank": self.rank,
             "batch": self.batch,
             "seq": self.seq,
-            "plan": None if self.plan is None else self.plan.described(),
         }
 
 
-def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> StepRecord:
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+class Step(NamedTuple):
+    """A step that was recorded.
+
+    Attributes:
+        record: what happened.
+        state: the bytes that the engine and the optimizer hold on this rank after the backward, by kind.
+        planned: what the plan did; None without a plan.
+        units: the names of the modules that the engine wrapped on their own.
+    """
+
+    record: StepRecord
+    state: dict[str, int]
+    planned: Planned | None
+    units: tuple[str, ...]
+
+
+def record_step(builder: Builder, situation: Situation, cost: CostOf | None = None) -> Step:
     """Run one step of the model on fake tensors, and record it.
 
-    The memory of the optimizer's state is there from the beginning, as in every step but the first.
+    The memory of the optimizer's state is there from the beginning, as in every step but the first. With a plan the
+    second step is recorded, because a plan learns from the first one.
 
     Raises:
         UsageError: if the model cannot be built or run in this way.
     """
+    spec = situation.engine
     with contextlib.ExitStack() as stack:
+        world = None if spec.kind == "plain" and spec.world == 1 else stack.enter_context(_world(situation))
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
-            stack.enter_context(_as_on_cuda(situation.backend))
+            stack.enter_context(redirect_cuda())
         with _told(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
@@ -91,38 +140,106 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if situation.change is not None:
                 situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
-        optimizer = None if situation.optimizer is None else _optimizer(situation.optimizer, model)
-        recorder = Recorder(model, cost)
-        fakes.tell(recorder.assumed)
-        recorder.adopt([args, kwargs], "inputs")
-        if optimizer is not None:
-            recorder.adopt(optimizer.state.values(), "optimizer state")
-        hooks = None
+        if situation.device == "cuda":
+            stack.enter_context(_as_on_cuda(situation))
+        found: Planned | None = None
+        moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
-            clock = partial(len, recorder.record.operators)
-            hooks = stack.enter_context(planned(model, situation.plan, device=situation.device, clock=clock))
-        with recorder, _told(f"one step of {type(model).__name__}"):
-            recorder.begin("forward")
-            with recorder.saving(), _autocast(situation):
-                roots = _roots(model(*args, **kwargs), situation.loss)
-            recorder.begin("backward")
-            gradients = [None if not root.dim() else torch.empty_like(root) for root in roots]
-            torch.autograd.backward(roots, gradients)
-            del roots, gradients
-            recorder.adopt([weight.grad for weight in model.parameters()], "gradients")
-            if optimizer is not None:
-                recorder.begin("optimizer")
-                optimizer.step()
-                recorder.adopt(optimizer.state.values(), "optimizer state")
-        if hooks is not None:
-            recorder.record.stored = hooks.report().stored
-    return recorder.record
+            clock = functools.partial(_now, moments)
+            found = stack.enter_context(planned(model, situation.plan, device=situation.device, clock=clock))
+        with _told(f"{spec.kind} cannot take {type(model).__name__}"):
+            prepared = apply_engine(model, spec, situation.optimizer)
+        run = _Run(prepared, args, kwargs, situation)
+        with _told(f"one step of {type(model).__name__}"):
+            run.warm_up(is_whole=found is not None or spec.kind not in _TAKES_GRADIENTS)
+            if found is not None:
+                found.begin_step()
+            recorder = Recorder(model, cost)
+            fakes.tell(recorder.assumed)
+            if world is not None:
+                world.around_propagation = recorder.paused
+            moments.append(recorder.moment)
+            recorder.adopt([args, kwargs], "inputs")
+            _adopt(recorder, prepared)
+            with recorder:
+                state = run.step(recorder)
+        return Step(recorder.record, state, found, prepared.units)
+
+
+def _now(moments: list[Callable[[], int]]) -> int:
+    return moments[-1]()
+
+
+class _Run:
+    """A model that an engine has taken, with its inputs."""
+
+    def __init__(self, prepared: Prepared, args: Any, kwargs: Any, situation: Situation) -> None:
+        self._prepared, self._args, self._kwargs, self._situation = prepared, args, kwargs, situation
+
+    def warm_up(self, is_whole: bool) -> None:
+        """Make the optimizer's state; by a whole step if ``is_whole``."""
+        prepared = self._prepared
+        if is_whole and (prepared.optimizer is not None or self._situation.plan is not None):
+            self._backward(self._forward())
+            if prepared.optimizer is not None:
+                prepared.step()
+        elif prepared.optimizer is not None:
+            for group in prepared.optimizer.param_groups:
+                for weight in group["params"]:
+                    weight.grad = torch.empty_like(weight)
+            prepared.optimizer.step()
+        for weight in prepared.model.parameters():
+            weight.grad = None
+
+    def step(self, recorder: Recorder) -> dict[str, int]:
+        """Record a step; give the bytes that are held after its backward."""
+        prepared = self._prepared
+        recorder.begin("forward")
+        with recorder.saving():
+            roots = self._forward()
+        recorder.begin("backward", has_plan=self._situation.plan is not None)
+        self._backward(roots)
+        del roots
+        _adopt(recorder, prepared)
+        state = state_bytes(prepared)
+        if prepared.optimizer is not None:
+            recorder.begin("optimizer")
+            prepared.step()
+            _adopt(recorder, prepared)
+        return state
+
+    def _forward(self) -> list[torch.Tensor]:
+        situation = self._situation
+        autocast: Any = contextlib.nullcontext()
+        if situation.autocast is not None:
+            autocast = torch.autocast(situation.device, situation.autocast)
+        with autocast:
+            return _roots(self._prepared.model(*self._args, **self._kwargs), situation.loss)
+
+    def _backward(self, roots: list[torch.Tensor]) -> None:
+        if self._prepared.spec.is_deepspeed:
+            self._prepared.backward(torch.stack([root.float().sum() for root in roots]).sum())
+            return
+        gradients = [None if not root.dim() else torch.empty_like(root) for root in roots]
+        torch.autograd.backward(roots, gradients)
+
+
+def _adopt(recorder: Recorder, prepared: Prepared) -> None:
+    """Tell the recorder what the engine and the optimizer hold."""
+    host = host_storages(prepared)
+    for kind, tensor in held(prepared):
+        is_host = local_part(tensor).untyped_storage()._cdata in host
+        recorder.adopt([tensor], _CATEGORY[kind], "host" if is_host else "device")
+
+
+def _world(situation: Situation) -> contextlib.AbstractContextManager[FakeWorld]:
+    return fake_world(situation.engine.world, situation.rank)
 
 
 @contextlib.contextmanager
-def _as_on_cuda(backend: Backend | None) -> Iterator[None]:
+def _as_on_cuda(situation: Situation) -> Iterator[None]:
     """Inside, the operators of fake CPU tensors save, cast and accept what those of an NVIDIA GPU do."""
-    with redirect_cuda(), foreach_as_on_cuda(), as_on_cuda(backend), cuda_autocast():
+    with foreach_as_on_cuda(), as_on_cuda(situation.backend), cuda_autocast():
         yield
 
 
@@ -131,23 +248,6 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return convert
-
-
-def _autocast(situation: Situation) -> contextlib.AbstractContextManager[Any]:
-    if situation.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(situation.device, situation.autocast)
-
-
-def _optimizer(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, with the state that it has after its first step."""
-    optimizer = make([weight for weight in model.parameters() if weight.requires_grad])
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            weight.grad = torch.empty_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return optimizer
 
 
 def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torch.Tensor]:

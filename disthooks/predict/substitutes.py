@@ -20,6 +20,9 @@ LSTM, GRU, RNN           ``_cudnn_rnn``: input, output, states, weights, and a r
 LSTMCell, GRUCell        ``_thnn_fused_lstm_cell``, ``_thnn_fused_gru_cell``: gates, states, a workspace
 softmax, log_softmax     of float16 with ``dtype=torch.float32``: without a float32 copy of the input
 embedding_bag            the bag of each index, the size of each bag
+logsigmoid               the input alone
+reflection pad, ...      the same bytes; the outputs of ``reflection_pad2d``, ``replication_pad2d`` and
+                         ``pixel_shuffle`` are never channels last
 =======================  ============================================================================================
 
 What cannot be known from torch's source is counted as follows:
@@ -60,7 +63,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disthooks.predict.attention import Backend, Gpu, attention, attention_order
+from disthooks.predict.attention import Backend, Gpu, attention, attention_order, torch_priority
 from disthooks.predict.overrides import Kernel, Overrides, Replacements, has_kernel, has_operator, original
 
 aten: Any = torch.ops.aten
@@ -92,7 +95,7 @@ def as_on_cuda(backend: Backend | None = None, *, capability: tuple[int, int] = 
     ...     type(out.grad_fn).__name__, out.grad_fn._saved_logsumexp.nbytes
     ('ScaledDotProductFlashAttentionBackward0', 128)
     """
-    gpu = Gpu(attention_order(backend, capability), capability)
+    gpu = Gpu(attention_order(backend, capability), capability, torch_priority())
     with _overrides.active(gpu), _modules.active(gpu), _CudaOutputs():  # type: ignore[no-untyped-call]
         yield
 
@@ -355,16 +358,40 @@ def _group_norm_outputs(
     return torch.empty_like(tensor), mean, torch.empty_like(mean)
 
 
-def _batch_norm_outputs(
-    tensor: torch.Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    size = tensor.size(1) if training else 0
-    statistics = tensor.new_empty(size, dtype=_accumulated(tensor.dtype))
+def _batch_norm_outputs(tensor: torch.Tensor, *args: Any) -> Any:
+    # The statistics are there in evaluation, too.
+    statistics = tensor.new_empty(tensor.size(1), dtype=_accumulated(tensor.dtype))
     return torch.empty_like(tensor), statistics, torch.empty_like(statistics)
 
 
-def _cudnn_batch_norm_outputs(tensor: torch.Tensor, *args: Any) -> Any:
-    return *_batch_norm_outputs(tensor, *args), tensor.new_empty(0, dtype=torch.uint8)
+def _cudnn_batch_norm_outputs(
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    statistics = weight.new_empty(tensor.size(1) if training else 0)
+    reserve = tensor.new_empty(0, dtype=torch.uint8)
+    return torch.empty_like(tensor), statistics, torch.empty_like(statistics), reserve
+
+
+def _log_sigmoid_outputs(tensor: torch.Tensor) -> Any:
+    return torch.empty_like(tensor), tensor.new_empty(0)
+
+
+def _pad2d_outputs(tensor: torch.Tensor, padding: Any) -> Any:
+    # Never channels last.
+    left, right, top, bottom = padding
+    return tensor.new_empty((*tensor.shape[:-2], tensor.size(-2) + top + bottom, tensor.size(-1) + left + right))
+
+
+def _pixel_shuffle_outputs(tensor: torch.Tensor, factor: int) -> Any:
+    *batch, channels, height, width = tensor.shape
+    return tensor.new_empty((*batch, channels // factor**2, height * factor, width * factor))
 
 
 def _embedding_bag_outputs(
@@ -454,6 +481,10 @@ def _outputs() -> dict[Any, Callable[..., Any]]:
         "native_group_norm": _group_norm_outputs,
         "native_batch_norm": _batch_norm_outputs,
         "cudnn_batch_norm": _cudnn_batch_norm_outputs,
+        "log_sigmoid_forward": _log_sigmoid_outputs,
+        "reflection_pad2d": _pad2d_outputs,
+        "replication_pad2d": _pad2d_outputs,
+        "pixel_shuffle": _pixel_shuffle_outputs,
         "_embedding_bag": _embedding_bag_outputs,
         "_embedding_bag_forward_only": _embedding_bag_outputs,
         "_cudnn_rnn": _cudnn_rnn_outputs,

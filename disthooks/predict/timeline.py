@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from disthooks.predict.record import CATEGORIES, Phase, StepRecord
+from disthooks.predict.record import CATEGORIES, STAYING, Phase, StepRecord
 
 
 class Sample(NamedTuple):
@@ -95,6 +96,17 @@ class Timeline:
     def peak_sample(self) -> Sample:
         """The first sample with the most bytes."""
         return max(self.samples, key=lambda each: each.total)
+
+    def of_the_step(self, phase: Phase) -> int:
+        """Bytes in use when ``phase`` begins, without those that stay from step to step: weights, states, inputs."""
+        record, end = self._record, self._record.phases.get(phase, 0)
+        changes = itertools.takewhile(lambda each: each.moment < end, record.changes)
+        return sum(
+            each.nbytes
+            for each in changes
+            if record.allocations[each.allocation].device == self._device
+            and record.allocations[each.allocation].category not in STAYING
+        )
 
     def at_peak(self) -> list[Share]:
         """What is in memory at the peak, by module and category, the largest first."""

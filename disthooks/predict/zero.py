@@ -10,11 +10,19 @@ more for each flat partition than DeepSpeed's fused kernels; memory that is writ
 
 # [Note: DeepSpeed asks tensors for values]
 # DeepSpeed compares numbers across ranks and reads norms and flags of overflow (`.item()`). A fake tensor has no
-# values. While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is 1
-# (a norm must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an
+# values. While DeepSpeed makes the engine, runs backward or steps, a dispatch mode answers: a floating-point number is
+# 1 (a norm must be positive), an integer is 1, a bool is False, two tensors are equal. The answer to "is there an
 # overflow?" is no, because a step that is skipped allocates no optimizer state; that function is replaced. So are the
 # comparisons of lists of integers between ranks: the fake process group copies nothing, so rank 0's list would never
 # arrive.
+#
+# [Note: a view for each rank]
+# ZeRO-3 makes a view for each rank of each parameter that it gathers and of each gradient that it reduces, and it joins
+# the views. On fake tensors that takes minutes for hundreds of parameters and 1,024 ranks. Two functions are replaced
+# by ones that take the same memory, in one block. In `AllGatherCoalescedHandle.wait`
+# (runtime/zero/partition_parameters.py) each parameter gets memory of its own beside the joint buffer. In
+# `reduce_scatter_coalesced` (runtime/comm/coalesced_collectives.py) the padding of all ranks is there until that
+# function returns.
 
 from __future__ import annotations
 
@@ -142,6 +150,7 @@ def _patch_deepspeed(stack: ExitStack, size: int, rank: int) -> None:
     stack.callback(compatible.update, dict(compatible))
     compatible["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
     _patch_environment(stack, size, rank)
+    _patch_views(stack)
     _patch_groups(stack)
     patch(
         stack, nn.functional, "linear", nn.functional.linear
@@ -153,8 +162,50 @@ def _patch_deepspeed(stack: ExitStack, size: int, rank: int) -> None:
         logger.setLevel(logging.ERROR)
 
 
+def _patch_views(stack: ExitStack) -> None:
+    """See [Note: a view for each rank]."""
+    partitions: Any = importlib.import_module(_RUNTIME + "zero.partition_parameters")
+    collectives: Any = importlib.import_module(_RUNTIME + "comm.coalesced_collectives")
+    stage3: Any = importlib.import_module(_RUNTIME + "zero.stage3")
+    kind = partitions.AllGatherCoalescedHandle
+    true_wait = kind.wait
+
+    def wait(self: Any, handle_dependency: bool = True) -> None:
+        if self.complete or self.quantization:
+            true_wait(self, handle_dependency)
+            return
+        for parameter in self.params:
+            parameter.data = self.partitions[0].new_empty(parameter.ds_shape).to(parameter.ds_tensor.dtype)
+            parameter.ds_status = partitions.ZeroParamStatus.AVAILABLE
+        self.complete = True
+
+    def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        shards = [-(-tensor.numel() // size) for tensor in tensors]
+        with torch.no_grad():
+            if len(tensors) == 1 and tensors[0].numel() % size == 0:
+                joined = tensors[0].view(-1)
+            else:
+                padding = size * sum(shards) - sum(tensor.numel() for tensor in tensors)
+                _held_until_return = tensors[0].new_empty(padding)
+                joined = tensors[0].new_empty(size * sum(shards))
+            joined.div_(size)
+            mine = joined.narrow(0, rank * sum(shards), sum(shards))
+            collectives._torch_reduce_scatter_fn(joined, mine, group=group)
+            results, offset = [], 0
+            for tensor, shard in zip(tensors, shards, strict=True):
+                own = min(shard, max(0, tensor.numel() - rank * shard))
+                results.append(mine.narrow(0, offset, own))
+                offset += shard
+        return results
+
+    patch(stack, kind, "wait", wait)
+    for owner in (collectives, stage3):
+        patch(stack, owner, "reduce_scatter_coalesced", reduce_scatter)
+
+
 def _patch_groups(stack: ExitStack) -> None:
-    """DeepSpeed keeps process groups in variables of a module. Those of another world are hidden until this one ends."""
+    """Hide the process groups of another world, which DeepSpeed keeps in variables of a module, until this one ends."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     kinds = (dist.ProcessGroup, dist.device_mesh.DeviceMesh)
     for name, value in list(vars(groups).items()):
@@ -237,8 +288,8 @@ def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Te
             yield from _walk(each, f"{path}.{name}", seen)
 
 
-def host_bytes(engine: Any) -> int:
-    """The bytes that DeepSpeed keeps in the memory of the host, by its configuration.
+def host_storages(engine: Any) -> dict[int, int]:
+    """The addresses and bytes of the storages that DeepSpeed keeps in the host's memory, by its configuration.
 
     With ``offload_optimizer``: the fp32 masters, the optimizer's state and this rank's partition of the gradients. With
     ``offload_param`` (stage 3): the shards of the parameters as well.
@@ -256,7 +307,7 @@ def host_bytes(engine: Any) -> int:
         if storage._cdata not in seen and storage._cdata not in on_device and (kind in kinds or is_shard):
             found[storage._cdata] = storage.nbytes()
         seen.add(storage._cdata)
-    return sum(found.values())
+    return found
 
 
 def _is_offloaded(config: Any) -> bool:

@@ -172,6 +172,9 @@ CASES = {
         _module(lambda: nn.BatchNorm2d(16), 8, 16, 10, 10, dtype=FP16), 2 * IMAGE + 2 * 16 * 4
     ),
     "batch norm, evaluated": Case(_module(lambda: nn.BatchNorm2d(16).eval(), 8, 16, 10, 10), 4 * IMAGE),
+    "batch norm bf16, evaluated": Case(
+        _module(lambda: nn.BatchNorm2d(16, dtype=BF16).eval(), 8, 16, 10, 10, dtype=BF16), 2 * IMAGE + 2 * 16 * 4
+    ),
     "instance norm": Case(_module(lambda: nn.InstanceNorm2d(16), 8, 16, 10, 10), 4 * IMAGE + 2 * 128 * 4),
     "layer norm bf16": Case(
         _module(lambda: nn.LayerNorm(10, dtype=BF16), 8, 16, 10, 10, dtype=BF16), 2 * IMAGE + 2 * 4 * IMAGE // 10
@@ -206,6 +209,7 @@ CASES = {
     ),
     "softmax fp16 in float32": Case(_function(lambda x: F.softmax(x, -1, dtype=FP32), 40, 50, dtype=FP16), 4 * 2000),
     "log softmax": Case(_function(lambda x: F.log_softmax(x, -1, dtype=FP32), 40, 50, dtype=FP16), 4 * 2000),
+    "log sigmoid": Case(_function(F.logsigmoid, 40, 50), 4 * 2000),
     "embedding bag, sum": Case(_embedding_bag("sum"), 8 * (20 + 5 + 20 + 5)),
     "embedding bag, max": Case(_embedding_bag("max"), 8 * (20 + 5 + 20 + 5 + 5 * 6)),
     "multi-head attention": Case(_module(_SelfAttention, 2, 8, 32), SELF_ATTENTION),

@@ -192,6 +192,35 @@ def test_a_region_of_cuda_works_without_cuda(fake: FakeTensorMode) -> None:
         assert decorated().dtype == BF16
 
 
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=BF16)
+    def forward(ctx, tensor):  # type: ignore[no-untyped-def]
+        assert not torch.is_autocast_enabled("cuda")
+        ctx.save_for_backward(tensor)
+        return tensor * 2
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (tensor,) = ctx.saved_tensors
+        return grad * tensor
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_other_ways_to_ask_for_cudas_autocast(fake: FakeTensorMode) -> None:
+    tensor = torch.zeros(4, 4, requires_grad=True)
+    with cuda_autocast():
+        with torch.cuda.amp.autocast(dtype=BF16):
+            assert (tensor @ tensor).dtype == torch.get_autocast_gpu_dtype() == BF16
+            assert torch.is_autocast_enabled()
+            out = _Cast.apply(tensor)
+            assert out.dtype == BF16
+        out.sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.dtype == FP32
+
+
 def dtypes() -> list[torch.dtype]:
     """What the CPU's autocast makes of real tensors."""
     tensor = torch.ones(4, 4, dtype=BF16)

@@ -30,6 +30,7 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "to, a number": lambda x: x.to(0),
     "cuda": lambda x: x.cuda(),
     "cuda, numbered": lambda x: x.cuda(1, non_blocking=True),
+    "pinned": lambda x: torch.zeros(2, pin_memory=True).pin_memory().to("cuda", non_blocking=True),
     "a module's factory": lambda x: nn.Linear(2, 3, device="cuda").weight,
 }
 
@@ -54,6 +55,12 @@ def test_contexts_of_a_device_work() -> None:
         with torch.cuda.device(1):
             torch.cuda.synchronize()
         torch.cuda.set_device(0)
+        side, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            event.record()
+        assert event.query()
+        assert side.record_event().elapsed_time(event) == 0
         assert torch.cuda.get_device_capability() == (8, 0)
         assert torch.cuda.is_bf16_supported()
 

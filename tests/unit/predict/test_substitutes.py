@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -95,14 +96,28 @@ def test_what_a_backend_cannot_do_goes_to_the_next(fake: FakeTensorMode) -> None
 
 
 def test_the_switches_of_torch_hold(fake: FakeTensorMode) -> None:
-    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+    with sdpa_kernel([SDPBackend.MATH]):
         assert choice(A100, query()) == "math"
     with (
-        torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]),
+        sdpa_kernel([SDPBackend.FLASH_ATTENTION]),
         as_on_cuda("flash"),
         pytest.raises(RuntimeError, match="No available kernel"),
     ):
         F.scaled_dot_product_attention(*[query(dtype=torch.float32)] * 3)
+
+
+def test_an_order_that_a_script_sets_holds(fake: FakeTensorMode) -> None:
+    wanted = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION]
+
+    def node() -> str:
+        return type(F.scaled_dot_product_attention(*[query()] * 3).grad_fn).__name__
+
+    with as_on_cuda("flash"):
+        with sdpa_kernel(wanted):  # without an order
+            assert "Flash" in node()
+        with sdpa_kernel(wanted, set_priority=True):
+            assert "Efficient" in node()
+        assert "Flash" in node()
 
 
 def test_a_backend_that_torch_does_not_have_is_refused() -> None:
@@ -197,6 +212,18 @@ def test_two_threads_have_their_own_backends() -> None:
         "flash": "ScaledDotProductFlashAttentionBackward0",
         "efficient": "ScaledDotProductEfficientAttentionBackward0",
     }
+
+
+def test_some_outputs_are_never_channels_last(fake: FakeTensorMode) -> None:
+    tensor = torch.zeros(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    calls = [lambda x: F.pad(x, (1, 2, 3, 4), "reflect"), lambda x: F.pad(x, (1, 2, 3, 4), "replicate")]
+    for call in (*calls, lambda x: F.pixel_shuffle(x, 2)):
+        on_cpu = call(tensor)
+        with as_on_cuda():
+            on_cuda = call(tensor)
+        assert on_cuda.shape == on_cpu.shape
+        assert on_cuda.is_contiguous()
+        assert on_cpu.is_contiguous(memory_format=torch.channels_last)
 
 
 class Record(TorchDispatchMode):

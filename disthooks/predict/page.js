@@ -1,0 +1,410 @@
+"use strict";
+// The page: its document, what is chosen, and every part but the two pictures (page_icicle.js, page_curve.js).
+// Names come from the user's model, so they become text nodes, and nothing here writes HTML.
+
+const given = JSON.parse(document.getElementById("document").textContent);
+const byId = (id) => document.getElementById(id);
+const sum = (values) => values.reduce((total, each) => total + (each || 0), 0);
+
+function element(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+function shape(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function filled(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style") Object.assign(node.style, value);
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((each) => each !== null && each !== undefined && each !== false && each !== ""));
+  return node;
+}
+
+// --- Numbers as text. -----------------------------------------------------------------------------------------------
+
+// As Python rounds, so that the page and the terminal say the same: a half goes to the even digit.
+function tenths(size) {
+  return (Math.abs(size) % 1 === 0.25 ? size - Math.sign(size) * 0.01 : size).toFixed(1);
+}
+
+function bytes(count) {
+  if (typeof count !== "number") return "unknown";
+  let size = count;
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(size) < 1024) return unit === "B" ? `${Math.round(size)} B` : `${tenths(size)} ${unit}`;
+    size /= 1024;
+  }
+  return `${tenths(size)} TiB`;
+}
+
+function seconds(count) {
+  if (typeof count !== "number") return "unknown";
+  if (count >= 100) return `${count.toFixed(0)} s`;
+  if (count >= 1) return `${count.toPrecision(3)} s`;
+  return count >= 1e-3 ? `${(count * 1e3).toPrecision(3)} ms` : `${(count * 1e6).toPrecision(3)} µs`;
+}
+
+function flops(count) {
+  for (const [unit, size] of [["PFLOP", 1e15], ["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6]]) {
+    if (count >= size) return `${(count / size).toPrecision(3)} ${unit}`;
+  }
+  return `${Math.round(count)} FLOP`;
+}
+
+const grouped = (count) => Math.round(count).toLocaleString("en");
+
+function percent(part, whole) {
+  if (!whole) return "0%";
+  const share = (100 * part) / whole;
+  return share > 0 && share < 1 ? "<1%" : `${Math.round(share)}%`;
+}
+
+// The text of a value whose meaning only its key tells: plan{} and fits{} may grow.
+function anything(key, value) {
+  if (value === true) return "yes";
+  if (value === false) return "no";
+  if (Array.isArray(value)) return value.map((each) => anything(key, each)).join(", ");
+  if (value && typeof value === "object") return Object.entries(value).map(([k, v]) => `${words(k)} ${anything(k, v)}`).join(", ");
+  if (typeof value !== "number") return String(value);
+  if (/seconds/.test(key)) return seconds(value);
+  return /bytes|limit|peak|saved|host|disk|memory|free|room/.test(key) ? bytes(value) : value.toLocaleString("en");
+}
+
+const words = (key) => key.replaceAll("_", " ");
+const called = (module) => module || given.model || "the model";
+
+// --- The document. --------------------------------------------------------------------------------------------------
+
+// The colour of each category, and the colour of a text on it.
+const COLOURS = {
+  parameters: ["var(--c0)", "#ffffff"],
+  buffers: ["var(--c1)", "#ffffff"],
+  "master weights": ["var(--c2)", "#14181f"],
+  gradients: ["var(--c3)", "#ffffff"],
+  "optimizer state": ["var(--c4)", "#14181f"],
+  inputs: ["var(--c5)", "#ffffff"],
+  "gathered parameters": ["var(--c6)", "#ffffff"],
+  communication: ["var(--c7)", "#14181f"],
+  "saved for backward": ["var(--c8)", "#14181f"],
+  temporary: ["var(--c9)", "#14181f"],
+};
+const CATEGORIES = given.curve?.categories ?? Object.keys(COLOURS);
+const fits = given.fits ?? {};
+const limit = typeof fits.limit === "number" ? fits.limit : null;
+// The step without a plan, the plan that was given with the figures that it has, and the plans to compare with.
+const planned = given.plan?.peak ? [{ name: "The plan that was given", ...given.plan }] : [];
+const plans = [
+  { name: given.plan ? "Without a plan" : "No plan", saved: given.saved, held: given.held, peak: given.peak, curve: given.curve,
+    seconds: given.seconds, weight_copies: given.weight_copies, host: given.host, disk: given.disk },
+  ...planned,
+  ...(given.what_if ?? []),
+];
+const asked = planned.length; // the position of what was asked for: fits{} is about it
+const highest = Math.max(1, ...plans.map((each) => each.peak?.range?.[1] ?? 0), ...plans.map((each) => each.peak?.nbytes ?? 0));
+// Every bar and curve has this width or height, so that plans can be compared; a limit far above them is only named.
+const scale = limit !== null && limit <= 1.6 * highest ? Math.max(limit * 1.04, highest) : highest;
+
+const chosen = { plan: asked, measure: "saved", folded: true, opened: new Set(), root: null, query: "" };
+const current = () => plans[chosen.plan];
+
+const colour = (category) => (COLOURS[category] ?? ["var(--c10)"])[0];
+const textOn = (category) => (COLOURS[category] ?? ["", "#14181f"])[1];
+
+// --- The head. ------------------------------------------------------------------------------------------------------
+
+const PHASES = { before: "before the forward", forward: "in the forward", backward: "in the backward", optimizer: "in the optimizer's step" };
+
+function showHead() {
+  const plan = current();
+  byId("head").replaceChildren(
+    element("h1", {}, given.model ?? "A model"),
+    chips(),
+    element("p", { class: "sentence" }, ...sentence(plan)),
+    tileGrid(tiles(plan)),
+    ...(plan.peak?.categories ? [stack(plan.peak), legend(plan.peak)] : []),
+    ...(given.warnings ?? []).map((each) => element("p", { class: "note warning" }, each)),
+  );
+}
+
+function chips() {
+  const known = Object.entries(given.situation ?? {}).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const text = (value) => (typeof value === "number" ? value.toLocaleString("en") : typeof value === "object" ? value.name ?? anything("", value) : String(value));
+  return element("ul", { class: "chips", "aria-label": "How the step runs" },
+    ...known.map(([key, value]) => element("li", {}, `${words(key)} `, element("b", {}, text(value)))));
+}
+
+function sentence(plan) {
+  const peak = plan.peak;
+  const parts = [];
+  if (plan.saved !== undefined && !peak) parts.push("Autograd saves ", element("b", {}, bytes(plan.saved)), " for backward.");
+  if (!peak) return parts;
+  parts.push(chosen.plan ? `With ${chosen.plan === asked ? "the plan" : `“${plan.name}”`}, one training step needs ` : "One training step needs ",
+    element("b", {}, bytes(peak.nbytes)), ` at its peak, ${PHASES[peak.phase] ?? "at a moment"} of `, element("b", {}, called(peak.module)), ". ");
+  const [first, second] = Object.entries(peak.categories ?? {}).sort((a, b) => b[1] - a[1]).filter(([, count], rank) => !rank || count > 0.04 * peak.nbytes);
+  if (first) parts.push(`Of it, ${percent(first[1], peak.nbytes)} is ${owned(first[0])}`, second ? ` and ${percent(second[1], peak.nbytes)} is ${owned(second[0])}. ` : ". ");
+  if (limit !== null) parts.push(element("b", { class: fit(plan) ? "good" : "bad" }, fit(plan) ? `It fits in ${bytes(limit)}.` : `It does not fit in ${bytes(limit)}.`));
+  return parts;
+}
+
+const owned = (category) => ({ "saved for backward": "what autograd saved for backward", temporary: "temporary memory" })[category] ?? category;
+
+function fit(plan) {
+  if (chosen.plan === asked && typeof fits.does_fit === "boolean") return fits.does_fit;
+  return needed(plan) <= limit;
+}
+
+// What must fit: what was compared with the limit, or the upper end of the range.
+function needed(plan) {
+  return (chosen.plan === asked ? fits.nbytes : null) ?? plan.peak?.range?.[1] ?? plan.peak?.nbytes ?? 0;
+}
+
+function tiles(plan) {
+  const found = [];
+  const { peak } = plan;
+  if (typeof plan.saved === "number") {
+    found.push(tile("Saved for backward", bytes(plan.saved), against("saved", plan.saved),
+      plan.weight_copies ? `${bytes(plan.weight_copies)} of it is copies of weights that autocast made` : null));
+  }
+  else if (typeof plan.held === "number") found.push(tile("Held when the backward begins", bytes(plan.held), against("held", plan.held)));
+  if (peak) {
+    const range = peak.range;
+    found.push(tile("Most memory at one moment", bytes(peak.nbytes), against("peak", peak.nbytes), range && range[0] < range[1] ? `between ${bytes(range[0])} and ${bytes(range[1])}` : null));
+    found.push(tile("Where that is", peak.phase ?? "unknown", `in ${called(peak.module)}`, peak.operator ? `while ${peak.operator} runs` : null));
+  }
+  if (limit !== null && peak) {
+    const room = limit - needed(plan);
+    found.push(tile(`In ${bytes(limit)}?`, fit(plan) ? "It fits" : "Too large", room >= 0 ? `${bytes(room)} are free` : `${bytes(-room)} are missing`, null, fit(plan) ? "good" : "bad"));
+  }
+  if (chosen.plan === asked) found.push(...fitTiles());
+  if (plan.seconds) {
+    const whole = sum(Object.values(plan.seconds));
+    found.push(tile("Time of a step, roughly", seconds(whole), Object.entries(plan.seconds).map(([key, value]) => `${key} ${seconds(value)}`).join(", ")));
+  }
+  if (given.state && !limit) {
+    const state = Object.entries(given.state).filter(([, value]) => value);
+    found.push(tile("Model and optimizer", bytes(sum(state.map(([, value]) => value))), state.map(([key, value]) => `${key} ${bytes(value)}`).join(", ")));
+  }
+  return found;
+}
+
+// The largest batch, the longest sequence, the cheapest change, and what else fits{} may come to have.
+function fitTiles() {
+  const titles = { batch: "Largest batch that fits", seq: "Longest sequence that fits", change: "Cheapest change" };
+  return Object.entries(fits).filter(([key, value]) => !["limit", "nbytes", "does_fit"].includes(key) && value !== null).map(([key, value]) => {
+    const title = titles[key] ?? sentenceCase(words(key));
+    if (typeof value !== "object") return tile(title, anything(key, value), null, null, typeof value === "number" ? null : "words");
+    if (value.title) return tile(title, value.title, value.saves ? `saves ${bytes(value.saves)}` : null, null, "words");
+    if (typeof value.size !== "number") return null;
+    const next = value.next_size && value.next_nbytes ? `${grouped(value.next_size)} would need ${bytes(value.next_nbytes)}` : value.text;
+    return tile(title, value.size ? grouped(value.size) : "none", value.size ? `needs ${bytes(value.nbytes)}` : null, next);
+  }).filter(Boolean);
+}
+
+function tileGrid(children) {
+  const grid = element("div", { class: "tiles" }, ...children);
+  grid.style.setProperty("--columns", children.length <= 5 ? children.length : children.length === 6 ? 3 : 4);
+  return grid;
+}
+
+const sentenceCase = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+function tile(title, figure, first, second, kind) {
+  const [number, unit] = /^-?[\d.,]+ \S+$/.test(figure) ? figure.split(" ") : [figure, null];
+  return element("div", { class: "tile" }, element("h2", {}, title),
+    figure ? element("div", { class: `figure ${kind ?? ""}` }, number, unit ? element("small", {}, ` ${unit}`) : null) : null,
+    first ? element("p", {}, first) : null, second ? element("p", {}, second) : null);
+}
+
+function against(key, now) {
+  const base = key === "peak" ? plans[0].peak?.nbytes : plans[0][key];
+  if (!chosen.plan || !base) return null;
+  const difference = now - base;
+  if (!difference) return "as without the plan";
+  return `${bytes(Math.abs(difference))} ${difference < 0 ? "less" : "more"} than without (${difference < 0 ? "−" : "+"}${percent(Math.abs(difference), base)})`;
+}
+
+// What the peak has beside the tensors of its categories.
+const OTHER = "workspaces and rounding";
+const besides = (peak) => (peak?.categories ? Math.max(0, peak.nbytes - sum(Object.values(peak.categories))) : 0);
+
+function stack(peak) {
+  const room = (byId("head").clientWidth || 1000) / 6.8; // letters
+  const width = (count) => `${(100 * count) / scale}%`;
+  const counts = [...CATEGORIES.map((each) => [each, peak.categories[each] ?? 0]), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
+  const parts = counts.map(([each, count]) => {
+    const share = count / scale;
+    return element("span", { title: `${each}: ${bytes(count)}`, style: { width: width(count), background: colour(each), color: textOn(each) } },
+      share * room > each.length + 2 ? each : share * room > 10 ? bytes(count) : "");
+  });
+  const label = counts.map(([each, count]) => `${each} ${bytes(count)}`).join(", ");
+  const line = limit !== null && limit <= scale
+    ? element("div", { class: limit > 0.7 * scale ? "limit late" : "limit", style: { left: width(limit) } }, element("span", {}, bytes(limit))) : null;
+  return element("div", { class: line ? "stack limited" : "stack", role: "img", "aria-label": `The peak: ${label}` }, element("div", { class: "whole" }, ...parts), line);
+}
+
+function legend(peak) {
+  const pairs = [...Object.entries(peak.categories), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
+  return element("ul", { class: "legend", "aria-label": "The peak by category" }, ...pairs.map(([category, count]) =>
+    element("li", {}, element("i", { style: { background: colour(category) } }), `${category} `, element("b", {}, bytes(count)), ` ${percent(count, peak.nbytes)}`)));
+}
+
+// --- Plans, advice, answers, and what stands in tables. --------------------------------------------------------------
+
+function yamlBlock(text) {
+  const code = element("code", {}, text);
+  const button = element("button", { type: "button", onclick: () => copy(text, code, button) }, "Copy");
+  return element("div", { class: "yaml" }, element("pre", { tabindex: 0, "aria-label": "YAML" }, code), button);
+}
+
+async function copy(text, code, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // A browser that gives a file no clipboard copies what is selected.
+    getSelection().selectAllChildren(code);
+    document.execCommand("copy");
+  }
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+function showPlans() {
+  if (plans.length < 2 && !plans[0].yaml) return;
+  byId("plans").hidden = false;
+  document.querySelector(".plans").append(...plans.map((plan, number) => element("label", {},
+    element("input", { type: "radio", name: "plan", value: number, checked: number === chosen.plan, onchange: () => { chosen.plan = number; showAll(); } }),
+    element("b", {}, plan.name ?? `Plan ${number}`),
+    element("small", {}, plan.peak ? `peak ${bytes(plan.peak.nbytes)}` : "", plan.saved !== undefined ? `, saves ${bytes(plan.saved)}` : plan.held !== undefined ? `, holds ${bytes(plan.held)}` : ""),
+    element("span", { class: "gauge" }, element("span", { style: { width: `${(100 * (plan.peak?.nbytes ?? 0)) / highest}%` } })))));
+}
+
+function showPlan() {
+  const plan = current();
+  const costs = [
+    plan.host && `${bytes(plan.host)} go to the host's memory`,
+    plan.disk && `${bytes(plan.disk)} go to the disk`,
+    plan.link_seconds && `the link is busy for ${seconds(plan.link_seconds)}`,
+    plan.recompute_seconds && `${seconds(plan.recompute_seconds)} of computation run again`,
+  ].filter(Boolean);
+  byId("plan").replaceChildren(...[
+    costs.length ? element("p", { class: "costs" }, `${sentenceCase(costs.join("; "))}.`) : null,
+    plan.yaml ? yamlBlock(plan.yaml) : null,
+    plan.modules?.length ? planTable(plan.modules) : null,
+  ].filter(Boolean));
+}
+
+// What a plan does with the tensors that each module saves; modules whose names differ in numbers are one row.
+function planTable(modules) {
+  const columns = ["stored", "moved", "recomputed", "recast", "shared", "kept"].filter((key) => modules.some((each) => each[key]));
+  const merged = new Map();
+  for (const each of modules) {
+    const key = `${starred(each.module)}\n${each.to}`;
+    const row = merged.get(key) ?? { name: starred(each.module), to: each.to, count: 0, tensors: 0 };
+    row.count += 1;
+    for (const name of ["tensors", ...columns]) row[name] = (row[name] ?? 0) + (each[name] ?? 0);
+    merged.set(key, row);
+  }
+  return element("div", { class: "wide" }, element("table", {},
+    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Module"), element("th", { scope: "col" }, "To"),
+      ...columns.map((name) => element("th", { scope: "col", class: "number" }, sentenceCase(name))))),
+    element("tbody", {}, ...[...merged.values()].map((row) => element("tr", {}, element("td", {}, called(row.name), row.count > 1 ? ` × ${row.count}` : ""),
+      element("td", {}, row.to ?? ""), ...columns.map((name) => element("td", { class: "number" }, bytes(row[name]))))))));
+}
+
+const starred = (module) => (module ?? "").split(".").map((each) => (/^\d+$/.test(each) ? "*" : each)).join(".");
+
+function bar(label, note, count, most, fill) {
+  return element("div", { class: "bar" }, element("span", {}, label, note ? element("em", {}, ` ${note}`) : null), element("b", {}, bytes(count)),
+    element("span", { class: "gauge" }, element("span", { style: { width: `${(100 * count) / (most || 1)}%`, background: fill } })));
+}
+
+function showShares() {
+  const peak = current().peak;
+  const rows = new Map();
+  for (const { module, category, nbytes } of peak?.shares ?? []) {
+    const name = starred(module);
+    const row = rows.get(`${name}\n${category}`) ?? { name, category, nbytes: 0, count: 0 };
+    row.nbytes += nbytes;
+    row.count += 1;
+    rows.set(`${name}\n${category}`, row);
+  }
+  const sorted = [...rows.values()].sort((a, b) => b.nbytes - a.nbytes).slice(0, 10);
+  byId("shares").hidden = !sorted.length;
+  document.querySelector("#shares .bars").replaceChildren(...sorted.map((row) =>
+    bar(called(row.name), `${row.category}${row.count > 1 ? ` × ${row.count}` : ""}`, row.nbytes, sorted[0].nbytes, colour(row.category))));
+  const rest = peak ? peak.nbytes - sum(sorted.map((row) => row.nbytes)) : 0;
+  document.querySelector("#shares .note").textContent = rest > 0 ? `The rest, ${bytes(rest)}, is in smaller shares.` : "";
+}
+
+function showOperators() {
+  const rows = Object.entries(given.operators ?? {}).slice(0, 10);
+  byId("operators").hidden = !rows.length;
+  document.querySelector("#operators .bars").replaceChildren(...rows.map(([name, count]) =>
+    bar(name, percent(count, given.saved), count, rows[0][1], "var(--c8)")));
+  const rest = sum(Object.values(given.operators ?? {}).slice(10));
+  document.querySelector("#operators .note").textContent = [rest ? `The others save ${bytes(rest)}.` : "",
+    chosen.plan ? "These are the bytes without the plan." : ""].filter(Boolean).join(" ");
+}
+
+function showTexts() {
+  const change = fits.change && !(given.advice ?? []).some((each) => each.title === fits.change.title) ? [fits.change] : [];
+  fill("advice", ".cards", [...change, ...(given.advice ?? [])].map((each) => element("article", { class: "card" },
+    each.saves ? element("span", { class: "saves" }, `saves ${bytes(each.saves)}`) : null,
+    element("h3", {}, each.title ?? ""), element("p", {}, each.text ?? ""), each.yaml ? yamlBlock(each.yaml) : null)));
+  fill("answers", ".answers", (given.answers ?? []).map((each) => element("div", {}, element("dt", {}, each.question ?? ""), element("dd", {}, each.answer ?? ""))));
+  fill("measured", ".wide", (given.measured ?? []).length ? [measuredTable()] : []);
+  fill("unknown", "div", [
+    ...list("What could not be known without running for real", (given.unknown ?? []).map((each) => [element("code", {}, each.what ?? ""),
+      ` in ${called(each.module)}. Assumed: ${each.assumed ?? "nothing"}.`])),
+    ...list("What is not counted", (given.not_counted ?? []).map((each) => [each])),
+  ]);
+}
+
+function fill(id, inside, children) {
+  byId(id).hidden = !children.length;
+  byId(id).querySelector(inside).replaceChildren(...children);
+}
+
+function list(title, items) {
+  return items.length ? [element("h3", {}, title), element("ul", {}, ...items.map((each) => element("li", {}, ...each)))] : [];
+}
+
+function measuredTable() {
+  const text = (row, value) => (typeof value !== "number" ? String(value ?? "") : /second|time/.test(row.name) ? seconds(value) : bytes(value));
+  const difference = (row) => {
+    const { predicted, measured } = row;
+    if (typeof predicted !== "number" || typeof measured !== "number" || !measured) return text(row, row.difference);
+    const off = (100 * (predicted - measured)) / measured;
+    return off === 0 ? "exact" : `${off > 0 ? "+" : "−"}${Math.abs(off) < 0.01 ? "<0.01" : Math.abs(off).toFixed(2)}%`;
+  };
+  return element("table", {},
+    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "What"),
+      ...["Predicted", "Measured", "Difference"].map((each) => element("th", { scope: "col", class: "number" }, each)))),
+    element("tbody", {}, ...given.measured.map((row) => element("tr", {}, element("td", {}, row.name ?? ""),
+      element("td", { class: "number" }, text(row, row.predicted)), element("td", { class: "number" }, text(row, row.measured)),
+      element("td", { class: "number" }, difference(row))))));
+}
+
+// --- The hint that follows the pointer or the focus. ------------------------------------------------------------------
+
+function showHint(children, x, y) {
+  const hint = byId("hint");
+  hint.replaceChildren(...children);
+  hint.hidden = false;
+  const box = hint.getBoundingClientRect();
+  hint.style.left = `${Math.max(8, x + 16 + box.width > innerWidth - 8 ? Math.min(x - 16 - box.width, innerWidth - 8 - box.width) : x + 16)}px`;
+  hint.style.top = `${Math.max(8, Math.min(y + 16, innerHeight - box.height - 8))}px`;
+}
+
+function hideHint() {
+  byId("hint").hidden = true;
+}
+
+function hintTable(rows) {
+  return element("table", {}, element("tbody", {}, ...rows.map(([label, value, kind, fill]) => element("tr", { class: kind || null },
+    element("td", {}, fill ? element("i", { style: { background: fill } }) : null, label), element("td", {}, value)))));
+}

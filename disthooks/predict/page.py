@@ -1,0 +1,76 @@
+"""``page``: an explanation as one HTML page that needs no network and no library."""
+
+# [Note: the page runs nothing but its own script]
+# The page shows names that come from the user's model, and it is sent from one person to another. Two things keep such
+# a name from being run as a script. The document stands in a block of JSON in which each "<" is written as \u003c, so
+# that no text in it ends the block; and the page's script makes text nodes of its names, never HTML. A content
+# security policy stands behind both: the browser runs the script and applies the style whose hashes the page gives,
+# and it loads nothing else, from nowhere.
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_SCRIPTS = ("page.js", "page_icicle.js", "page_curve.js")
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """One self-contained HTML page that shows an explanation.
+
+    Args:
+        document: what :meth:`~disthooks.predict.explanation.Explanation.to_dict` gives. Each key is optional; the page
+            leaves out what the document does not have. Numbers that JSON cannot hold (NaN, infinite) become null.
+
+    Returns:
+        The text of the page. It holds the document, which :func:`document_of` reads back.
+
+    Raises:
+        TypeError: if JSON cannot hold the document.
+
+    >>> text = page({"model": "<tiny>", "saved": 4096})
+    >>> "<title>&lt;tiny&gt;: its memory in one training step</title>" in text, document_of(text)
+    (True, {'model': '<tiny>', 'saved': 4096})
+    """
+    style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
+    parts = {
+        "policy": f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        "title": html.escape(f"{document.get('model') or 'A model'}: its memory in one training step"),
+        "style": style,
+        "script": script,
+        "document": _json(document),
+    }
+    return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _read("page.html"))
+
+
+def document_of(text: str) -> dict[str, Any]:
+    """The document that a page holds.
+
+    Raises:
+        ValueError: if ``text`` is no such page.
+    """
+    found = re.search(r'<script type="application/json" id="document">(.*?)</script>', text, re.DOTALL)
+    if found is None:
+        raise ValueError("this text is no page of disthooks: it holds no document")
+    document: dict[str, Any] = json.loads(found[1])
+    return document
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    # See [Note: the page runs nothing but its own script].
+    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
+    return json.dumps(finite, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _read(name: str) -> str:
+    return importlib.resources.files("disthooks.predict").joinpath(name).read_text(encoding="utf-8")
