@@ -204,6 +204,9 @@ class Recorder(_Mode):  # type: ignore[misc]
         self.record.allocations[allocation].device = device
         if category in ("parameters", "buffers"):
             self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
+            owner = self._owner.get(id(tensor))
+            if owner is not None:
+                self.record.allocations[allocation].module = owner
 
     def _mark(self, allocation: int, category: str) -> None:
         found = self.record.allocations[allocation]
