@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
+
+#: Seconds after which no further change is tried, and no further question is answered by a step of its own.
+_PATIENCE = 30.0
 
 if TYPE_CHECKING:
     from disthooks.predict.explanation import Explanation, ModuleRow
@@ -31,6 +35,7 @@ def explain(
         None, help="The log of a run with this hooks file, to compare with.", metavar="LOG"
     ),
     fits: str | None = typer.Option(None, help="Does it fit into so much memory (80GiB), and how far can it go?"),
+    advice: bool = typer.Option(True, help="Try changes, and name the best three."),
     output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
@@ -39,11 +44,16 @@ def explain(
     The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
     once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and without.
     """
+    from disthooks._tensors import parse_bytes
     from disthooks.cli.workload import find
+    from disthooks.predict.advice import advise, what_if
     from disthooks.predict.builder import Builder
     from disthooks.predict.explain import explain_built, situation_of
+    from disthooks.predict.fits import fits as find_fits
+    from disthooks.predict.questions import answers
 
-    with progress(2) as begin:
+    limit = None if fits is None else parse_bytes(fits, "--fits")
+    with progress(4) as begin:
         begin("importing the model")
         builder = Builder(find(model), name=model)
         situation = situation_of(
@@ -60,8 +70,18 @@ def explain(
         )
         begin("one step on tensors without memory")
         said = explain_built(builder, situation)
-    compared = () if measured is None else said.beside(measured)
-    told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
+        begin("how far it can go")
+        far = None if limit is None else find_fits(builder, situation, limit)
+        begin("what could be changed")
+        best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
+        compared = () if measured is None else said.beside(measured)
+        told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
+        told["fits"] = None if far is None else far.to_dict()
+        told["advice"] = [each.to_dict() for each in best]
+        if output is not None or as_json:
+            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
+        if output is not None:
+            told["what_if"] = what_if(builder, said, best)
     if output is not None:
         from disthooks.predict.page import page
 
@@ -72,6 +92,12 @@ def explain(
     show(said, told)
     for each in compared:
         line(str(each))
+    for number, change in enumerate(best, 1):
+        line(f"advice {number}: {change.title}: {change.text}")
+        if change.yaml:
+            line(textwrap.indent(change.yaml.rstrip(), "    "))
+    if far is not None:
+        line(str(far))
     if output is not None:
         line(f"wrote {output}")
 

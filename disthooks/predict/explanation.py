@@ -134,12 +134,17 @@ class Memory:
             categories["workspaces, rounding"] = rest
         return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
-    def to_dict(self, position: Callable[[str], int]) -> dict[str, Any]:
-        """The peak and the curve; ``position`` gives the position of a module."""
+    def to_dict(self, position: Callable[[str], int], points: int = 600) -> dict[str, Any]:
+        """The peak and the curve.
+
+        Args:
+            position: gives the position of a module, by its name.
+            points: how many points the curve has at most.
+        """
         phases, peak = list(self._record.phases), self.peak
-        points = [
+        curve = [
             [each.moment, phases.index(each.phase) if each.phase in phases else -1, position(each.module), *each.nbytes]
-            for each in self.timeline.curve()
+            for each in self.timeline.curve(points)
         ]
         return {
             "peak": {
@@ -159,7 +164,7 @@ class Memory:
                 "phases": phases,
                 "begins": list(self._record.phases.values()),
                 "moments": len(self._record.operators),
-                "points": points,
+                "points": curve,
             },
         }
 
