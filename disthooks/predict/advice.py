@@ -36,7 +36,6 @@ from disthooks.predict.explanation import Explanation
 from disthooks.predict.record import StepRecord
 from disthooks.predict.roofline import cost_for_record, seconds_of
 from disthooks.predict.run import Situation, record_step
-from disthooks.predict.timeline import Timeline
 
 #: The device whose times are told if none is named.
 USUAL = "a100"
@@ -144,7 +143,7 @@ def advise(
     >>> def build():
     ...     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), torch.empty(1 << 20, 256)
     >>> builder, situation = Builder(build), Situation()
-    >>> explanation = Explanation("it", situation, record := record_step(builder, situation), Timeline(record))
+    >>> explanation = Explanation("it", situation, record_step(builder, situation))
     >>> best = advise(builder, explanation, top=1)[0]
     >>> best.saves == explanation.peak_bytes - best.nbytes > 0
     True
@@ -224,18 +223,18 @@ class _Trial:
         self._device = device or device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
         self._record = explanation.record
         if not any(each.flops or each.read for each in self._record.operators):
-            self._record = record_step(builder, explanation.situation, cost_for_record)
+            self._record = record_step(builder, explanation.situation, cost_for_record).record
         self._seconds = step_seconds(self._record, self._device)
 
     def of(self, candidate: _Candidate) -> list[Advice]:
         """The advice, if the candidate runs and saves something."""
         try:
-            record = record_step(self._builder, candidate.situation, cost_for_record)
+            step = record_step(self._builder, candidate.situation, cost_for_record)
         except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
             return []
-        made = Explanation(self._builder.name, candidate.situation, record, Timeline(record))
-        nbytes = self._measure(made)
+        nbytes = self._measure(Explanation(self._builder.name, candidate.situation, step))
+        record, stored = step.record, 0 if step.planned is None else step.planned.report().stored
         saves = self._before - nbytes
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")
         if saves < LEAST * self._before:
@@ -244,8 +243,8 @@ class _Trial:
         if candidate.kind == "batch":
             compute = 0.0  # as many steps more as there are samples less
         link, cost = 0.0, ""
-        if record.stored and candidate.kind in ("offload", "tiers"):
-            moved = max(0, record.stored - candidate.stays)
+        if stored and candidate.kind in ("offload", "tiers"):
+            moved = max(0, stored - candidate.stays)
             link = self._device.offload_seconds(moved)
             cost = (
                 f"{format_bytes(moved)} go out and come back, which takes {_time(link)} of link "
@@ -460,7 +459,7 @@ def largest_group(explanation: Explanation) -> Group | None:
 
 
 def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
-    at_peak, state = explanation.peak.by_category, explanation.state
+    at_peak = explanation.peak.by_category
     logits = explanation.by_operator.get("aten._log_softmax", 0)
     if logits and explanation.peak.phase != "optimizer":
         text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward makes as much again"
@@ -482,7 +481,7 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
         saves = min(wide, at_peak.get("saved for backward", 0)) * 73 // 100
         made = _estimate("quantize", "keep saved tensors in 8 bits", text, saves, before, "")
         yield replace(made, yaml=as_yaml({"save": [entry]}))
-    moments = min(state["optimizer state"], at_peak.get("optimizer state", 0))
+    moments = at_peak.get("optimizer state", 0)
     if moments:
         text = f"its state takes {format_bytes(moments)}; with 8 bits for 32 it takes a quarter"
         yield _estimate("optimizer", "an optimizer with 8-bit state", text, moments * 3 // 4, before, "bitsandbytes")

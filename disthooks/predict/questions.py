@@ -12,6 +12,7 @@ the bytes of parameters, gradients and optimizer state; its ``source`` says whic
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -80,7 +81,9 @@ class _Answers:
     def __init__(self, explanation: Explanation, fits: Fits | None, builder: Builder | None, end: float) -> None:
         self._explanation, self._fits, self._builder, self._end = explanation, fits, builder, end
         self._peak = explanation.peak_bytes
-        self._state = explanation.state
+        self._state: collections.Counter[str] = collections.Counter()
+        for each in explanation.record.allocations:
+            self._state[each.category] += each.nbytes
         self._sharded = sum(self._state[each] for each in ("parameters", "gradients", "optimizer state"))
         self._group: Group | None = largest_group(explanation)
 
