@@ -1,14 +1,526 @@
-from dataclasses import dataclass
+"""``advise``: what to change so that a step needs less memory, with the bytes, the seconds and the lines of YAML."""
+
+# [Note: how advice is made]
+# A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
+# smaller batch. Each is run on fake tensors: what it saves is the peak of the step less the peak of the changed step. A
+# few changes need code that is not there, such as an optimizer of 8 bits. What these save is estimated from the record,
+# and the advice says so.
+#
+# [Note: what advice costs]
+# Compute is the time of the operators by the table of devices, with the change less without it. The link works beside
+# the computation, so it costs only what it takes longer than the step. Candidates are sorted by the bytes that they
+# save for each second of the step as it will be. If a change gives other gradients, its bytes count half, and so do
+# estimated bytes.
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from disthooks._tensors import format_bytes
+from disthooks.config.locate import from_config
+from disthooks.errors import DisthooksError
+from disthooks.predict.builder import Builder
+from disthooks.predict.devices import Device, device_named
+from disthooks.predict.explanation import Explanation
+from disthooks.predict.record import StepRecord
+from disthooks.predict.roofline import cost_for_record, seconds_of
+from disthooks.predict.run import Situation, record_step
+from disthooks.predict.timeline import Timeline
+
+#: The device whose times are told if none is named.
+USUAL = "a100"
+#: The directory in YAML: it exists. The user may have a faster disk.
+DISK = tempfile.gettempdir()
+#: No advice is given that saves less than this part of the peak.
+LEAST = 0.02
+#: Ranks of the advice to shard.
+RANKS = 8
+#: Bytes of saved tensors above which a part of them is advised to go to a disk.
+HOST = 256 << 30
 
 
 @dataclass(frozen=True)
 class Advice:
-    title: str = ""
-    text: str = ""
+    """One change that makes a step need less memory.
 
-    def to_dict(self):
-        return {}
+    Attributes:
+        title: what to do, in a few words.
+        text: what it saves and costs, in plain English.
+        saves: bytes that the step needs less.
+        nbytes: bytes that the step needs then.
+        seconds: how much longer a step takes, in seconds: approximate.
+        yaml: the lines of ``hooks.yaml`` that do it; "" if it is nothing for that file.
+        code: the lines of Python, or what to look for, if it is nothing for that file.
+        kind: what kind of change it is, such as "offload".
+        is_exact: whether gradients stay the same bits.
+        is_estimate: whether ``saves`` was estimated from the record, and not by another run on fake tensors.
+    """
+
+    title: str
+    text: str
+    saves: int
+    nbytes: int
+    seconds: float
+    yaml: str = ""
+    code: str = ""
+    kind: str = ""
+    is_exact: bool = True
+    is_estimate: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a document that JSON can hold."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def __str__(self) -> str:
+        lines = [f"{self.title}: {self.text}", *(self.yaml or self.code).splitlines()]
+        return "\n    ".join(lines)
 
 
-def cheapest(*a):
-    return None
+@dataclass(frozen=True)
+class _Candidate:
+    """A change that a run on fake tensors can try."""
+
+    kind: str
+    title: str
+    situation: Situation
+    yaml: str = ""
+    code: str = ""
+    is_exact: bool = True
+    note: str = ""
+    stays: int = 0  # bytes that the store keeps on the device
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules of one class that stand side by side, such as the layers of a decoder.
+
+    Attributes:
+        names: their names.
+        kind: their class.
+        pattern: matches all of them and nothing beside them; "" if no simple pattern does.
+        nbytes: what they save.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    pattern: str
+    nbytes: int
+
+
+def advise(
+    builder: Builder,
+    explanation: Explanation,
+    *,
+    device: Device | None = None,
+    top: int = 3,
+    limit: int | None = None,
+    patience: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> list[Advice]:
+    """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
+
+    The exact change with the lowest peak is among them, as the last if its time puts it further down.
+
+    Args:
+        builder: builds the model of ``explanation``.
+        explanation: the step as it is.
+        device: whose compute and link are told; None for an A100, or the CPU for a step on the CPU.
+        top: how many.
+        limit: bytes that the step shall need at most: then there is also advice that keeps what fits on the device.
+        patience: seconds after which no further change is tried.
+        progress: called with a line of text after each change.
+
+    >>> def build():
+    ...     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), torch.empty(1 << 20, 256)
+    >>> builder, situation = Builder(build), Situation()
+    >>> explanation = Explanation("it", situation, record := record_step(builder, situation), Timeline(record))
+    >>> best = advise(builder, explanation, top=1)[0]
+    >>> best.saves == explanation.peak_bytes - best.nbytes > 0
+    True
+    """
+    found = changes(builder, explanation, device=device, limit=limit, patience=patience, progress=progress)
+    chosen: list[Advice] = []
+    for each in found:
+        if len(chosen) < top and all(each.kind != other.kind for other in chosen):
+            chosen.append(each)
+    exact = [each for each in found if each.is_exact and not each.is_estimate]
+    lowest = min(exact, key=lambda each: each.nbytes, default=None)
+    if lowest is not None and lowest not in chosen:
+        chosen[top - 1 :] = [lowest]
+    return chosen
+
+
+def cheapest(
+    builder: Builder,
+    explanation: Explanation,
+    limit: int,
+    measure: Callable[[Explanation], int] = lambda explanation: explanation.peak_bytes,
+    progress: Callable[[str], None] | None = None,
+    device: Device | None = None,
+) -> Advice | None:
+    """The change with which the step needs at most ``limit`` bytes and takes the least time more; None without any.
+
+    A change with other gradients is taken only if no exact change is enough, and one that was not tried only if there
+    is no other.
+    """
+    found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress)
+    enough = [each for each in found if each.nbytes <= limit]
+    return min(enough, key=lambda each: (each.is_estimate, not each.is_exact, each.seconds), default=None)
+
+
+def changes(
+    builder: Builder,
+    explanation: Explanation,
+    *,
+    device: Device | None = None,
+    limit: int | None = None,
+    measure: Callable[[Explanation], int] = lambda explanation: explanation.peak_bytes,
+    patience: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> list[Advice]:
+    """All changes that save something, the best first. The arguments are those of :func:`advise`."""
+    trial = _Trial(builder, explanation, device, measure, progress)
+    end = time.monotonic() + patience
+    tried: list[Advice] = []
+    for each in _candidates(explanation):
+        tried += trial.of(each)
+        if time.monotonic() > end:
+            break
+    if limit is not None and measure(explanation) > limit:
+        offloaded = [advice for advice in tried if advice.kind == "offload" and advice.nbytes < limit]
+        if offloaded:
+            tried += trial.of(_kept(explanation.situation, limit - offloaded[0].nbytes))
+    tried += trial.estimates()
+    return sorted(tried, key=trial.worth, reverse=True)
+
+
+# -- trying
+
+
+class _Trial:
+    """Runs candidates, and makes advice of them."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        explanation: Explanation,
+        device: Device | None,
+        measure: Callable[[Explanation], int],
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        self._builder, self._explanation, self._progress = builder, explanation, progress
+        self._measure, self._before = measure, measure(explanation)
+        self._device = device or device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
+        self._record = explanation.record
+        if not any(each.flops or each.read for each in self._record.operators):
+            self._record = record_step(builder, explanation.situation, cost_for_record)
+        self._seconds = step_seconds(self._record, self._device)
+
+    def of(self, candidate: _Candidate) -> list[Advice]:
+        """The advice, if the candidate runs and saves something."""
+        try:
+            record = record_step(self._builder, candidate.situation, cost_for_record)
+        except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
+            self._say(f"{candidate.title}: not possible: {error}")
+            return []
+        made = Explanation(self._builder.name, candidate.situation, record, Timeline(record))
+        nbytes = self._measure(made)
+        saves = self._before - nbytes
+        self._say(f"{candidate.title}: {format_bytes(nbytes)}")
+        if saves < LEAST * self._before:
+            return []
+        compute = step_seconds(record, self._device) - self._seconds
+        if candidate.kind == "batch":
+            compute = 0.0  # as many steps more as there are samples less
+        link, cost = 0.0, ""
+        if record.stored and candidate.kind in ("offload", "tiers"):
+            moved = max(0, record.stored - candidate.stays)
+            link = self._device.offload_seconds(moved)
+            cost = (
+                f"{format_bytes(moved)} go out and come back, which takes {_time(link)} of link "
+                f"({self._device.link}) beside {_time(self._seconds)} of compute"
+            )
+        elif compute > 0.001 * self._seconds:
+            cost = f"a step computes {_time(compute)} more, where it took {_time(self._seconds)}"
+        more = max(0.0, compute) + max(0.0, link - self._seconds - max(0.0, compute))
+        text = (
+            f"the peak falls from {format_bytes(self._before)} to {format_bytes(nbytes)}"
+            + (f"; {cost}" if cost else "")
+            + (f" (times are those of {self._device.name})" if cost else "")
+            + (f"; {candidate.note}" if candidate.note else "")
+        )
+        return [
+            Advice(
+                candidate.title,
+                text,
+                saves,
+                nbytes,
+                more,
+                candidate.yaml,
+                candidate.code,
+                candidate.kind,
+                candidate.is_exact,
+            )
+        ]
+
+    def estimates(self) -> list[Advice]:
+        """The changes that cannot be run here. See [Note: how advice is made]."""
+        found = [each for each in _estimates(self._explanation, self._before) if each.saves >= LEAST * self._before]
+        for each in found:
+            self._say(f"{each.title}: about {format_bytes(each.nbytes)}")
+        return found
+
+    def worth(self, advice: Advice) -> float:
+        """Bytes saved for each second of the step. See [Note: what advice costs]."""
+        part = 0.5 if advice.is_estimate or not advice.is_exact else 1.0
+        return part * advice.saves / (self._seconds + advice.seconds or 1.0)
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress(text)
+
+
+def step_seconds(record: StepRecord, device: Device) -> float:
+    """The seconds of all operators of a record that was made with costs."""
+    return math.fsum(seconds_of(each, device) for each in record.operators)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+# -- candidates
+
+
+def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
+    """The changes that are worth a try, the most promising first."""
+    situation, at_peak = explanation.situation, explanation.peak
+    group = largest_group(explanation)
+    if _movable(explanation) > 0.1 * at_peak.nbytes:
+        yield from _plans(explanation, group)
+    if group is not None:
+        code = (
+            "from torch.utils.checkpoint import checkpoint\n"
+            f"for block in the {len(group.names)} modules of {group.kind}, such as {group.names[0]}:\n"
+            "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
+        )
+        title = f"checkpoint each of the {len(group.names)} {group.kind}"
+        change = _after(situation.change, checkpointed(group.names))
+        yield _Candidate("checkpoint", title, replace(situation, change=change), code=code)
+    if situation.backend == "math":
+        code = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION): ..."
+        changed = replace(situation, backend="flash")
+        yield _Candidate("attention", "use flash attention", changed, code=code, is_exact=False, note=_ROUNDING)
+    if situation.device == "cuda" and situation.autocast is None and situation.dtype is None:
+        code = 'with torch.autocast("cuda", torch.bfloat16): ...'
+        changed = replace(situation, autocast=torch.bfloat16)
+        yield _Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
+    if at_peak.phase == "optimizer" and situation.optimizer is not None:
+        made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
+        changed = replace(situation, optimizer=made)
+        note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
+        yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
+    batch = _batch(explanation)
+    if batch > 1:
+        changed, code = replace(situation, batch=batch // 2), f"batch size {batch // 2}, two backwards for each step"
+        note = "accumulate the gradients of two micro-batches; statistics of a batch norm are then of half a batch"
+        yield _Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
+
+
+_ROUNDING = "gradients are rounded in another way"
+
+
+def _plans(explanation: Explanation, group: Group | None) -> Iterator[_Candidate]:
+    situation = explanation.situation
+    store, where = _far_store(situation, explanation.saved_bytes)
+    recompute = {"kind": "Recompute"}
+    stays = {"kind": "OnDevice"}
+    modules = "*" if group is None or not group.pattern else group.pattern
+    yield _planned(situation, "offload", f"move all saved tensors to {where}", "*", store=store)
+    if group is not None and modules != "*" and group.nbytes < 0.98 * explanation.saved_bytes:
+        title = f"move what the {len(group.names)} {group.kind} save to {where}"
+        yield _planned(situation, "offload", title, modules, store=store)
+    title = "compute cheap tensors again"
+    yield _planned(situation, "recompute", title, "*", recompute=recompute, store=stays)
+    if modules != "*":
+        title = "compute cheap tensors and outputs of linear layers again"
+        again = recompute | {"products": 1}
+        yield _planned(situation, "recompute", title, modules, recompute=again, store=stays)
+    wide = sum(each.nbytes for each in explanation.record.counted() if each.dtype == "float32")
+    if 2 * wide > explanation.saved_bytes:
+        codecs = [{"kind": "Cast", "dtype": "bfloat16"}]
+        yield _planned(situation, "cast", "keep saved tensors as bfloat16", "*", codecs=codecs, store=stays)
+
+
+def _planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> _Candidate:
+    document = {"save": [{"modules": modules, **entry}]}
+    is_lossy = "codecs" in entry
+    note = "the codec is lossy, so gradients change; docs/saved-tensors.md has its error" if is_lossy else ""
+    changed = replace(situation, plan=from_config(document))
+    return _Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
+
+
+def _kept(situation: Situation, room: int) -> _Candidate:
+    """Everything moves but what has room on the device."""
+    keep = f"{max(1, room >> 20)} MiB"
+    store: dict[str, Any] = {"kind": "OnCpu", "keep": keep}
+    if situation.device != "cuda":
+        store = {
+            "kind": "Tiered",
+            "stores": [{"kind": "OnDevice", "limit": keep}, {"kind": "OnDisk", "directory": DISK}],
+        }
+    made = _planned(situation, "tiers", f"keep {keep} of saved tensors and move the rest", "*", store=store)
+    return replace(made, stays=max(1, room >> 20) << 20)
+
+
+def _far_store(situation: Situation, nbytes: int) -> tuple[dict[str, Any], str]:
+    """A store that takes tensors out of the device's memory, and what it is called."""
+    disk = {"kind": "OnDisk", "directory": DISK}
+    if situation.device != "cuda":
+        return disk, "a disk"
+    if nbytes <= HOST:
+        return {"kind": "OnCpu"}, "the host"
+    return {"kind": "Tiered", "stores": [{"kind": "OnCpu", "limit": f"{HOST >> 30} GiB"}, disk]}, "the host and a disk"
+
+
+def checkpointed(names: Sequence[str]) -> Callable[[nn.Module], None]:
+    """A change of a model: the forward of each of these modules is checkpointed."""
+
+    def change(model: nn.Module) -> None:
+        for name in names:
+            module: Any = model.get_submodule(name)
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+    return change
+
+
+def _after(
+    first: Callable[[nn.Module], None] | None, second: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        if first is not None:
+            first(model)
+        second(model)
+
+    return change
+
+
+def _movable(explanation: Explanation) -> int:
+    """The bytes at the peak that a plan may move."""
+    return sum(explanation.peak.by_category.get(each, 0) for each in ("saved for backward", "temporary"))
+
+
+def _batch(explanation: Explanation) -> int:
+    """The batch of the step: that of its situation, or the first dimension of most saved activations; 1 if unknown."""
+    if explanation.situation.batch is not None:
+        return explanation.situation.batch
+    sizes: dict[int, int] = {}
+    for each in explanation.record.counted():
+        if each.kind == "input" and each.shape:
+            sizes[each.shape[0]] = sizes.get(each.shape[0], 0) + 1
+    return max(sizes, key=lambda size: sizes[size], default=1)
+
+
+def groups(explanation: Explanation) -> list[Group]:
+    """The groups of two or more modules of one class inside one module, those that save most first."""
+    rows = explanation.modules
+    found: dict[tuple[int, str], list[int]] = {}
+    for position, row in enumerate(rows):
+        if row.parent >= 0 and row.whole:
+            found.setdefault((row.parent, row.kind), []).append(position)
+    made = []
+    for (parent, kind), members in found.items():
+        inside = [position for position, row in enumerate(rows) if row.parent == parent and row.whole]
+        is_alone = len(inside) == len(members)
+        pattern = f"{rows[parent].name}.*" if is_alone and rows[parent].name else ""
+        nbytes = sum(rows[position].whole for position in members)
+        made.append(Group(tuple(rows[position].name for position in members), kind, pattern, nbytes))
+    several = [each for each in made if len(each.names) > 1]
+    return sorted(several, key=lambda each: (-each.nbytes, len(each.names)))
+
+
+def largest_group(explanation: Explanation) -> Group | None:
+    """The group that saves most, if it saves a third of all."""
+    found = next(iter(groups(explanation)), None)
+    return found if found is not None and 3 * found.nbytes > explanation.saved_bytes else None
+
+
+# -- estimates
+
+
+def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
+    at_peak, state = explanation.peak.by_category, explanation.state
+    logits = explanation.by_operator.get("aten._log_softmax", 0)
+    if logits and explanation.peak.phase != "optimizer":
+        text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward makes as much again"
+        title = "compute the loss in chunks, or with a fused linear cross entropy"
+        yield _estimate("loss", title, text, logits, before, "a loss that has the last linear layer in it")
+    scores = sum(
+        explanation.record.allocations[each.allocation].nbytes
+        for each in explanation.record.counted()
+        if each.operator == "aten._softmax" and len(each.shape) > 2 and each.shape[-1] == each.shape[-2]
+    )
+    if scores and explanation.peak.phase != "optimizer":
+        text = f"attention saves its {format_bytes(scores)} of scores; flash attention saves none"
+        code = 'F.scaled_dot_product_attention, or attn_implementation="sdpa"'
+        yield _estimate("attention", "use flash attention", text, scores, before, code)
+    wide = sum(each.nbytes for each in explanation.record.counted() if each.dtype == "float32")
+    if wide and explanation.peak.phase != "optimizer":
+        text = f"{format_bytes(wide)} of saved tensors are float32, and take about a quarter; the codec is lossy"
+        entry = {"modules": "*", "codecs": [{"kind": "Quantize", "bits": 8}], "store": {"kind": "OnDevice"}}
+        saves = min(wide, at_peak.get("saved for backward", 0)) * 73 // 100
+        made = _estimate("quantize", "keep saved tensors in 8 bits", text, saves, before, "")
+        yield replace(made, yaml=as_yaml({"save": [entry]}))
+    moments = min(state["optimizer state"], at_peak.get("optimizer state", 0))
+    if moments:
+        text = f"its state takes {format_bytes(moments)}; with 8 bits for 32 it takes a quarter"
+        yield _estimate("optimizer", "an optimizer with 8-bit state", text, moments * 3 // 4, before, "bitsandbytes")
+    sharded = sum(at_peak.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
+    if 2 * sharded > before:
+        text = f"parameters, gradients and the optimizer's state are {format_bytes(sharded)} of the peak"
+        code = f"disthooks explain ... --engine fsdp2 --world {RANKS}"
+        saves = sharded - sharded // RANKS
+        yield _estimate("shard", f"shard the model over {RANKS} ranks (FSDP)", text, saves, before, code, True)
+
+
+def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: str, is_exact: bool = False) -> Advice:
+    text = f"{text}; the peak falls from {format_bytes(before)} to about {format_bytes(before - saves)}"
+    return Advice(title, text, saves, before - saves, 0.0, "", code, kind, is_exact, True)
+
+
+# -- YAML
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """A configuration as lines of YAML, with one entry of ``save`` after the other.
+
+    >>> print(as_yaml({"save": [{"modules": "layers.*", "store": {"kind": "OnCpu", "keep": "10 GiB"}}]}))
+    save:
+      - modules: "layers.*"
+        store: {kind: OnCpu, keep: 10 GiB}
+    """
+    lines = ["save:"]
+    for entry in document["save"]:
+        for number, (key, value) in enumerate(entry.items()):
+            lines.append(f"  {'-' if number == 0 else ' '} {key}: {_flow(value)}")
+    return "\n".join(lines)
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_flow(each) for each in value) + "]"
+    is_plain = isinstance(value, str) and value.replace(" ", "").replace("/", "").isalnum()
+    return str(value) if is_plain or not isinstance(value, str) else json.dumps(value)

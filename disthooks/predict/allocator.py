@@ -214,7 +214,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device and one stream.
+    """The allocator of one device and one stream. See [Note: what is modelled] and [Note: what is left out].
 
     Args:
         limit: the bytes that the driver can give, at most; None for no limit.

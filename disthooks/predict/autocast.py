@@ -256,7 +256,8 @@ def cpu_policy(name: str) -> Callable[..., Any]:
 
 @functools.cache  # our own kernels would be among those that it asks for
 def differing() -> frozenset[str]:
-    """The operators, without ``aten::``, with which the two devices' autocasts do different things.
+    """The operators, without ``aten::``, with which the two devices' autocasts do different things. See
+    [Note: which operators differ].
 
     >>> sorted(differing() & {"exp", "linear", "cat", "prod", "mse_loss"})
     ['cat', 'exp', 'prod']
@@ -285,6 +286,7 @@ _overrides: Overrides[bool] = Overrides(_CPU, _kernels)
 # --- the name "cuda" ---
 
 
+# See [Note: autocast of a device that is not there].
 def _init(
     before: Any, region: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
 ) -> None:

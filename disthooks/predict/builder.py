@@ -101,7 +101,7 @@ class Builder:
             model = fakes.copy(model)
         if inputs is None:
             raise UsageError(
-                f"{self.name} gave a module alone: explain runs it, so give example inputs, or return (module, inputs)"
+                f"{self.name} gave a module alone: it has to return (module, example inputs), or give inputs to explain"
             )
         args, kwargs = _as_arguments(inputs)
         args, kwargs = fakes.like(args), fakes.like(kwargs)

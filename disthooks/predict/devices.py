@@ -67,7 +67,8 @@ class Device:
         multiprocessors: the number of streaming multiprocessors, or of AMD's compute units.
         context_bytes: memory that the CUDA context takes, in bytes: approximate.
         workspace_bytes: memory of cuBLAS's workspace for each thread that multiplies matrices, in bytes.
-        matmul_efficiency, memory_efficiency, link_efficiency: the share of a peak that programs reach.
+        matmul_efficiency, memory_efficiency, link_efficiency: the share of a peak that programs reach; see
+            [Note: what is reached].
         source: the document that has the figures.
 
     >>> h100 = device_named("h100")

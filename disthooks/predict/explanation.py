@@ -129,8 +129,10 @@ class Memory:
         """Where the most bytes are in use, and whose they are."""
         sample, operators = self.timeline.peak_sample, self._record.operators
         running = operators[sample.moment].name if operators else ""
-        shares = tuple(self.timeline.at_peak())
-        return Peak(self.peak_bytes, sample.phase, sample.module, running, _categories(sample), shares)
+        categories, rest = _categories(sample), self.peak_bytes - sample.total
+        if rest > 0:
+            categories["workspaces, rounding"] = rest
+        return Peak(self.peak_bytes, sample.phase, sample.module, running, categories, tuple(self.timeline.at_peak()))
 
     def to_dict(self, position: Callable[[str], int]) -> dict[str, Any]:
         """The peak and the curve; ``position`` gives the position of a module."""
@@ -152,7 +154,13 @@ class Memory:
             "held": self.held_bytes,
             "host": self.host,
             "disk": self.disk,
-            "curve": {"categories": list(CATEGORIES), "phases": phases, "points": points},
+            "curve": {
+                "categories": list(CATEGORIES),
+                "phases": phases,
+                "begins": list(self._record.phases.values()),
+                "moments": len(self._record.operators),
+                "points": points,
+            },
         }
 
 
@@ -165,6 +173,15 @@ class Explanation:
         situation: how the step runs.
         step: the step without a plan.
         with_plan: the step with the situation's plan; None if it has none.
+
+    >>> import torch
+    >>> from disthooks import explain
+    >>> print(explain(torch.nn.Linear(256, 256), torch.empty(512, 256), device="cpu", optimizer="sgd"))
+    Linear: autograd saves 512.0 KiB; the peak is 2.0 MiB (2.0 MiB to 2.0 MiB), in the backward of the model
+      temporary: 1.0 MiB
+      inputs: 512.0 KiB
+      parameters: 257.0 KiB
+      gradients: 257.0 KiB
     """
 
     model: str
@@ -310,8 +327,26 @@ class Explanation:
     def beside(
         self, run: SavedReport | str | os.PathLike[str] | None = None, peak: int | None = None
     ) -> tuple[Measured, ...]:
-        """The figures of a real run beside the predicted ones; see :func:`disthooks.predict.measured.beside`."""
-        return beside(self, run, peak)
+        """The figures of a real run beside the predicted ones.
+
+        Args:
+            run: what the run's ``saving.report()`` gave, after any number of whole steps with the same plan; or the
+                path of its log, in which ``gradients(also=[saving])`` wrote the figures of each step.
+            peak: the peak that the run measured, in bytes, such as ``torch.cuda.max_memory_allocated()``.
+
+        Raises:
+            UsageError: if there is no plan to compare with, or the run has no figures of hooks.
+
+        >>> import torch
+        >>> from disthooks import OnDisk, explain, save_activations
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh()), torch.ones(64, 256)
+        >>> with save_activations(model, "1", OnDisk("/tmp")) as saving:
+        ...     model(x).sum().backward()
+        >>> print(explain(model, x, plan=[("1", OnDisk("/tmp"))], device="cpu").beside(saving.report())[1])
+        moved: predicted 64.0 KiB, measured 64.0 KiB, the same
+        """
+        hooks = sum(self.reports, SavedReport()) if self.reports else None
+        return beside(hooks, self.peak_bytes, run, peak)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as a document that JSON can hold; docs/cli.md has its keys."""

@@ -116,8 +116,25 @@ class Fakes(NamedTuple):
                 "the function that builds it instead"
             ) from error
         if any(each.device.type != "cpu" for each in tensors):
-            _apply(made, lambda each: each if each.device.type == "cpu" else torch.empty_like(each, device="cpu"))
+            _to_cpu(made)
         return made
+
+
+def _to_cpu(model: nn.Module) -> None:
+    """Give ``model`` fake tensors of the CPU in place of those of other devices; a tied weight stays one."""
+    made: dict[int, Any] = {}
+
+    def one(tensor: Any) -> Any:
+        if tensor is None or tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in made:
+            new: torch.Tensor = torch.empty_like(tensor, device="cpu")
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        module._parameters.update({name: one(weight) for name, weight in module._parameters.items()})
+        module._buffers.update({name: one(buffer) for name, buffer in module._buffers.items()})
 
 
 def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

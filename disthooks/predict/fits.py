@@ -189,7 +189,7 @@ def fits(
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     >>> found = fits(Builder(model, (torch.empty(8, 64),)), Situation(device="cpu"), 1 << 20)
     >>> found.batch.size, found.batch.nbytes <= 1 << 20 < found.batch.next_nbytes, found.seq.end
-    (388, True, 'unset')
+    (293, True, 'unset')
     """
     if limit < 1:
         raise UsageError(f"the limit of memory must be positive, not {limit}")
@@ -235,7 +235,7 @@ class _Search:
     def know(self, size: int, explanation: Explanation) -> Probe:
         """Keep what an explanation says of ``size``."""
         nbytes = self._measure(explanation)
-        moments = (nbytes,)
+        moments: tuple[int, ...] = (nbytes,)
         if self._measure is peak:
             moments = tuple(each.total for each in explanation.timeline.samples)
         probe = Probe(size, nbytes, "", moments, len(explanation.record.operators))

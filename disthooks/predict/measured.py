@@ -1,9 +1,9 @@
 """``beside``: a prediction beside what a real run measured, with the difference."""
 
 # [Note: law 19]
-# Who predicts says afterwards how wrong he was. A run measures what its hooks count, and the memory that torch counts.
-# The hooks count from the first step on, so a figure is divided by the number of steps before it is compared. A log has
-# differences by step already (`saved/moved_per_step`).
+# A prediction is compared with what happened, and the difference is shown. A run measures what its hooks count, and the
+# memory that torch counts. The hooks count from the first step on, so a figure is divided by the number of steps before
+# it is compared. A log has differences by step already (`saved/moved_per_step`).
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.report import SavedReport
-
-if TYPE_CHECKING:
-    from disthooks.predict.explanation import Explanation
 
 #: The figures of hooks that a prediction has.
 _FIGURES = ("stored", "moved", "shared", "recomputed", "recast", "kept")
@@ -60,30 +57,31 @@ class Measured(NamedTuple):
 
 
 def beside(
-    explanation: Explanation,
+    hooks: SavedReport | None,
+    peak_bytes: int,
     run: SavedReport | str | os.PathLike[str] | None = None,
     peak: int | None = None,
 ) -> tuple[Measured, ...]:
-    """The figures of a real run beside those of ``explanation``.
+    """The figures of a real run beside predicted ones. See [Note: law 19].
 
     Args:
-        explanation: with the plan that the run had.
+        hooks: what the hooks of the run's plan would count in one step; None without a plan.
+        peak_bytes: the predicted peak.
         run: what the run's ``saving.report()`` gave, after any number of whole steps; or the path of its log, in which
             ``gradients(also=[saving])`` wrote the figures of each step. None to compare the peak alone.
         peak: the peak that the run measured, in bytes, such as ``torch.cuda.max_memory_allocated()``.
 
     Raises:
-        UsageError: if the explanation has no plan, or the run has no figures of hooks.
+        UsageError: if there was no plan to compare with, or the run has no figures of hooks.
     """
     found: list[Measured] = []
     if run is not None:
-        if not explanation.reports:
+        if hooks is None:
             raise UsageError("there is nothing to compare with: explain the model with the plan that the run had")
-        predicted = sum(explanation.reports, SavedReport())
-        measured = _by_step(run, predicted) if isinstance(run, SavedReport) else _from_log(pathlib.Path(run))
-        found += [Measured(name, getattr(predicted, name), measured[name]) for name in _FIGURES if name in measured]
+        measured = _by_step(run, hooks) if isinstance(run, SavedReport) else _from_log(pathlib.Path(run))
+        found += [Measured(name, getattr(hooks, name), measured[name]) for name in _FIGURES if name in measured]
     if peak is not None:
-        found.append(Measured("peak", explanation.peak_bytes, peak))
+        found.append(Measured("peak", peak_bytes, peak))
     return tuple(found)
 
 

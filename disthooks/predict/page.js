@@ -26,14 +26,19 @@ function filled(node, attributes, children) {
 
 // --- Numbers as text. -----------------------------------------------------------------------------------------------
 
+// As Python rounds, so that the page and the terminal say the same: a half goes to the even digit.
+function tenths(size) {
+  return (Math.abs(size) % 1 === 0.25 ? size - Math.sign(size) * 0.01 : size).toFixed(1);
+}
+
 function bytes(count) {
   if (typeof count !== "number") return "unknown";
   let size = count;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (Math.abs(size) < 1024) return unit === "B" ? `${Math.round(size)} B` : `${size.toFixed(1)} ${unit}`;
+    if (Math.abs(size) < 1024) return unit === "B" ? `${Math.round(size)} B` : `${tenths(size)} ${unit}`;
     size /= 1024;
   }
-  return `${size.toFixed(1)} TiB`;
+  return `${tenths(size)} TiB`;
 }
 
 function seconds(count) {
@@ -74,33 +79,40 @@ const called = (module) => module || given.model || "the model";
 
 // --- The document. --------------------------------------------------------------------------------------------------
 
-const CATEGORIES = given.curve?.categories ?? ["parameters", "buffers", "gradients", "optimizer state", "inputs",
-  "gathered parameters", "communication", "saved for backward", "temporary"];
-const DARK_TEXT = new Set(["optimizer state", "communication", "saved for backward", "temporary"]);
+// The colour of each category, and the colour of a text on it.
+const COLOURS = {
+  parameters: ["var(--c0)", "#ffffff"],
+  buffers: ["var(--c1)", "#ffffff"],
+  "master weights": ["var(--c2)", "#14181f"],
+  gradients: ["var(--c3)", "#ffffff"],
+  "optimizer state": ["var(--c4)", "#14181f"],
+  inputs: ["var(--c5)", "#ffffff"],
+  "gathered parameters": ["var(--c6)", "#ffffff"],
+  communication: ["var(--c7)", "#14181f"],
+  "saved for backward": ["var(--c8)", "#14181f"],
+  temporary: ["var(--c9)", "#14181f"],
+};
+const CATEGORIES = given.curve?.categories ?? Object.keys(COLOURS);
 const fits = given.fits ?? {};
 const limit = typeof fits.limit === "number" ? fits.limit : null;
+// The step without a plan, the plan that was given with the figures that it has, and the plans to compare with.
+const planned = given.plan?.peak ? [{ name: "The plan that was given", ...given.plan }] : [];
 const plans = [
-  { name: given.plan?.name ?? (given.plan ? "The plan that was given" : "No plan"), yaml: given.plan?.yaml,
-    saved: given.saved, peak: given.peak, curve: given.curve, seconds: given.seconds, weight_copies: given.weight_copies,
-    host: given.plan?.host, disk: given.plan?.disk, link_seconds: given.plan?.link_seconds,
-    recompute_seconds: given.plan?.recompute_seconds },
+  { name: given.plan ? "Without a plan" : "No plan", saved: given.saved, held: given.held, peak: given.peak, curve: given.curve,
+    seconds: given.seconds, weight_copies: given.weight_copies, host: given.host, disk: given.disk },
+  ...planned,
   ...(given.what_if ?? []),
 ];
+const asked = planned.length; // the position of what was asked for: fits{} is about it
 const highest = Math.max(1, ...plans.map((each) => each.peak?.range?.[1] ?? 0), ...plans.map((each) => each.peak?.nbytes ?? 0));
 // Every bar and curve has this width or height, so that plans can be compared; a limit far above them is only named.
 const scale = limit !== null && limit <= 1.6 * highest ? Math.max(limit * 1.04, highest) : highest;
 
-const chosen = { plan: 0, measure: "saved", folded: true, opened: new Set(), root: null, query: "" };
+const chosen = { plan: asked, measure: "saved", folded: true, opened: new Set(), root: null, query: "" };
 const current = () => plans[chosen.plan];
 
-function colour(category) {
-  const position = CATEGORIES.indexOf(category);
-  return `var(--c${position < 0 ? 8 : position % 9})`;
-}
-
-function textOn(category) {
-  return DARK_TEXT.has(category) ? "#14181f" : "#ffffff";
-}
+const colour = (category) => (COLOURS[category] ?? ["var(--c10)"])[0];
+const textOn = (category) => (COLOURS[category] ?? ["", "#14181f"])[1];
 
 // --- The head. ------------------------------------------------------------------------------------------------------
 
@@ -113,7 +125,7 @@ function showHead() {
     chips(),
     element("p", { class: "sentence" }, ...sentence(plan)),
     tileGrid(tiles(plan)),
-    ...(plan.peak?.categories ? [stack(plan.peak), legend(Object.entries(plan.peak.categories), plan.peak.nbytes)] : []),
+    ...(plan.peak?.categories ? [stack(plan.peak), legend(plan.peak)] : []),
     ...(given.warnings ?? []).map((each) => element("p", { class: "note warning" }, each)),
   );
 }
@@ -130,7 +142,7 @@ function sentence(plan) {
   const parts = [];
   if (plan.saved !== undefined && !peak) parts.push("Autograd saves ", element("b", {}, bytes(plan.saved)), " for backward.");
   if (!peak) return parts;
-  parts.push(chosen.plan ? `With the plan “${plan.name}”, one training step needs ` : "One training step needs ",
+  parts.push(chosen.plan ? `With ${chosen.plan === asked ? "the plan" : `“${plan.name}”`}, one training step needs ` : "One training step needs ",
     element("b", {}, bytes(peak.nbytes)), ` at its peak, ${PHASES[peak.phase] ?? "at a moment"} of `, element("b", {}, called(peak.module)), ". ");
   const [first, second] = Object.entries(peak.categories ?? {}).sort((a, b) => b[1] - a[1]).filter(([, count], rank) => !rank || count > 0.04 * peak.nbytes);
   if (first) parts.push(`Of it, ${percent(first[1], peak.nbytes)} is ${owned(first[0])}`, second ? ` and ${percent(second[1], peak.nbytes)} is ${owned(second[0])}. ` : ". ");
@@ -141,13 +153,13 @@ function sentence(plan) {
 const owned = (category) => ({ "saved for backward": "what autograd saved for backward", temporary: "temporary memory" })[category] ?? category;
 
 function fit(plan) {
-  if (!chosen.plan && typeof fits.does_fit === "boolean") return fits.does_fit;
+  if (chosen.plan === asked && typeof fits.does_fit === "boolean") return fits.does_fit;
   return needed(plan) <= limit;
 }
 
 // What must fit: what was compared with the limit, or the upper end of the range.
 function needed(plan) {
-  return (chosen.plan ? null : fits.nbytes) ?? plan.peak?.range?.[1] ?? plan.peak?.nbytes ?? 0;
+  return (chosen.plan === asked ? fits.nbytes : null) ?? plan.peak?.range?.[1] ?? plan.peak?.nbytes ?? 0;
 }
 
 function tiles(plan) {
@@ -157,16 +169,17 @@ function tiles(plan) {
     found.push(tile("Saved for backward", bytes(plan.saved), against("saved", plan.saved),
       plan.weight_copies ? `${bytes(plan.weight_copies)} of it is copies of weights that autocast made` : null));
   }
+  else if (typeof plan.held === "number") found.push(tile("Held when the backward begins", bytes(plan.held), against("held", plan.held)));
   if (peak) {
     const range = peak.range;
-    found.push(tile("Most memory at one moment", bytes(peak.nbytes), against("peak", peak.nbytes), range ? `between ${bytes(range[0])} and ${bytes(range[1])}` : null));
+    found.push(tile("Most memory at one moment", bytes(peak.nbytes), against("peak", peak.nbytes), range && range[0] < range[1] ? `between ${bytes(range[0])} and ${bytes(range[1])}` : null));
     found.push(tile("Where that is", peak.phase ?? "unknown", `in ${called(peak.module)}`, peak.operator ? `while ${peak.operator} runs` : null));
   }
   if (limit !== null && peak) {
     const room = limit - needed(plan);
     found.push(tile(`In ${bytes(limit)}?`, fit(plan) ? "It fits" : "Too large", room >= 0 ? `${bytes(room)} are free` : `${bytes(-room)} are missing`, null, fit(plan) ? "good" : "bad"));
   }
-  if (!chosen.plan) found.push(...fitTiles());
+  if (chosen.plan === asked) found.push(...fitTiles());
   if (plan.seconds) {
     const whole = sum(Object.values(plan.seconds));
     found.push(tile("Time of a step, roughly", seconds(whole), Object.entries(plan.seconds).map(([key, value]) => `${key} ${seconds(value)}`).join(", ")));
@@ -207,30 +220,36 @@ function tile(title, figure, first, second, kind) {
 }
 
 function against(key, now) {
-  const base = key === "saved" ? plans[0].saved : plans[0].peak?.nbytes;
+  const base = key === "peak" ? plans[0].peak?.nbytes : plans[0][key];
   if (!chosen.plan || !base) return null;
   const difference = now - base;
   if (!difference) return "as without the plan";
   return `${bytes(Math.abs(difference))} ${difference < 0 ? "less" : "more"} than without (${difference < 0 ? "−" : "+"}${percent(Math.abs(difference), base)})`;
 }
 
+// What the peak has beside the tensors of its categories.
+const OTHER = "workspaces and rounding";
+const besides = (peak) => (peak?.categories ? Math.max(0, peak.nbytes - sum(Object.values(peak.categories))) : 0);
+
 function stack(peak) {
   const room = (byId("head").clientWidth || 1000) / 6.8; // letters
   const width = (count) => `${(100 * count) / scale}%`;
-  const parts = CATEGORIES.filter((each) => peak.categories[each]).map((each) => {
-    const share = peak.categories[each] / scale;
-    return element("span", { title: `${each}: ${bytes(peak.categories[each])}`, style: { width: width(peak.categories[each]), background: colour(each), color: textOn(each) } },
-      share * room > each.length + 2 ? each : share * room > 10 ? bytes(peak.categories[each]) : "");
+  const counts = [...CATEGORIES.map((each) => [each, peak.categories[each] ?? 0]), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
+  const parts = counts.map(([each, count]) => {
+    const share = count / scale;
+    return element("span", { title: `${each}: ${bytes(count)}`, style: { width: width(count), background: colour(each), color: textOn(each) } },
+      share * room > each.length + 2 ? each : share * room > 10 ? bytes(count) : "");
   });
-  const label = Object.entries(peak.categories).map(([each, count]) => `${each} ${bytes(count)}`).join(", ");
+  const label = counts.map(([each, count]) => `${each} ${bytes(count)}`).join(", ");
   const line = limit !== null && limit <= scale
     ? element("div", { class: limit > 0.7 * scale ? "limit late" : "limit", style: { left: width(limit) } }, element("span", {}, bytes(limit))) : null;
   return element("div", { class: line ? "stack limited" : "stack", role: "img", "aria-label": `The peak: ${label}` }, element("div", { class: "whole" }, ...parts), line);
 }
 
-function legend(pairs, whole) {
+function legend(peak) {
+  const pairs = [...Object.entries(peak.categories), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
   return element("ul", { class: "legend", "aria-label": "The peak by category" }, ...pairs.map(([category, count]) =>
-    element("li", {}, element("i", { style: { background: colour(category) } }), `${category} `, element("b", {}, bytes(count)), ` ${percent(count, whole)}`)));
+    element("li", {}, element("i", { style: { background: colour(category) } }), `${category} `, element("b", {}, bytes(count)), ` ${percent(count, peak.nbytes)}`)));
 }
 
 // --- Plans, advice, answers, and what stands in tables. --------------------------------------------------------------
@@ -257,9 +276,9 @@ function showPlans() {
   if (plans.length < 2 && !plans[0].yaml) return;
   byId("plans").hidden = false;
   document.querySelector(".plans").append(...plans.map((plan, number) => element("label", {},
-    element("input", { type: "radio", name: "plan", value: number, checked: number === 0, onchange: () => { chosen.plan = number; showAll(); } }),
+    element("input", { type: "radio", name: "plan", value: number, checked: number === chosen.plan, onchange: () => { chosen.plan = number; showAll(); } }),
     element("b", {}, plan.name ?? `Plan ${number}`),
-    element("small", {}, plan.peak ? `peak ${bytes(plan.peak.nbytes)}` : "", plan.saved !== undefined ? `, saves ${bytes(plan.saved)}` : ""),
+    element("small", {}, plan.peak ? `peak ${bytes(plan.peak.nbytes)}` : "", plan.saved !== undefined ? `, saves ${bytes(plan.saved)}` : plan.held !== undefined ? `, holds ${bytes(plan.held)}` : ""),
     element("span", { class: "gauge" }, element("span", { style: { width: `${(100 * (plan.peak?.nbytes ?? 0)) / highest}%` } })))));
 }
 
@@ -274,8 +293,29 @@ function showPlan() {
   byId("plan").replaceChildren(...[
     costs.length ? element("p", { class: "costs" }, `${sentenceCase(costs.join("; "))}.`) : null,
     plan.yaml ? yamlBlock(plan.yaml) : null,
+    plan.modules?.length ? planTable(plan.modules) : null,
   ].filter(Boolean));
 }
+
+// What a plan does with the tensors that each module saves; modules whose names differ in numbers are one row.
+function planTable(modules) {
+  const columns = ["stored", "moved", "recomputed", "recast", "shared", "kept"].filter((key) => modules.some((each) => each[key]));
+  const merged = new Map();
+  for (const each of modules) {
+    const key = `${starred(each.module)}\n${each.to}`;
+    const row = merged.get(key) ?? { name: starred(each.module), to: each.to, count: 0, tensors: 0 };
+    row.count += 1;
+    for (const name of ["tensors", ...columns]) row[name] = (row[name] ?? 0) + (each[name] ?? 0);
+    merged.set(key, row);
+  }
+  return element("div", { class: "wide" }, element("table", {},
+    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Module"), element("th", { scope: "col" }, "To"),
+      ...columns.map((name) => element("th", { scope: "col", class: "number" }, sentenceCase(name))))),
+    element("tbody", {}, ...[...merged.values()].map((row) => element("tr", {}, element("td", {}, called(row.name), row.count > 1 ? ` × ${row.count}` : ""),
+      element("td", {}, row.to ?? ""), ...columns.map((name) => element("td", { class: "number" }, bytes(row[name]))))))));
+}
+
+const starred = (module) => (module ?? "").split(".").map((each) => (/^\d+$/.test(each) ? "*" : each)).join(".");
 
 function bar(label, note, count, most, fill) {
   return element("div", { class: "bar" }, element("span", {}, label, note ? element("em", {}, ` ${note}`) : null), element("b", {}, bytes(count)),
@@ -286,7 +326,7 @@ function showShares() {
   const peak = current().peak;
   const rows = new Map();
   for (const { module, category, nbytes } of peak?.shares ?? []) {
-    const name = module.split(".").map((each) => (/^\d+$/.test(each) ? "*" : each)).join(".");
+    const name = starred(module);
     const row = rows.get(`${name}\n${category}`) ?? { name, category, nbytes: 0, count: 0 };
     row.nbytes += nbytes;
     row.count += 1;
@@ -304,7 +344,7 @@ function showOperators() {
   const rows = Object.entries(given.operators ?? {}).slice(0, 10);
   byId("operators").hidden = !rows.length;
   document.querySelector("#operators .bars").replaceChildren(...rows.map(([name, count]) =>
-    bar(name, percent(count, given.saved), count, rows[0][1], "var(--c7)")));
+    bar(name, percent(count, given.saved), count, rows[0][1], "var(--c8)")));
   const rest = sum(Object.values(given.operators ?? {}).slice(10));
   document.querySelector("#operators .note").textContent = [rest ? `The others save ${bytes(rest)}.` : "",
     chosen.plan ? "These are the bytes without the plan." : ""].filter(Boolean).join(" ");

@@ -12,6 +12,10 @@ const totalOf = (point) => sum(point.slice(3));
 
 // The moments at which phases begin, with where they end.
 function spans(found) {
+  if (found.begins) {
+    const ends = [...found.begins.slice(1), found.moments];
+    return found.phases.map((name, number) => ({ name, begin: found.begins[number], end: Math.max(ends[number], found.begins[number]) }));
+  }
   const parts = [];
   for (const point of found.points) {
     const name = phaseOf(found, point);
@@ -22,12 +26,19 @@ function spans(found) {
   return parts;
 }
 
-// Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, and little happens there, so
-// it gets a quarter of the width at most.
+// The same height for every plan, so that they can be compared. What is far above the curves does not flatten them.
+function ceiling() {
+  const most = Math.max(1, ...plans.flatMap((plan) => (plan.curve?.points ?? []).map(totalOf)));
+  const above = [limit, ...plans.map((plan) => plan.peak?.range?.[1])].filter((each) => each > most && each <= 1.6 * most);
+  return Math.max(most, ...above);
+}
+
+// Where a moment stands, from 0 to 1. An optimizer may run more operators than all else, or ten for all parameters, so
+// it gets a quarter of the width at most and a twelfth at least.
 function scaleOf(parts) {
   const counts = parts.map((part) => Math.max(part.end - part.begin, 0));
   const others = sum(parts.map((part, number) => (part.name === "optimizer" ? 0 : counts[number])));
-  const widths = parts.map((part, number) => (part.name === "optimizer" && others ? Math.min(counts[number], others / 3) : counts[number]));
+  const widths = parts.map((part, number) => (part.name === "optimizer" && others && counts[number] ? Math.max(Math.min(counts[number], others / 3), others / 11) : counts[number]));
   const whole = sum(widths) || 1;
   const along = (moment) => {
     let before = 0;
@@ -36,7 +47,7 @@ function scaleOf(parts) {
     const { begin } = parts[number];
     return (before + (counts[number] ? (widths[number] * (moment - begin)) / counts[number] : 0)) / whole;
   };
-  return [along, sum(counts) > sum(widths)];
+  return [along, sum(counts) !== sum(widths)];
 }
 
 function showCurve() {
@@ -52,10 +63,10 @@ function showCurve() {
   const width = Math.max(280, byId("curve").clientWidth || 1000);
   const narrow = width < 520;
   const left = narrow ? 58 : MARGIN.left;
-  const first = found.points[0][0];
-  const last = Math.max(found.points.at(-1)[0], first + 1);
-  const top = Math.max(scale, ...found.points.map(totalOf)) * 1.05;
   const parts = spans(found);
+  const first = Math.min(parts[0].begin, found.points[0][0]);
+  const last = Math.max(parts.at(-1).end, found.points.at(-1)[0], first + 1);
+  const top = ceiling() * 1.05;
   const [along, isSqueezed] = scaleOf(parts);
   const x = (moment) => left + (width - left - MARGIN.right) * along(moment);
   const y = (count) => HEIGHT - MARGIN.bottom - ((HEIGHT - MARGIN.top - MARGIN.bottom) * count) / top;
@@ -68,18 +79,21 @@ function showCurve() {
     svg.append(shape("line", { class: "grid", x1: left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }),
       shape("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, bytes(tick).replace(/\.0 /, " ")));
   }
-  const bounds = found.points.map(() => 0);
+  // Memory stays as it is until the next point, so each point is there twice: where it begins and where it ends.
+  const ends = [...found.points.slice(1).map((point) => point[0]), last];
+  const xs = found.points.flatMap((point, at) => [x(point[0]), x(ends[at])]);
+  const bounds = xs.map(() => 0);
+  const line = (ys) => ys.map((count, at) => `${xs[at].toFixed(1)},${y(count).toFixed(1)}`);
   const labels = [];
   order.forEach((category, number) => {
     const lower = [...bounds];
-    found.points.forEach((point, at) => { bounds[at] += point[3 + number] ?? 0; });
+    bounds.forEach((_, at) => { bounds[at] += found.points[at >> 1][3 + number] ?? 0; });
     if (!bounds.some((bound, at) => bound > lower[at])) return;
-    const forth = found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(bounds[at]).toFixed(1)}`);
-    const back = found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(lower[at]).toFixed(1)}`).reverse();
-    svg.append(shape("path", { class: "area", d: `M${forth.join("L")}L${back.join("L")}Z`, fill: colour(category), stroke: colour(category), "data-category": category }));
-    labels.push(labelOf(category, found.points.map((point) => x(point[0])), lower.map(y), bounds.map(y)));
+    const path = `M${line(bounds).join("L")}L${line(lower).reverse().join("L")}Z`;
+    svg.append(shape("path", { class: "area", d: path, fill: colour(category), stroke: colour(category), "data-category": category }));
+    labels.push(labelOf(category, xs, lower.map(y), bounds.map(y)));
   });
-  svg.append(shape("path", { class: "total", d: `M${found.points.map((point, at) => `${x(point[0]).toFixed(1)},${y(bounds[at]).toFixed(1)}`).join("L")}` }));
+  svg.append(shape("path", { class: "total", d: `M${line(bounds).join("L")}` }));
   for (const part of parts) {
     if (part.begin > first) svg.append(shape("line", { class: "phase", x1: x(part.begin), x2: x(part.begin), y1: 4, y2: HEIGHT - MARGIN.bottom }));
     if (x(part.end) - x(part.begin) > 7 * part.name.length) svg.append(shape("text", { class: "phase-name", x: x(part.begin) + 7, y: 15 }, part.name));
@@ -91,7 +105,7 @@ function showCurve() {
       shape("text", { class: "limit-name", x: left + 8, y: y(limit) - 6 }, `limit ${bytes(limit)}`));
   }
   svg.append(...peakMark(found, x, y, width));
-  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : `operators, in the order in which they run${isSqueezed ? "; those of the optimizer stand closer together" : ""}`),
+  svg.append(shape("text", { x: left, y: HEIGHT - 9 }, narrow ? "operators, in order" : `operators, in the order in which they run${isSqueezed ? "; the optimizer's on a scale of their own" : ""}`),
     shape("text", { x: width - MARGIN.right, y: HEIGHT - 9, "text-anchor": "end" }, grouped(last)));
   curve.cross = shape("line", { class: "cross", y1: MARGIN.top - 6, y2: HEIGHT - MARGIN.bottom, visibility: "hidden" });
   svg.append(curve.cross);
@@ -103,7 +117,8 @@ function showCurve() {
   svg.addEventListener("keydown", curveKeys);
   byId("curve").replaceChildren(svg);
   say(peakAt(found));
-  byId("time-lead").textContent = "What is in memory after each operator. Point at the curve to see the moment, the module that runs, and the bytes.";
+  byId("time-lead").textContent = "What is in memory after each operator. Point at the curve to see the moment, the module that runs, and the bytes."
+    + (besides(current().peak) > 0.01 * current().peak?.nbytes ? ` The peak above has ${bytes(besides(current().peak))} more: ${OTHER}.` : "");
   byId("categories").replaceChildren(...order.filter((_, number) => found.points.some((point) => point[3 + number])).map((category) =>
     element("li", {}, element("i", { style: { background: colour(category) } }), category)),
   ...(chosen.plan && plans[0].curve ? [element("li", {}, "– – without the plan")] : []));
@@ -140,9 +155,10 @@ function ghost(found, parts, x, y) {
     const from = own.find((part) => part.name === name);
     const to = parts.find((part) => part.name === name);
     const moment = to ? to.begin + ((to.end - to.begin) * (point[0] - from.begin)) / Math.max(1, from.end - from.begin) : point[0];
-    return `${x(moment).toFixed(1)},${y(totalOf(point)).toFixed(1)}`;
+    return [x(moment).toFixed(1), y(totalOf(point)).toFixed(1)];
   });
-  return shape("path", { class: "before", d: `M${points.join("L")}` });
+  const steps = points.map(([left, up], at) => (at ? `H${left}V${up}` : `M${left},${up}`));
+  return shape("path", { class: "before", d: steps.join("") });
 }
 
 function peakAt(found) {
@@ -153,13 +169,15 @@ function peakAt(found) {
 function peakMark(found, x, y, width) {
   const point = found.points[peakAt(found)];
   const total = totalOf(point);
-  const range = current().peak?.range;
+  const hasMore = besides(current().peak) > 0.01 * total;
+  const range = hasMore ? null : current().peak?.range;
   const [left, up] = [x(point[0]), y(total)];
   const isLate = left > width - 150;
+  const label = hasMore ? `${bytes(total)} of tensors` : `peak ${bytes(current().peak?.nbytes ?? total)}`;
   return [
     ...(range && y(range[0]) - y(range[1]) > 14 ? [shape("path", { class: "range", fill: "none", d: `M${left - 5},${y(range[1])}h10m-5,0V${y(range[0])}m-5,0h10` })] : []),
     shape("circle", { class: "peak", cx: left, cy: up, r: 4.5 }),
-    shape("text", { class: "peak-name", x: left + (isLate ? -10 : 10), y: Math.max(30, up - 8), "text-anchor": isLate ? "end" : "start" }, `peak ${bytes(total)}`),
+    shape("text", { class: "peak-name", x: left + (isLate ? -10 : 10), y: Math.max(30, up - 8), "text-anchor": isLate ? "end" : "start" }, label),
   ];
 }
 
@@ -190,7 +208,7 @@ function momentText(point) {
   const rowsOf = curve.order.map((category, number) => [category, point[3 + number] ?? 0]).filter(([, count]) => count).reverse();
   return [
     element("b", {}, called(rows[point[2]]?.module ?? "")),
-    element("span", { class: "class" }, `${phaseOf(found, point)}, operator ${grouped(point[0])} of ${grouped(found.points.at(-1)[0])}`),
+    element("span", { class: "class" }, `${phaseOf(found, point)}, operator ${grouped(point[0])} of ${grouped(found.moments ?? found.points.at(-1)[0])}`),
     hintTable([...rowsOf.map(([category, count]) => [category, bytes(count), "", colour(category)]), ["in memory", bytes(totalOf(point)), "sum"]]),
   ];
 }

@@ -13,19 +13,15 @@ const MEASURES = {
   seconds: { title: "Time", text: seconds, what: "takes" },
 };
 
-// The amount of each module with the modules inside it, and the part that is its own.
-const amounts = Object.fromEntries(Object.keys(MEASURES).filter((name) => name === "saved" || rows.some((row) => row[name])).map((name) => [name, amountsOf(name)]));
+// The amount of each module with the modules inside it, and the part that is its own. The document has bytes of both
+// kinds; its flops and seconds are a module's own.
+const amounts = Object.fromEntries(Object.keys(MEASURES).map((name) => [name, amountsOf(name)]).filter(([name, found]) => name === "saved" || found.whole[0] > 0));
 
 function amountsOf(name) {
-  const alone = rows.map((row) => (name === "saved" ? row.whole ?? row.own ?? 0 : sum(Object.values(row[name] ?? {}))));
-  const whole = [...alone];
-  // flops and seconds may count the modules inside, or not: they do not if some module has less than those have.
-  const isOwn = rows.some((_, at) => alone[at] < 0.999 * sum(inside[at].map((each) => alone[each])));
-  for (let at = rows.length - 1; at >= 0; at--) {
-    const below = sum(inside[at].map((each) => whole[each]));
-    whole[at] = isOwn ? alone[at] + below : Math.max(alone[at], below);
-  }
-  return { whole, own: rows.map((_, at) => Math.max(0, whole[at] - sum(inside[at].map((each) => whole[each])))) };
+  const own = rows.map((row) => (name === "saved" ? row.own ?? 0 : sum(Object.values(row[name] ?? {}))));
+  const whole = [...own];
+  for (let at = rows.length - 1; at > 0; at--) if (rows[at].parent >= 0) whole[rows[at].parent] += whole[at];
+  return { whole, own };
 }
 
 // Modules with the same number have the same class, bytes and modules inside.
@@ -180,9 +176,9 @@ function about(node) {
   const each = (value) => (count > 1 ? ` (${count} × ${bytes(value)})` : "");
   if (row.whole !== undefined && !node.itself) table.push(["saved, with the modules inside", `${bytes(row.whole * count)}${each(row.whole)}`, "sum"]);
   if (row.own !== undefined) table.push(["saved in its own forward", `${bytes(row.own * count)}${each(row.own)}`]);
-  for (const [name, value] of Object.entries(row.operators ?? {}).slice(0, 5)) table.push([`\u2003${name}`, bytes(value * count)]);
+  for (const [name, value] of Object.entries(row.operators ?? {}).slice(0, 5)) table.push([name, bytes(value * count), "part"]);
   for (const name of ["flops", "seconds"]) {
-    for (const [phase, value] of Object.entries(row[name] ?? {})) table.push([`${name}, ${phase}`, MEASURES[name].text(value * count)]);
+    for (const [phase, value] of Object.entries(row[name] ?? {})) if (value) table.push([`${MEASURES[name].title}, ${phase}`, MEASURES[name].text(value * count)]);
   }
   if (row.whole !== undefined && rows[0].whole) table.push(["of all that is saved", percent((node.itself ? row.own : row.whole) * count, rows[0].whole)]);
   return [element("b", {}, called(node.title), node.itself ? " itself" : ""),

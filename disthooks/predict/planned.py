@@ -533,6 +533,7 @@ def planned(
     >>> found.report().stored, found.placed.peak["disk"]
     (1048576, 1048576)
     """
+    # See [Note: fake tensors stand for a device].
     found = Planned(clock)
     is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
     stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)

@@ -120,7 +120,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             while parent and parent not in by_name:
                 parent = parent.rpartition(".")[0]
             above = -1 if position == 0 else by_name.get(parent, 0)
-            self.record.modules.append(ModuleInfo(name, type(module).__name__, above))
+            self.record.modules.append(ModuleInfo(name, _class_name(module), above))
             by_name[name] = position
             self._position[module] = position
             for weight in module._parameters.values():
@@ -158,10 +158,18 @@ class Recorder(_Mode):  # type: ignore[misc]
         finally:
             self._paused -= 1
 
-    def begin(self, phase: Phase) -> None:
-        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved."""
+    def begin(self, phase: Phase, has_plan: bool = False) -> None:
+        """What comes now belongs to ``phase``. What autograd holds when the backward begins is what it saved.
+
+        Args:
+            phase: the part of the step.
+            has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
+                and all memory of the forward that is there when the backward begins counts as saved.
+        """
         if phase == "backward":
             self._name_saved()
+            for watched in self._watched.values() if has_plan else ():
+                self._mark(watched.allocation, "saved for backward")
         self._phase = phase
         self.record.phases[phase] = len(self.record.operators)
 
@@ -196,6 +204,9 @@ class Recorder(_Mode):  # type: ignore[misc]
         self.record.allocations[allocation].device = device
         if category in ("parameters", "buffers"):
             self._weights[allocation] = "parameter" if category == "parameters" else "buffer"
+            owner = self._owner.get(id(tensor))
+            if owner is not None:
+                self.record.allocations[allocation].module = owner
 
     def _mark(self, allocation: int, category: str) -> None:
         found = self.record.allocations[allocation]
@@ -267,7 +278,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             return func(*args, **kwargs)  # see [Note: what a distributed tensor hides]
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
-            number = sequence_number() - 1
+            number = sequence_number() - 1  # see [Note: operators have numbers]
             self._module_at.setdefault(number, position)
             self._operator_at.setdefault(number, name)
         result = func(*args, **kwargs)
@@ -356,6 +367,12 @@ class _Pending(NamedTuple):
 
 def _unpack(held: _Held) -> torch.Tensor:
     return held.tensor
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class; ``fully_shard`` derives one of its own from it."""
+    kinds = type(module).__mro__
+    return next((kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed.")), "")
 
 
 @functools.cache

@@ -99,9 +99,10 @@ class FakeReducer:
         return on_gradient
 
     def prepare_for_forward(self) -> None:
-        pass
+        """Do nothing; torch's reducer takes the time here."""
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Expect gradients: the forward is over."""
         self._expects_gradients = True
         if not self._has_rebuilt:
             self._order.clear()

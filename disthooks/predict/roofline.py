@@ -268,7 +268,7 @@ _flops: dict[Any, int] = {}
 
 
 def cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost:
-    """Count what one call of an operator costs, from the shapes of its tensors.
+    """Count what one call of an operator costs, from the shapes of its tensors. See [Note: what is counted].
 
     Args:
         func: the operator, as ``__torch_dispatch__`` gets it.
@@ -511,7 +511,7 @@ def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32
         return 0.0
     computing = (cost.flops - cost.skipped) / (_peak(device, dtype, tf32) * device.matmul_efficiency)
     moving = (cost.read + cost.written) / (device.bandwidth * device.memory_efficiency)
-    return max(computing, moving) + LAUNCH
+    return max(computing, moving) + LAUNCH  # see [Note: how wrong it is]
 
 
 def seconds_of(operator: Operator, device: Device) -> float:

@@ -131,7 +131,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         world = None if spec.kind == "plain" and spec.world == 1 else stack.enter_context(_world(situation))
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
-            stack.enter_context(_as_on_cuda(situation))
+            stack.enter_context(redirect_cuda())
         with _told(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
@@ -140,6 +140,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if situation.change is not None:
                 situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
+        if situation.device == "cuda":
+            stack.enter_context(_as_on_cuda(situation))
         found: Planned | None = None
         moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
@@ -195,7 +197,7 @@ class _Run:
         recorder.begin("forward")
         with recorder.saving():
             roots = self._forward()
-        recorder.begin("backward")
+        recorder.begin("backward", has_plan=self._situation.plan is not None)
         self._backward(roots)
         del roots
         _adopt(recorder, prepared)
@@ -237,7 +239,7 @@ def _world(situation: Situation) -> contextlib.AbstractContextManager[FakeWorld]
 @contextlib.contextmanager
 def _as_on_cuda(situation: Situation) -> Iterator[None]:
     """Inside, the operators of fake CPU tensors save, cast and accept what those of an NVIDIA GPU do."""
-    with redirect_cuda(), foreach_as_on_cuda(), as_on_cuda(situation.backend), cuda_autocast():
+    with foreach_as_on_cuda(), as_on_cuda(situation.backend), cuda_autocast():
         yield
 
 

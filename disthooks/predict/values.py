@@ -45,7 +45,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class Values(_Mode):  # type: ignore[misc]
-    """A dispatch mode, to be entered inside a fake mode.
+    """A dispatch mode, to be entered inside a fake mode. See [Note: values beside fake tensors].
 
     Args:
         mode: the fake mode.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disthooks import explain
+from disthooks import AtLeast, OnCpu, Recompute, explain, pipeline
 
 
 class Block(nn.Module):
@@ -40,23 +40,23 @@ class Small(nn.Module):
         return self.head(x)
 
 
+def small() -> tuple[nn.Module, torch.Tensor]:
+    """The model with its inputs, which are large: nothing of it is computed."""
+    return Small(), torch.zeros(8192, 128, dtype=torch.long)
+
+
 def plain_document() -> dict[str, Any]:
-    """What ``explain`` gives today."""
-    return explain(Small(), torch.zeros(4, 32, dtype=torch.long), device="cpu", optimizer="adamw").to_dict()
+    """What ``explain`` gives for a step on the CPU without a plan."""
+    return explain(small, device="cpu", optimizer="adamw").to_dict()
 
 
 def full_document() -> dict[str, Any]:
-    """The same, with every key that a document may have."""
-    found = plain_document()
-    peak = found["peak"]["nbytes"]
-    found["peak"]["range"] = [peak - peak // 50, peak + peak // 20]
-    found["situation"] |= {"hardware": "H100", "engine": "fsdp2", "world": 8, "rank": 0, "batch": 4, "seq": 32}
-    for row in found["modules"]:
-        row["flops"] = {"forward": row["whole"] * 1e6, "backward": row["whole"] * 2e6}
-        row["seconds"] = {"forward": row["whole"] * 1e-9, "backward": row["whole"] * 2e-9}
+    """What it gives for a step with a plan on a GPU that is known, with every other key that a document may have."""
+    plan = pipeline(AtLeast("1 KiB"), Recompute(), OnCpu())
+    found = explain(small, device="h100", autocast="bf16", optimizer="adamw", plan=plan).to_dict()
+    peak = found["plan"]["peak"]["nbytes"]
+    found["plan"] |= {"yaml": "saved:\n  - store: {kind: cpu}\n"}
     return found | {
-        "seconds": {"forward": 0.4, "backward": 0.8, "optimizer": 0.1},
-        "plan": {"name": "As it is", "yaml": "saved: []\n", "host": 0},
         "what_if": [_half(found)],
         "advice": [
             {"title": "Send the blocks away", "text": "They save most.", "saves": 2**20, "yaml": "saved: [1]\n"}

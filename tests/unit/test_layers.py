@@ -21,7 +21,7 @@ from house_source import Package
 PACKAGE = Package(ROOT / "disthooks")
 # Modules beside the packages that stand above them: the names for users, and what third parties test with.
 ABOVE = {"disthooks", "disthooks.__main__", "disthooks.testing", "disthooks._backend_tests"}
-DISTRIBUTED = ("disthooks.engines.", "disthooks.grads.collectives", "disthooks.launcher.", "disthooks.cli.")
+DISTRIBUTED = tuple(f"disthooks.{name}" for name in ("engines.", "grads.collectives", "launcher.", "cli.", "predict."))
 
 
 def lint(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from disthooks._hashing import MULTIPLIERS, ODD
+from disthooks._tensors import bitless
 
 # [Note: blocks that are not finite]
 # The host would have to wait for the device to learn whether a block is finite. So the scale says it: if a block has an
@@ -132,8 +133,14 @@ class Kind(NamedTuple):
 
 
 def usable(tensor: torch.Tensor, block: int = 2) -> bool:
-    """Whether the kernels take ``tensor`` by its dtype and its device, in blocks of ``block`` elements."""
-    return tensor.is_cuda and tensor.dtype in _DTYPES and block <= _LARGEST_BLOCK and _works(tensor.device)
+    """Whether the kernels take ``tensor`` by its dtype and its device, in blocks of ``block`` elements.
+
+    A tensor without bits counts as one on a device with kernels, which are not launched then: what they give has the
+    same size as what torch operations give, and those would run on thousands of pieces.
+    """
+    if tensor.dtype not in _DTYPES or block > _LARGEST_BLOCK:
+        return False
+    return (tensor.is_cuda and _works(tensor.device)) or type(tensor) in bitless.kinds
 
 
 def packs(bools: torch.Tensor, run: int) -> bool:
@@ -204,6 +211,8 @@ def encode(
     codes = torch.empty((n * kind.bits + 7) // 8, dtype=torch.uint8, device=elements.device)
     scales = torch.empty(-(-n // block), dtype=torch.float32, device=elements.device)
     largest, smallest = limits(torch.float32)
+    if type(elements) in bitless.kinds:
+        return codes, scales
     with _on(elements.device):
         _kernels().encode[(-(-scales.numel() // shape["ROWS"]),)](
             elements,
@@ -233,6 +242,8 @@ def encode(
 def decode(codes: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, block: int, kind: Kind) -> None:
     """Fill ``into`` (1-D, contiguous) with the elements of ``codes`` (uint8) and ``scales``."""
     shape = _shape(block)
+    if type(into) in bitless.kinds:
+        return
     with _on(into.device):
         _kernels().decode[(-(-scales.numel() // shape["ROWS"]),)](
             codes,

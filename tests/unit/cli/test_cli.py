@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,6 @@ import disthooks as dh
 from disthooks.cli import app as cli_app
 from disthooks.cli import doctor
 from disthooks.cli import env as env_command
-from disthooks.cli import explain as explain_command
 from disthooks.cli.app import app
 from disthooks.cli.doctor import problems
 from tests.support import ROOT
@@ -40,7 +40,10 @@ FROZEN = {
     "": ["--version", "--install-completion", "--show-completion"],
     "check": ["file", "--model", "--json"],
     "env": ["--json"],
-    "explain": ["model", "[file]", "--json"],
+    "explain": [
+        *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
+        *("--batch", "--seq", "--measured", "--fits", "-o, --output", "--json"),
+    ],
     "launch": [],
     "report": ["path", "--json"],
 }
@@ -101,7 +104,7 @@ def test_every_command_says_what_it_is() -> None:
     for name in FROZEN:
         if name not in ("", "launch"):  # whose --help is the launcher's
             assert "--help" in run(name, "--help").stdout
-    assert "RUN the model" in run("explain", "--help").stdout
+    assert "nothing runs" in run("explain", "--help").stdout
 
 
 def test_errors_are_one_line_and_exit_codes_are_told(tmp_path: pathlib.Path) -> None:
@@ -400,35 +403,30 @@ def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
 
 
 def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
-    told = run(
-        "explain",
-        f"{BUILT}:small",
-        hooks(tmp_path, "save: [{modules: '1', at_least: 0, store: {kind: OnDisk, directory: '{folder}'}}]"),
-    )
+    file = hooks(tmp_path, "save: [{modules: '1', at_least: 0, store: {kind: OnDisk, directory: '{folder}'}}]")
+    told = run("explain", f"{BUILT}:small", file, "--device", "cpu")
     rows = {words[1]: words for line in told.stdout.splitlines() if (words := line.split())[:1] == ["│"]}
     assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
     assert [line for line in told.stdout.splitlines() if line.startswith("autograd saves 220 B")]
-    assert told.stdout.count("160 B") >= 3  # the output of the Tanh: saved, stored and moved
-    found = json.loads(
-        run("explain", f"{BUILT}:small", tmp_path / "hooks.yaml", "--json").stdout,
-    )
+    assert [line for line in told.stdout.splitlines() if line.startswith("with it 4.0 KiB on disk")]
+    found = json.loads(run("explain", f"{BUILT}:small", file, "--device", "cpu", "--json").stdout)
     assert found["saved"] == 220
     assert [(each["module"], each["own"]) for each in found["modules"]] == [("", 0), ("0", 60), ("1", 160), ("2", 0)]
     assert [(each["module"], each["stored"]) for each in found["plan"]["modules"]] == [("1", 160)]
     assert "it has to return (module, example inputs)" in run("explain", f"{BUILT}:alone", code=1).stderr
 
 
-def test_explain_does_not_count_weights() -> None:
-    from tests.support.jobs import built
-
-    rows = explain_command.saved_by(*built.small())
-    assert [(row.name, row.own, row.whole) for row in rows] == [
-        ("", 0, 220),
-        ("0", 60, 60),
-        ("1", 160, 160),
-        ("2", 0, 0),
-    ]
+def test_explain_shows_equal_layers_as_one_line_and_a_page(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "page.html"
+    options = ("--device", "h100", "--optimizer", "adamw", "--engine", "fsdp2", "--world", "4", "-o", page)
+    told = run("explain", f"{BUILT}:whole", *options).stdout
+    assert re.search(r"0–1 × 2 +│ Block", told)
+    assert "optimizer state" in told
+    assert "time on H100-SXM-80GB, roughly: forward" in told
+    assert told.count("not counted: ") == 3
+    assert "<html" in page.read_text()
+    assert f"wrote {page}" in told
 
 
 def logged(folder: pathlib.Path) -> pathlib.Path:

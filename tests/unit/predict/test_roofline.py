@@ -341,13 +341,15 @@ def test_a_step_of_small_operators_takes_the_hosts_time() -> None:
 
 def test_tf32_follows_torchs_settings() -> None:
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    try:
-        for flag in (True, False):
-            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flag, not flag
-            assert may_use_tf32(aten.convolution_backward.default) is flag
-            assert may_use_tf32(aten.addmm.default) is not flag
-    finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    allowed: Any = getattr(torch.backends, "__allow_nonbracketed_mutation")
+    with allowed():
+        try:
+            for flag in (True, False):
+                torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = flag, not flag
+                assert may_use_tf32(aten.convolution_backward.default) is flag
+                assert may_use_tf32(aten.addmm.default) is not flag
+        finally:
+            torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def test_a_record_has_what_the_kernels_do() -> None:

@@ -1,0 +1,174 @@
+"""What advice saves is what another step saves, and its YAML is a configuration."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.predict.advice import Advice, advise, as_yaml, changes, cheapest, groups, largest_group
+from disthooks.predict.builder import Builder
+from disthooks.predict.explain import explain_built
+from disthooks.predict.explanation import Explanation
+from disthooks.predict.run import Situation
+from tests.support import oracle, zoo
+
+ROWS, WIDE, DEEP = 1 << 20, 64, 8
+SAVED = ROWS * WIDE * 4  # one activation: 256 MiB
+
+
+class Deep(nn.Module):
+    """Eight layers, each with a linear layer and a GELU, which save their inputs: two activations a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU()) for _ in range(DEEP)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out.mean()
+
+
+@pytest.fixture(scope="module")
+def builder() -> Builder:
+    return Builder(Deep, (torch.empty(1, WIDE).expand(ROWS, WIDE),))
+
+
+@pytest.fixture(scope="module")
+def said(builder: Builder) -> Explanation:
+    return explain_built(builder, Situation(batch=ROWS))
+
+
+@pytest.fixture(scope="module")
+def found(builder: Builder, said: Explanation) -> list[Advice]:
+    return changes(builder, said, limit=8 * SAVED)
+
+
+def of_kind(found: list[Advice], kind: str) -> Advice:
+    return next(each for each in found if each.kind == kind)
+
+
+def test_groups_are_equal_layers(said: Explanation) -> None:
+    group = largest_group(said)
+    assert group is not None
+    assert groups(said) == [group]
+    assert (len(group.names), group.kind, group.pattern) == (DEEP, "Sequential", "layers.*")
+    assert group.nbytes == pytest.approx((2 * DEEP) * SAVED, rel=0.1)
+
+
+def test_offload_leaves_what_is_in_flight_and_what_an_operator_works_on(found: list[Advice], said: Explanation) -> None:
+    offload = of_kind(found, "offload")
+    in_flight, at_work = 512 << 20, 4 * SAVED + (1 << 20)  # and weights
+    assert said.peak_bytes > 2 * DEEP * SAVED
+    assert in_flight < offload.nbytes <= in_flight + at_work
+    assert offload.saves == said.peak_bytes - offload.nbytes
+    assert offload.is_exact
+    assert not offload.is_estimate
+    assert offload.kind in {each.kind for each in found}
+
+
+def test_a_checkpoint_around_each_layer_leaves_its_input_alone(found: list[Advice]) -> None:
+    once = of_kind(found, "checkpoint")
+    assert DEEP * SAVED < once.nbytes < (DEEP + 6) * SAVED
+    assert once.seconds > 0
+    assert "checkpoint" in once.code
+
+
+def test_saved_tensors_of_half_the_bytes(found: list[Advice], said: Explanation) -> None:
+    cast = of_kind(found, "cast")
+    assert DEEP * SAVED < cast.nbytes < (DEEP + 5) * SAVED < said.peak_bytes
+    assert not cast.is_exact
+
+
+def test_what_stays_fits_into_the_limit_and_moves_less_than_everything(found: list[Advice]) -> None:
+    tiers, offload = of_kind(found, "tiers"), of_kind(found, "offload")
+    assert offload.nbytes < tiers.nbytes <= 8 * SAVED
+    assert tiers.seconds <= offload.seconds
+    assert "keep" in tiers.yaml
+
+
+def test_the_yaml_is_read_and_does_what_was_said(
+    found: list[Advice], builder: Builder, said: Explanation, tmp_path: pathlib.Path
+) -> None:
+    written = [each for each in found if each.yaml]
+    assert {each.kind for each in written} >= {"offload", "recompute", "cast", "quantize", "tiers"}
+    for number, each in enumerate(written):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(each.yaml)
+        plan = dh.from_config(path)
+        assert len(plan.saves) == 1
+        if each.kind in ("offload", "cast"):
+            again = explain_built(builder, replace(said.situation, plan=plan))
+            assert again.peak_bytes == pytest.approx(each.nbytes, abs=64)
+
+
+def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explanation) -> None:
+    top = advise(builder, said)
+    assert len(top) == 3
+    assert len({each.kind for each in top}) == 3
+    assert all(0 < each.saves < said.peak_bytes and each.text for each in top)
+
+
+def test_the_cheapest_change_fits_and_is_exact_if_one_is(builder: Builder, said: Explanation) -> None:
+    limit = 8 * SAVED
+    change = cheapest(builder, said, limit)
+    assert change is not None
+    assert change.nbytes <= limit
+    assert change.is_exact
+    assert not change.is_estimate
+    assert cheapest(builder, said, 1000) is None
+
+
+def test_a_checkpoint_saves_in_a_real_step_what_was_said() -> None:
+    """On the CPU, counted: the same change of the same model, for real."""
+    from disthooks.predict.advice import checkpointed
+
+    situation = Situation(device="cpu", loss=oracle.loss_of)
+    builder = Builder(zoo.ZOO["gpt2"])
+    before = explain_built(builder, situation)
+    names = tuple(row.name for row in before.modules if row.kind == "GPT2Block")
+    change = checkpointed(names)
+    after = explain_built(builder, replace(situation, change=change))
+    model, inputs = zoo.build("gpt2")
+    change(model)
+    assert after.peak_bytes == oracle.measure(model, inputs, tracker=False).peak_bytes < before.peak_bytes
+
+
+def test_the_temporaries_of_the_optimizer_go_without_foreach() -> None:
+    builder = Builder(
+        lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(16)]), (torch.empty(2, 512),)
+    )
+    said = explain_built(builder, Situation(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)))
+    assert said.peak.phase == "optimizer"
+    advice = next(each for each in changes(builder, said) if each.kind == "optimizer" and not each.is_estimate)
+    weight = 512 * 512 * 4
+    assert 12 * weight <= advice.saves <= 16 * weight  # foreach has one temporary for each weight at once
+
+
+def test_yaml_of_several_lines() -> None:
+    text = as_yaml(
+        {"save": [{"modules": "*", "codecs": [{"kind": "Cast", "dtype": "bfloat16"}], "store": {"kind": "OnDevice"}}]}
+    )
+    assert text.splitlines() == [
+        "save:",
+        '  - modules: "*"',
+        "    codecs: [{kind: Cast, dtype: bfloat16}]",
+        "    store: {kind: OnDevice}",
+    ]
+
+
+@pytest.mark.second_tier
+def test_the_plan_of_resnet_152() -> None:
+    """256 images: about 45 GB saved, and about 4 GB at the peak with everything in the host's memory."""
+    builder = Builder(zoo.FULL["resnet152_full"])
+    said = explain_built(builder, Situation(loss=oracle.loss_of))
+    assert 44e9 < said.saved_bytes < 49e9
+    top = advise(builder, said)
+    offload = of_kind(top, "offload")
+    assert offload.nbytes < 5e9
+    assert "OnCpu" in offload.yaml

@@ -1,0 +1,206 @@
+"""Whether a step fits, the largest batch and the longest sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from disthooks.errors import UsageError
+from disthooks.predict.builder import Builder
+from disthooks.predict.explanation import Explanation
+from disthooks.predict.fits import fits
+from disthooks.predict.run import Situation
+from tests.support import oracle, zoo
+
+ON_CPU = Situation(device="cpu")
+WIDE = 256
+
+
+def mlp() -> nn.Sequential:
+    """One hidden layer without biases: 64 to 256 to 1."""
+    return nn.Sequential(nn.Linear(64, WIDE, bias=False), nn.ReLU(), nn.Linear(WIDE, 1, bias=False))
+
+
+def mlp_bytes(batch: int) -> int:
+    """The peak of a step of ``mlp``, by hand.
+
+    It is in the backward of the ReLU: there are the weights, the gradient of the last layer, the input, the output with
+    its gradient (torch holds the roots), the ReLU's output (the first layer's is gone), its gradient, and the gradient
+    that the ReLU's backward makes.
+    """
+    weights = 64 * WIDE + WIDE
+    return 4 * (weights + WIDE + batch * (64 + 3 * WIDE + 2))
+
+
+class Scores(nn.Module):
+    """Attention whose scores are all saved: (tokens, tokens)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+def test_the_largest_batch_is_that_of_the_closed_form() -> None:
+    limit = 1 << 22
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, limit)
+    assert found.batch is not None
+    largest = max(batch for batch in range(10_000) if mlp_bytes(batch) <= limit)
+    assert (found.batch.size, found.batch.nbytes) == (largest, mlp_bytes(largest))
+    assert (found.batch.next_size, found.batch.next_nbytes) == (largest + 1, mlp_bytes(largest + 1))
+    assert found.batch.end == "limit"
+    assert found.does_fit
+    assert found.change is None
+    assert found.batch.probes <= 4
+
+
+def test_the_longest_sequence_of_quadratic_memory_is_the_one_that_a_scan_finds() -> None:
+    builder = Builder(Scores(), (torch.zeros(1, 8, dtype=torch.int64),))
+    limit = 300_000
+
+    def nbytes(seq: int) -> int:
+        model = Scores()
+        ids = torch.zeros(1, seq, dtype=torch.int64)
+        loss: Any = model(ids)
+        with oracle.LivingStorages(model, (ids,)) as living:
+            loss = model(ids)
+            loss.backward(torch.empty_like(loss))
+        return living.peak
+
+    found = fits(builder, ON_CPU, limit, sizes=["seq"])
+    assert found.batch is None
+    assert found.seq is not None
+    assert found.seq.size is not None
+    assert nbytes(found.seq.size) <= limit < nbytes(found.seq.size + 1)
+    assert found.seq.nbytes == nbytes(found.seq.size)
+    assert found.seq.probes <= 6
+
+
+def test_nothing_fits() -> None:
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 4 * 64 * WIDE, sizes=["batch"])
+    assert not found.does_fit
+    assert found.batch is not None
+    assert (found.batch.size, found.batch.nbytes, found.batch.next_size, found.batch.end) == (0, 0, 1, "limit")
+    assert "no batch fits, not even 1" in str(found)
+
+
+def test_everything_fits_up_to_the_end_of_the_search() -> None:
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 40, sizes=["batch"], most=1000)
+    assert found.batch is not None
+    assert (found.batch.size, found.batch.end, found.batch.next_size) == (1000, "most", None)
+    assert found.batch.probes == 3  # 8, 16, 1000
+
+
+def test_a_table_of_positions_is_the_end_of_a_sequence() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.wpe = nn.Embedding(50, 8), nn.Embedding(96, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.tokens(ids) + self.wpe(torch.arange(ids.shape[1]))
+
+    found = fits(Builder(Learned, (torch.zeros(2, 16, dtype=torch.int64),)), ON_CPU, 1 << 30, sizes=["seq"])
+    assert found.seq is not None
+    assert (found.seq.size, found.seq.end, found.seq.next_size) == (96, "refused", 97)
+    assert "wpe has 96 positions" in found.seq.text
+
+
+def test_multiples_are_found_where_a_model_takes_nothing_else() -> None:
+    class Chunks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.embed(ids.view(ids.shape[0], -1, 12)).sigmoid()
+
+    limit = 100_000
+    found = fits(Builder(Chunks, (torch.zeros(2, 48, dtype=torch.int64),)), ON_CPU, limit, sizes=["seq"])
+    assert found.seq is not None
+    assert found.seq.size
+    assert found.seq.next_size
+    assert found.seq.size % 12 == 0
+    assert found.seq.nbytes <= limit
+    assert found.seq.next_nbytes is None or found.seq.next_nbytes > limit
+
+
+def test_a_size_that_cannot_be_set_is_said() -> None:
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 30)
+    assert found.seq is not None
+    assert found.seq.size is None
+    assert found.seq.end == "unset"
+    two = Builder(nn.Bilinear(4, 4, 2), (torch.empty(3, 4), torch.empty(3, 4)))
+    assert two.size("batch") == 3
+    with pytest.raises(UsageError, match="argument 'batch'"):
+        Builder(nn.Identity(), (torch.empty(3, 4), torch.empty(5, 4))).size("batch")
+
+
+def test_a_function_that_takes_the_batch_gets_it() -> None:
+    seen: list[int] = []
+
+    def build(batch_size: int = 6) -> Any:
+        seen.append(batch_size)
+        return mlp(), torch.empty(batch_size, 64)
+
+    found = fits(Builder(build), ON_CPU, 1 << 20, sizes=["batch"])
+    assert found.batch is not None
+    assert found.batch.size in seen
+    assert found.batch.size + 1 in seen
+
+
+def test_a_step_that_is_too_large_comes_down() -> None:
+    builder, limit = Builder(mlp(), (torch.empty(4096, 64),)), 1 << 20
+    down = fits(builder, ON_CPU, limit, sizes=["batch"]).batch
+    up = fits(Builder(mlp(), (torch.empty(1, 64),)), ON_CPU, limit, sizes=["batch"]).batch
+    assert down is not None
+    assert up is not None
+    assert down.size == up.size
+
+
+def test_another_measure_that_is_not_even_monotonous_has_an_exact_answer() -> None:
+    def rounded(explanation: Explanation) -> int:
+        nbytes = explanation.peak_bytes
+        return -(-nbytes // 65536) * 65536 - (nbytes % 3) * 1000
+
+    builder, limit = Builder(mlp(), (torch.empty(8, 64),)), 1 << 21
+    found = fits(builder, ON_CPU, limit, measure=rounded, sizes=["batch"]).batch
+    assert found is not None
+    assert found.next_nbytes is not None
+    assert found.size is not None
+    assert found.nbytes <= limit < found.next_nbytes
+    assert found.next_size == found.size + 1
+
+
+def test_impatience_ends_the_search_and_says_so() -> None:
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 22, sizes=["batch"], patience=0).batch
+    assert found is not None
+    assert (found.size, found.end, found.probes) == (8, "patience", 1)
+
+
+def test_each_step_is_told() -> None:
+    lines: list[str] = []
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), ON_CPU, 1 << 22, sizes=["batch"], progress=lines.append)
+    assert found.batch is not None
+    assert len(lines) == found.batch.probes
+    assert lines[-1].startswith(f"batch {found.batch.size + 1}: ")
+    assert lines[-1].endswith("too much")
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", zoo.FITS)
+def test_the_largest_batch_is_the_one_that_bisection_over_real_steps_finds(name: str) -> None:
+    wanted = 4 + len(name) % 5
+    situation = Situation(device="cpu", loss=oracle.loss_of)
+    model, inputs = zoo.build(name, batch=wanted)
+    limit = oracle.measure(model, inputs, tracker=False).peak_bytes + 1000
+    found = fits(Builder(zoo.ZOO[name]), situation, limit, sizes=["batch"]).batch
+    assert found is not None
+    assert found.size is not None
+    assert found.size == oracle.largest_batch(lambda batch: zoo.build(name, batch=batch), limit, most=64)
