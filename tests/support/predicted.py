@@ -1,0 +1,86 @@
+"""What ``explain`` predicts of a step on the CPU beside what :mod:`tests.support.oracle` measures of a real one."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import disthooks as dh
+from disthooks.predict.explanation import Explanation
+from tests.support import oracle
+from tests.support.oracle import MakeContext, MakeOptimizer, Measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """A prediction and a measurement of the same step.
+
+    Attributes:
+        predicted: what ``explain`` says.
+        measured: what the real step saved and held.
+    """
+
+    predicted: Explanation
+    measured: Measured
+
+    def wrong(self) -> dict[str, tuple[int, int]]:
+        """The modules whose saved bytes differ: predicted and measured bytes by name, "inputs" for the inputs'."""
+        predicted, of_inputs = saved(self.predicted)
+        pairs = {name: (predicted[name], self.measured.by_module.get(name, 0)) for name in self._names(predicted)}
+        pairs["inputs"] = of_inputs, self.measured.saved_inputs
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def _names(self, predicted: collections.Counter[str]) -> list[str]:
+        return list(dict.fromkeys([*predicted, *self.measured.by_module]))
+
+    @property
+    def peak_off(self) -> int:
+        """Bytes by which the predicted peak is above the measured one."""
+        return self.predicted.peak_bytes - self.measured.peak_bytes
+
+
+def saved(predicted: Explanation) -> tuple[collections.Counter[str], int]:
+    """The predicted bytes that each module saves in its own forward, without the inputs, and those of the inputs."""
+    record = predicted.record
+    own: collections.Counter[str] = collections.Counter()
+    of_inputs = 0
+    for each in record.counted():
+        nbytes = record.allocations[each.allocation].nbytes
+        if each.kind == "input":
+            of_inputs += nbytes
+        else:
+            own[record.modules[each.module].name] += nbytes
+    return own, of_inputs
+
+
+def beside(build: Any, autocast: MakeContext | None = None, optimizer: MakeOptimizer | None = None) -> Beside:
+    """Predict a step of what ``build`` builds, and run it.
+
+    Args:
+        build: makes a model and its inputs; called once in the fake run and once for real.
+        autocast: gives the context of the real forward; the prediction takes autocast to bfloat16 then.
+        optimizer: makes the optimizer; None for no step. Its state is there from the beginning, as in every step but
+            the first.
+    """
+    dtype = torch.bfloat16 if autocast is not None else None
+    predicted = dh.explain(build, device="cpu", autocast=dtype, optimizer=optimizer, loss=oracle.loss_of)
+    model, inputs = build()
+    stepped = None if optimizer is None else functools.partial(_stepped, optimizer)
+    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, tracker=False))
+
+
+def _stepped(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that has its state."""
+    parameters = list(parameters)
+    made = make(parameters)
+    for each in parameters:
+        each.grad = torch.zeros_like(each)
+    made.step()
+    made.zero_grad()
+    return made
