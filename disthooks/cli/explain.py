@@ -71,7 +71,7 @@ def explain(
         begin("one step on tensors without memory")
         said = explain_built(builder, situation)
         begin("how far it can go")
-        far = None if limit is None else find_fits(builder, situation, limit)
+        far = None if limit is None else find_fits(builder, situation, limit, patience=_PATIENCE)
         begin("what could be changed")
         best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
         compared = () if measured is None else said.beside(measured)
