@@ -1,13 +1,13 @@
-"""How wrong ``dh.explain`` is on a GPU: the bytes that autograd saves and the peak of a real step, beside the prediction.
+"""How wrong ``dh.explain`` is on a GPU: saved bytes and the peak of a real step, beside what was predicted.
 
-    make bench-explain-gpu                                             # or: python benchmarks/explain_gpu.py --budget 540
-    python benchmarks/explain_gpu.py --only "llama bf16 flash"         # one case
-    python benchmarks/explain_gpu.py --device cpu --size tiny          # to see that it runs
+    make bench-explain-gpu                                      # or: python benchmarks/explain_gpu.py --budget 540
+    python benchmarks/explain_gpu.py --only "llama bf16 flash"  # one case
+    python benchmarks/explain_gpu.py --device cpu --size tiny   # to see that it runs
 
-Ten models, in float32 and under bfloat16 autocast, with each backend of attention. Each case has a process of its own.
-It predicts from fake tensors of the CPU, with ``device="cuda"``. Then it trains three real steps on the GPU with AdamW
-and without gradients left over. The peak is that of the second step, by ``torch.cuda.max_memory_allocated()``. The saved
-bytes are those of the third, by plain saved-tensor hooks: each storage once, without weights and buffers.
+Ten models, in float32 and under bfloat16 autocast, with each backend of attention. Each case has its own process. It
+predicts from fake tensors of the CPU, with ``device="cuda"``. Then it trains three real steps on the GPU with AdamW;
+gradients are None before each. The peak is that of the second step, by ``torch.cuda.max_memory_allocated()``. The
+saved bytes are those of the third, by plain saved-tensor hooks: each storage once, without weights and buffers.
 
 The saved bytes may be 1% off and the peak 3%; the exit code is 1 if one case is beyond that, or failed. Cases that
 tell most come first, and those that found no time are named. torch and transformers are all that it needs.
@@ -21,13 +21,13 @@ import contextlib
 import functools
 import gc
 import json
-import os
 import pathlib
 import platform
 import statistics
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -208,7 +208,7 @@ class Steps:
             self.model, self.inputs = built(case, size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
-    def step(self, hooks: contextlib.AbstractContextManager[Any] | None = None) -> None:
+    def step(self, hooks: Any = None) -> None:
         """Forward and loss inside ``hooks``, backward, the optimizer's step; then gradients are None."""
         with hooks or contextlib.nullcontext():
             loss = self._loss()
@@ -254,24 +254,24 @@ class Steps:
 class _Held:
     """What autograd holds for a saved tensor."""
 
+    __slots__ = ("__weakref__", "tensor")
+
     def __init__(self, tensor: torch.Tensor) -> None:
         # The output of a node, saved by that node, would hold the node, and the node holds this.
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
 
 
-class _Counting(contextlib.ContextDecorator):
+class _Counting:
     """Saved-tensor hooks; at their end ``counted`` gets the bytes that autograd holds, without ``weights``."""
 
     def __init__(self, weights: Iterable[int], counted: list[int]) -> None:
-        import weakref
-
-        self._weights, self._counted, self._reference = set(weights), counted, weakref.ref
-        self._held: list[Any] = []
+        self._weights, self._counted = set(weights), counted
+        self._held: list[weakref.ref[_Held]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
     def _pack(self, tensor: torch.Tensor) -> _Held:
         held = _Held(tensor)
-        self._held.append(self._reference(held))
+        self._held.append(weakref.ref(held))
         return held
 
     def __enter__(self) -> None:

@@ -145,7 +145,9 @@ class Values(_Mode):  # type: ignore[misc]
                 indices.append(index)
             else:
                 found = self._on_values(aten.nonzero.default, (index,), {})
-                indices += self._with_values(list(found.unbind(-1)))
+                with _without_fakes(), _without_modes():
+                    positions = list(found.unbind(-1))  # with the modes on they would be fake, and have no values
+                indices += self._with_values(positions)
         return (args[0], indices, *args[2:])
 
     def _choose(self, func: Any, positions: torch.Tensor, of: torch.Tensor) -> None:

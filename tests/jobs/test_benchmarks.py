@@ -350,3 +350,27 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert (row["before"], row["now"], row["ratio"], row["least"], row["most"]) == (2.0, 2.0, 1.0, 0.5, 2.0)
     result = {"results": {"way": {"step_seconds": 2, "gradients_identical": True}}, "machine": {"cores": 2}}
     assert dict(figures(result)) == {"way: step_seconds": 2.0}
+
+
+def test_explain_is_measured_in_processes_of_its_own(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "explain.json"
+    names = "8B, FSDP2 x 1024", "Llama-3-8B, TP 8", "MemTracker, ResNet-152, batch 256"
+    done = _script("benchmarks/explain.py", "--size", "tiny", "--json", str(out), "--only", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    rows = found["results"] | found["peers"]
+    assert rows.keys() == set(names)
+    assert all(row["seconds"] > 0 and row["resident_gib"] > 0 and row["peak_bytes"] > 0 for row in rows.values())
+    assert found["compared"]["MemTracker / explain for a CPU, ResNet-152, batch 256"] == pytest.approx(1, abs=0.05)
+
+
+def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(tmp_path: pathlib.Path) -> None:
+    """On a CPU both are exact."""
+    out = tmp_path / "explain-gpu.json"
+    names = "llama bf16 flash", "resnet152 fp32"
+    sizes = ["--device", "cpu", "--size", "tiny", "--json", str(out)]
+    done = _script("benchmarks/explain_gpu.py", *sizes, "--only", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["summary"]["met"] == found["summary"]["cases"] == 2
+    assert [row["saved_off"] for row in found["rows"].values()] == [0, 0]
