@@ -19,6 +19,7 @@ from disthooks.predict.devices import Device, device_named
 from disthooks.predict.engines import EngineSpec
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.planned import Entries
+from disthooks.predict.recorder import CostOf
 from disthooks.predict.roofline import cost_for_record
 from disthooks.predict.run import Situation, record_step
 from disthooks.predict.worlds import Rank
@@ -135,12 +136,18 @@ def situation_of(
     )
 
 
-def explain_built(builder: Builder, situation: Situation) -> Explanation:
-    """The explanation of one step of what ``builder`` builds."""
-    step = record_step(builder, situation, cost_for_record)
+def explain_built(builder: Builder, situation: Situation, cost: CostOf | None = cost_for_record) -> Explanation:
+    """The explanation of one step of what ``builder`` builds.
+
+    Args:
+        builder: builds the model and its inputs.
+        situation: how the step runs.
+        cost: what an operator costs; None to count no operations, which is quicker.
+    """
+    step = record_step(builder, situation, cost)
     if situation.plan is None:
         return Explanation(builder.name, situation, step)
-    without = record_step(builder, replace(situation, plan=None), cost_for_record)
+    without = record_step(builder, replace(situation, plan=None), cost)
     return Explanation(builder.name, situation, without, step)
 
 

@@ -63,14 +63,17 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
         self.told = told
-        self._answers = 0
+        self._answers = self._depth = 0
 
     def __enter__(self) -> Any:
+        self._depth += 1  # a kernel below enters the mode again
         logging.getLogger(_LOG).addFilter(_is_quiet)  # torch logs an error even if it is handled here
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        logging.getLogger(_LOG).removeFilter(_is_quiet)
+        self._depth -= 1
+        if not self._depth:
+            logging.getLogger(_LOG).removeFilter(_is_quiet)
         super().__exit__(*error)
 
     def can_run_unsafe_fallback(self, func: Any) -> bool:

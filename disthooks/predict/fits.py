@@ -249,7 +249,7 @@ class _Search:
             return found
         try:
             wanted: dict[str, Any] = {self._what: size}
-            found = self.know(size, explain_built(self._builder, replace(self._situation, **wanted)))
+            found = self.know(size, explain_built(self._builder, replace(self._situation, **wanted), None))
         except UsageError as error:
             found = self._probes[size] = Probe(size, 0, str(error))
         if self._progress is not None:

@@ -139,7 +139,7 @@ def fake_world(size: int, rank: Rank = 0) -> Iterator[FakeWorld]:
         _patch_collectives(stack)
         _patch_chunks(stack)
         _patch_addresses(stack)
-        _patch_reducer(stack)
+        _patch_reducer(stack)  # see [Note: DDP's reducer]
         stack.callback(_leave)
         with _disable_current_modes():
             _join(size, number)

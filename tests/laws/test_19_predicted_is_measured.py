@@ -57,7 +57,8 @@ def test_explain_names_the_bytes_of_each_module() -> None:
     said = dh.explain(model, x, device="cpu")
     own = {row.name: row.own for row in said.modules if row.own}
     assert own == {"0": x.nbytes, "1": 8 * 64 * 4, "2.1": 8 * 32 * 4}
-    assert said.by_module["2"] == own["2.1"] and said.saved_bytes == said.by_module[""] == sum(own.values())
+    assert said.by_module["2"] == own["2.1"]
+    assert said.saved_bytes == said.by_module[""] == sum(own.values())
 
 
 #: Entries that store, move, share, recompute, recast and keep.

@@ -42,7 +42,7 @@ FROZEN = {
     "env": ["--json"],
     "explain": [
         *("model", "[file]", "--device", "--backend", "--dtype", "--autocast", "--optimizer", "--engine", "--world"),
-        *("--batch", "--seq", "--measured", "--fits", "--advice", "--output", "--json"),
+        *("--batch", "--seq", "--measured", "--fits", "--advice/--no-advice", "--output/-o", "--json"),
     ],
     "launch": [],
     "report": ["path", "--json"],
