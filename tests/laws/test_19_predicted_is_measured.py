@@ -7,7 +7,7 @@ exceeded, from the first step on."
 on the CPU, whose operators both sides use, the saved bytes that `explain` names for each module are those of a real
 step, to the byte, and so is the peak; with a plan the bytes that the hooks store, move, share, recompute and keep are
 those of the run's report. A limit or a budget is never exceeded, from the first step on, whichever store holds it.
-`test_19_predicted_zoo.py` has all models, and `test_19_predicted_modules.py` has torch's own modules.
+`test_19_predicted_is_measured_zoo.py` has all models, and `test_19_predicted_is_measured_modules.py` has torch's own modules.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def test_explain_names_the_bytes_of_each_module() -> None:
     said = dh.explain(model, x, device="cpu")
     own = {row.name: row.own for row in said.modules if row.own}
     assert own == {"0": x.nbytes, "1": 8 * 64 * 4, "2.1": 8 * 32 * 4}
-    assert said.by_module["2"] == own["2.1"] and said.saved_bytes == said.by_module[""] == sum(own.values())
+    assert said.by_module["2"] == own["2.1"]
+    assert said.saved_bytes == said.by_module[""] == sum(own.values())
 
 
 #: Entries that store, move, share, recompute, recast and keep.
