@@ -37,7 +37,8 @@ test-all: test test-rest
 # All of torch's operators and modules, every dtype and store, threads for hundreds of steps, and 2,000 steps of training
 # with lengths and delays that vary: an hour and a half on 2 cores.
 # On another torch (2.9, 2.11), with an interpreter that has it: make test-full VENV= PYTHON=/path/to/python
-FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py) \
+FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py \
+  19_predicted_is_measured_modules.py) \
   tests/device/test_long_run.py tests/device/test_race_hunt.py
 test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s -o faulthandler_timeout=0 $(FULL_TESTS) $(ARGS)

@@ -49,6 +49,7 @@ def fake_run() -> Iterator[Fakes]:
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
+        stack.enter_context(replaced(torch, "ctc_loss", _ctc_loss))  # torch computes with lists
         stack.enter_context(mode)
         stack.enter_context(values)
         yield Fakes(mode, values)
@@ -135,6 +136,18 @@ def _to_cpu(model: nn.Module) -> None:
     for module in model.modules():
         module._parameters.update({name: one(weight) for name, weight in module._parameters.items()})
         module._buffers.update({name: one(buffer) for name, buffer in module._buffers.items()})
+
+
+_original_ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
+
+
+def _ctc_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.ctc_loss`` with lengths as tensors, because torch makes a real tensor of a list."""
+
+    def as_tensor(value: Any) -> Any:
+        return torch.tensor(value) if isinstance(value, (list, tuple)) else value
+
+    return _original_ctc_loss(*map(as_tensor, args), **{name: as_tensor(each) for name, each in kwargs.items()})
 
 
 def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

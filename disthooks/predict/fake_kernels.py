@@ -242,7 +242,23 @@ def _each_its_own(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: d
     return tuple(result)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {}
+def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The losses, and the table of torch's CTC loss, which is as wide as the longest target asks for."""
+    log_probs, targets, lengths = args[0], args[1], args[3]
+    if isinstance(lengths, torch.Tensor):
+        value = lengths.__dict__.get("_value")  # see values.py
+        lengths = None if value is None else value.reshape(-1).tolist()
+    if lengths is None:
+        longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
+        mode.told("the lengths of the targets of a CTC loss", f"the longest has {longest}")
+    else:
+        longest = max(lengths, default=0)
+    batch = log_probs.shape[1] if log_probs.dim() > 2 else 1
+    with mode:
+        return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):

@@ -22,8 +22,18 @@ from tests.support.predicted import beside
 
 pytestmark = pytest.mark.second_tier
 
-#: Modules whose saved bytes depend on what fake tensors do not have, and why.
-EXCLUDED: dict[str, str] = {}
+_LAZY = "a lazy module learns its sizes from its first input; torch's parameters without sizes cannot be fake tensors"
+#: Modules whose saved bytes cannot be predicted, and why.
+EXCLUDED: dict[str, str] = {
+    **{f"nn.Lazy{kind}{dimension}d": _LAZY for kind in ("Conv", "ConvTranspose") for dimension in (1, 2, 3)},
+    "nn.CTCLoss": "for fake tensors autograd saves the lengths too: 8 bytes each",
+}
+#: Modules some of whose inputs in a full run are predicted wrongly, and why.
+EXCLUDED_IN_FULL: dict[str, str] = {
+    "nn.MultiLabelMarginLoss": "torch's fake kernel makes a second number for an input of one row",
+    "nn.TransformerEncoder": "torch asks whether a mask of floats is causal; `explain` names its answer as assumed",
+    "nn.Transformer": "the same",
+}
 
 
 class Case:
@@ -38,11 +48,15 @@ class Case:
     def __call__(self) -> tuple[nn.Module, Any]:
         constructor, forward = self._given.constructor_input, self._given.forward_input
         module = self._info.module_cls(*constructor.args, **constructor.kwargs)
-        # Copies, because a module may not change a leaf in place.
-        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (forward.args, forward.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, _copy, (forward.args, forward.kwargs))
         if kwargs:
             kwargs = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
         return module.to(torch.float32).train(self._training), kwargs or args
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """No leaf, because a module may not change a leaf in place; and without the history that the database gave it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def cases(info: Any) -> Iterator[Case]:
@@ -78,7 +92,8 @@ def test_saved_bytes_are_those_of_a_real_step(info: Any) -> None:
             if told:
                 wrong[f"{info.name} {number} of {len(found)}"] = told
     assert tested or not found
-    if info.name in EXCLUDED:
-        assert wrong, f"{info.name} is right now: take it out of EXCLUDED"
+    excluded = EXCLUDED | EXCLUDED_IN_FULL if FULL else EXCLUDED
+    if info.name in excluded:
+        assert wrong, f"{info.name} is right now: it is no longer excluded"
     else:
         assert wrong == {}
