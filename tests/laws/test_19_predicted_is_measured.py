@@ -7,7 +7,7 @@ exceeded, from the first step on."
 on the CPU, whose operators both sides use, the saved bytes that `explain` names for each module are those of a real
 step, to the byte, and so is the peak; with a plan the bytes that the hooks store, move, share, recompute and keep are
 those of the run's report. A limit or a budget is never exceeded, from the first step on, whichever store holds it.
-`test_19_predicted_is_measured_zoo.py` has all models, and `test_19_predicted_is_measured_modules.py` has torch's own modules.
+`test_19_predicted_is_measured_zoo.py` has all models, and `..._modules.py` has torch's own modules.
 """
 
 from __future__ import annotations
