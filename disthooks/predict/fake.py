@@ -205,16 +205,14 @@ def _state_put_back() -> Iterator[None]:
     state, python_state, dtype = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()
-    environment = {name: os.environ.get(name) for name in _OFFLINE}
+    environment = dict(os.environ)
     os.environ.update(_OFFLINE)
     try:
         yield
     finally:
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
         torch.set_rng_state(state)
         random.setstate(python_state)
         if numpy_state is not None:

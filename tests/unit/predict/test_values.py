@@ -1,11 +1,62 @@
-"""The values of small tensors beside the fake ones."""
+"""Small tensors of integers and truth values have their values in a fake run."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from disthooks import explain
+from disthooks.predict.fake import fake_run
 from disthooks.predict.fake_kernels import FakeKernels
 from disthooks.predict.values import Values
+
+
+class Masked(nn.Module):
+    """Saves the rows that a mask of the user's chooses, and more of them if the mask masks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.linear(x if bool(mask.all()) else x[mask])
+
+
+def test_a_mask_of_the_users_has_its_values() -> None:
+    x, mask = torch.ones(8, 4), torch.arange(8) % 4 == 0
+    said = explain(Masked(), x, mask, device="cpu")
+    assert said.record.counted()[-1].shape == (2, 4)
+    assert said.unknown == ()
+    whole = explain(Masked(), x, torch.ones(8, dtype=torch.bool), device="cpu")
+    assert whole.record.counted()[-1].shape == (8, 4)
+
+
+def test_a_single_float_of_the_users_can_be_copied() -> None:
+    """Its value is real memory: a copy of it once read memory that nobody had."""
+    real = torch.tensor(2.5)
+    with fake_run() as fakes:
+        fake = fakes.like(real)
+        assert float(fake.clone() + 1) == 3.5
+
+
+def test_a_value_that_is_overwritten_by_an_unknown_is_lost() -> None:
+    with fake_run() as fakes:
+        known = torch.zeros(3, dtype=torch.int64)
+        view = known[:2]
+        assert fakes.values.value_of(view) is not None
+        known.copy_(torch.randn(3))
+        assert fakes.values.value_of(known) is None
+        assert fakes.values.value_of(view) is None
+
+
+def test_what_is_chosen_is_chosen_evenly_and_named() -> None:
+    told: list[tuple[str, str]] = []
+    with fake_run() as fakes:
+        fakes.tell(lambda what, assumed: told.append((what, assumed)))
+        chosen = torch.randn(8, 4).topk(2).indices
+        assert fakes.values.value_of(chosen) is not None
+        assert chosen.flatten().bincount(minlength=4).tolist() == [4, 4, 4, 4]
+    assert told == [("what topk chooses", "each of 4 equally often")]
 
 
 def test_writing_by_a_mask_keeps_the_values() -> None:

@@ -1,0 +1,115 @@
+"""A fake run changes nothing of the user's, and a model in it has no memory."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from disthooks import explain
+from disthooks.errors import UsageError
+from disthooks.predict.fake import fake_run
+
+
+def state() -> list[object]:
+    """What a fake run may change of this process."""
+    module = nn.modules.module
+    return [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        torch.get_default_dtype(),
+        dict(os.environ),
+        nn.Module._apply,
+        FakeTensor.__deepcopy__,
+        torch.UntypedStorage.resize_,
+        torch.ctc_loss,
+        nn.init._no_grad_trunc_normal_,
+        list(module._global_forward_pre_hooks),
+        list(module._global_forward_hooks),
+    ]
+
+
+class Careless(nn.Module):
+    """Changes what belongs to the process, in its constructor and in its forward; fails if it is asked to."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        random.seed(7)
+        torch.set_default_dtype(torch.float64)
+        self.linear, self.fails = nn.Linear(4, 4), fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        if self.fails:
+            raise ValueError("this model\nis careless")
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_the_process_is_changed(fails: bool) -> None:
+    before = state()
+    if fails:
+        with pytest.raises(UsageError):
+            explain(lambda: (Careless(True), torch.ones(2, 4)), device="cpu")
+    else:
+        explain(lambda: (Careless(False), torch.ones(2, 4)), device="cpu")
+    assert state() == before
+
+
+def test_an_error_of_the_users_code_is_one_line_that_says_where() -> None:
+    with pytest.raises(UsageError, match=r"one step of Careless: ValueError: this model is careless \(.*\.py:\d+\)$"):
+        explain(lambda: (Careless(True), torch.ones(2, 4)), device="cpu")
+
+
+def test_a_module_that_is_given_is_not_changed() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    explain(model, x, device="cpu", optimizer="adamw", dtype="bf16", autocast="bf16")
+    after = model.state_dict()
+    assert all(type(each) in (torch.Tensor, nn.Parameter) for each in [*model.parameters(), *model.buffers()])
+    assert all(torch.equal(after[name], value) and after[name].dtype is value.dtype for name, value in before.items())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_a_module_without_memory_is_explained_as_one_with_memory() -> None:
+    with torch.device("meta"):
+        without = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    real = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    x = torch.ones(8, 64)
+    assert explain(without, x, device="cpu").by_module == explain(real, x, device="cpu").by_module
+
+
+def test_a_model_that_no_machine_could_hold_is_explained() -> None:
+    """Its weights are 4 TiB. So they have no memory, neither when they are built nor in the step."""
+    said = explain(lambda: (nn.Linear(1 << 20, 1 << 20, bias=False), torch.empty(2, 1 << 20)), device="cpu")
+    assert said.saved_bytes == 2 * 4 << 20
+    assert said.peak_bytes > 8 << 40  # the weights and their gradients
+
+
+def test_a_copy_of_a_fake_module_knows_its_own_storage() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with fake_run() as fakes:
+        made = fakes.copy(nn.TransformerEncoder(layer, 3))
+        addresses = {each.untyped_storage()._cdata for each in made.parameters()}
+        assert len(addresses) == len(list(made.parameters()))
+        assert all(isinstance(each, FakeTensor) and each.is_leaf for each in made.parameters())
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(x))
+
+    said = explain(Tied(), torch.zeros(3, dtype=torch.int64), device="cpu")
+    parameters = [each.nbytes for each in said.record.allocations if each.category == "parameters"]
+    assert parameters == [10 * 4 * 4]

@@ -1,0 +1,85 @@
+"""What a fake tensor cannot know is assumed and named, and nothing waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from disthooks import explain
+from disthooks.errors import UsageError
+from disthooks.predict.explanation import Explanation
+
+
+class Asking(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 4), change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.change(self.linear(x))
+
+
+def asked(change: Callable[[torch.Tensor], torch.Tensor]) -> Explanation:
+    return explain(lambda: (Asking(change), torch.randn(8, 4)), device="cpu")
+
+
+def test_an_item_is_assumed_and_named() -> None:
+    said = asked(lambda y: y * y.sum().item())
+    assert [(each.what, each.assumed) for each in said.unknown] == [("the value of a tensor (.item())", "0.0")]
+
+
+def test_a_question_for_what_should_not_be_is_answered_with_no() -> None:
+    def change(y: torch.Tensor) -> torch.Tensor:
+        if torch.isnan(y).any():
+            raise ValueError("not a number")
+        return y.exp()
+
+    assert asked(change).by_operator["aten.exp"] == 8 * 4 * 4
+
+
+def test_elements_that_nobody_knows_all_count() -> None:
+    said = asked(lambda y: y[y > 0].exp())
+    assert said.by_operator["aten.exp"] == 8 * 4 * 4
+    assert [each.assumed for each in said.unknown] == ["all 32 elements count"]
+
+
+def test_a_loop_that_waits_for_another_value_ends_with_an_error() -> None:
+    def change(y: torch.Tensor) -> torch.Tensor:
+        while y.detach().abs().max() > 0.5:
+            y = y / 2
+        return y
+
+    with pytest.raises(UsageError, match="reads values of tensors in a loop"):
+        asked(change)
+
+
+def test_an_operator_without_a_fake_kernel_is_named_if_it_cannot_run_on_zeros() -> None:
+    with torch.library._scoped_library("disthooks_tests", "FRAGMENT") as library:
+        library.define("picky(Tensor x) -> Tensor")
+
+        def picky(x: torch.Tensor) -> torch.Tensor:
+            if not x.any():
+                raise ValueError("zeros")
+            return x.clone()
+
+        library.impl("picky", picky, "CPU")
+        operator = torch.ops.disthooks_tests.picky
+        said = asked(lambda y: y.exp() + operator(y.detach()))
+    assert said.by_operator["aten.exp"] == 8 * 4 * 4
+    assert ("disthooks_tests.picky", "its result has the shape of its first tensor") in [
+        (each.what, each.assumed) for each in said.unknown
+    ]
+
+
+def test_ctc_loss_has_the_table_that_its_targets_ask_for() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, targets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            steps = torch.full((lengths.numel(),), len(x))
+            return nn.functional.ctc_loss(x.log_softmax(-1), targets, steps, lengths)
+
+    x, targets, lengths = torch.randn(10, 2, 5, requires_grad=True), torch.ones(2, 7, dtype=torch.int64), [3, 4]
+    said = explain(Loss(), x, targets, torch.tensor(lengths), device="cpu")
+    assert (2, 10, 2 * max(lengths) + 1) in [each.shape for each in said.record.saved]

@@ -1,0 +1,111 @@
+"""The recorder counts what autograd holds, each memory once, and the memory that comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from disthooks import explain
+from disthooks.errors import UsageError
+from disthooks.predict.builder import Builder
+from disthooks.predict.recorder import Recorder
+
+
+def test_two_views_of_one_memory_count_once() -> None:
+    class Views(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.neg()
+            return y[:2].exp() * y[2:].sin()
+
+    said = explain(Views(), torch.ones(4, 8, requires_grad=True), device="cpu")
+    # y by sin, and the results of exp and sin; each memory is counted whole.
+    assert said.saved_bytes == 4 * 8 * 4 + 2 * (2 * 8 * 4)
+
+
+def test_a_graph_that_the_forward_drops_does_not_count() -> None:
+    class Drops(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.exp().exp()
+            return x.neg()
+
+    assert explain(Drops(), torch.ones(8, requires_grad=True), device="cpu").saved_bytes == 0
+
+
+def test_the_copies_that_autocast_makes_of_weights_are_known() -> None:
+    said = explain(nn.Linear(32, 16, bias=False), torch.ones(4, 32, requires_grad=True), device="cpu", autocast="bf16")
+    assert said.weight_copies == 32 * 16 * 2
+    assert said.saved_bytes == 32 * 16 * 2 + 4 * 32 * 2
+
+
+def test_frozen_weights_beside_small_trained_ones_save_what_the_small_ones_need() -> None:
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.down = nn.Linear(64, 64), nn.Linear(64, 2, bias=False)
+            self.up = nn.Linear(2, 64, bias=False)
+            self.base.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    said = explain(Lora(), torch.ones(8, 64), device="cpu")
+    assert {row.name: row.own for row in said.modules if row.own} == {"down": 8 * 64 * 4, "up": 8 * 2 * 4}
+    gradients = sum(each.nbytes for each in said.record.allocations if each.operator and each.category == "gradients")
+    assert gradients == 2 * 64 * 2 * 4
+
+
+def test_memory_that_is_resized_is_followed() -> None:
+    """As FSDP frees memory: the storage stays, and its bytes go and come back."""
+    x = torch.ones(256)
+    with Recorder(nn.Linear(1, 1)) as recorder:
+        y = x + 1
+        y.untyped_storage().resize_(0)
+        y.untyped_storage().resize_(1024)
+        del y
+    found = next(number for number, each in enumerate(recorder.record.allocations) if each.operator == "aten.add")
+    assert [each.nbytes for each in recorder.record.changes if each.allocation == found] == [1024, -1024, 1024, -1024]
+
+
+def test_the_hooks_of_modules_go_with_the_recorder_after_an_error_too() -> None:
+    before = len(nn.modules.module._global_forward_hooks), torch.UntypedStorage.resize_
+    with pytest.raises(ValueError, match="ends"), Recorder(nn.Linear(1, 1)):
+        raise ValueError("ends")
+    assert (len(nn.modules.module._global_forward_hooks), torch.UntypedStorage.resize_) == before
+
+
+def test_batch_and_length_are_set_in_the_inputs_or_in_the_function() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    small = explain(model, tokens, device="cpu").by_module["1"]
+    assert explain(model, tokens, device="cpu", batch=6, seq=16).by_module["1"] == 6 * small
+
+    def build(batch: int = 2, seq_len: int = 8) -> tuple[nn.Module, torch.Tensor]:
+        return model, torch.zeros(batch, seq_len, dtype=torch.int64)
+
+    assert explain(build, device="cpu", batch=6, seq=16).by_module["1"] == 6 * small
+    assert (Builder(build).size("batch"), Builder(build).size("seq")) == (2, 8)
+
+
+def test_sizes_that_are_not_plain_are_refused() -> None:
+    with pytest.raises(UsageError, match="let the function that builds the model take an argument 'batch'"):
+        explain(nn.Bilinear(3, 4, 5), torch.ones(2, 3), torch.ones(3, 4), device="cpu", batch=4)
+
+
+def test_a_table_of_positions_refuses_a_longer_sequence() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wpe = nn.Embedding(16, 4)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.wpe(torch.arange(tokens.shape[1]))
+
+    with pytest.raises(UsageError, match="wpe has 16 positions: a sequence of 17 is too long"):
+        explain(Positions(), torch.zeros(1, 8, dtype=torch.int64), device="cpu", seq=17)
+
+
+@pytest.mark.parametrize("given", [lambda: 3, lambda: nn.Linear(1, 1)], ids=["a number", "no inputs"])
+def test_what_is_no_model_with_inputs_is_refused(given: object) -> None:
+    with pytest.raises(UsageError, match="module"):
+        explain(given, device="cpu")  # type: ignore[arg-type]
