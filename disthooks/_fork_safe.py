@@ -95,6 +95,7 @@ class Order(enum.IntEnum):
     IO_STATS = 19  # the time during which threads move bytes
     WATCH = 20  # the records of a watcher
     COUNTERS = 21  # the counts of an attachment, and the index of its packed values
+    PREDICTION = 22  # torch's operators and functions that stand in for others during a prediction
 
 
 def _make(order: Order, again: bool) -> Any:

@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from disthooks._fork_safe import Order, shared_lock
+
 _S = TypeVar("_S")
 
 #: Called with the setting of the thread (None if it has none), the operator, the dispatch keys of the call, and the
@@ -29,7 +31,7 @@ class _Shared(Generic[_S]):
     """Something of the process that is changed while a thread asks for it; see [Note: kernels of one thread]."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = shared_lock(Order.PREDICTION)
         self._thread = threading.local()
         self._users = 0
 

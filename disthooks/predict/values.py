@@ -107,7 +107,7 @@ class Values(_Mode):  # type: ignore[misc]
         """Let ``fake`` have ``value``, if it may have one."""
         if isinstance(fake, FakeTensor) and _may_have_value(fake) and value.device.type == "cpu":
             with _without_fakes(), _without_modes():
-                fake.__dict__["_value"] = value.detach()
+                fake.__dict__["_value"] = value.detach().clone()  # the model may write into it
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """One fake tensor for each real one that the user's code holds; torch would make a new one at each use."""

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,3 +54,19 @@ def test_a_random_program_gives_what_it_gives_without_hooks(
     line: object, dtype: int, shape: int, blocks: list[list[Step]]
 ) -> None:
     assert differing(dtype, shape, blocks, line) is None
+
+
+def test_a_number_that_is_a_tensor_may_be_written_after_it_was_used() -> None:
+    """Recompute once took a tensor of no dimensions, which was saved outside of the hooks, for a number of Python's."""
+    for dtype in (torch.float32, torch.float64):
+        leaf = torch.tensor(0.5, dtype=dtype, requires_grad=True)
+        factor = leaf * 1.5
+        square = factor * factor  # saves `factor`, and no hooks are on
+        with dh.saving(dh.AtLeast(0), dh.Recompute(), Copies()):
+            root = square * leaf
+        with torch.no_grad():
+            factor.mul_(0.5)
+        (found,) = torch.autograd.grad(root, [square], retain_graph=True)
+        assert found == leaf
+        assert root.grad_fn is not None
+        assert root.grad_fn._saved_self == 0.5625

@@ -31,6 +31,10 @@ class Edge(NamedTuple):
     number: int
 
 
+#: The dtypes of the tensors that torch makes of Python's numbers.
+_OF_NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
+
+
 def leaf_of(edge: Edge) -> Any:
     """The leaf tensor that ``edge`` stands for, or None if it stands for the output of an operator."""
     # The name is compared, because a node of the user's own may have an attribute `variable` too.
@@ -131,8 +135,10 @@ class NodeReader:
             held = getattr(self._node, f"_raw_saved_{name}").data
         except (AttributeError, RuntimeError) as error:
             raise NotComputable from error
-        if isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu:
-            held = InPlace(held, "")  # a Python number, which torch saves without hooks
+        if isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu and held.dtype in _OF_NUMBERS:
+            held = InPlace(
+                held, ""
+            )  # a Python number, which torch saves without hooks, or a tensor that looks like one
         if held is not None and not isinstance(held, (Handle, InPlace)):
             raise NotComputable
         return None if held is None else Saved(held, must_copy)

@@ -292,8 +292,6 @@ def _in_place(held: InPlace) -> InPlace | Vector:
     A small one is copied. Of a large one a CPU takes a checksum; a device would make the host wait for the answer.
     """
     tensor = held.tensor
-    if tensor.dim() == 0 and tensor.is_cpu:
-        return held  # a Python number
     if tensor.nbytes <= _SMALL_COPY:
         return Vector(tensor)
     if tensor.is_cpu and held.checksum is None:
