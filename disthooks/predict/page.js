@@ -228,8 +228,8 @@ function against(key, now) {
 }
 
 // What the peak has beside the tensors of its categories.
-const OTHER = "workspaces and rounding";
-const besides = (peak) => (peak?.categories ? Math.max(0, peak.nbytes - sum(Object.values(peak.categories))) : 0);
+const OTHER = "workspaces, rounding"; // as Explanation.to_dict() calls it
+const besides = (peak) => (peak?.categories ? peak.categories[OTHER] ?? Math.max(0, peak.nbytes - sum(Object.values(peak.categories))) : 0);
 
 function stack(peak) {
   const room = (byId("head").clientWidth || 1000) / 6.8; // letters
@@ -247,7 +247,7 @@ function stack(peak) {
 }
 
 function legend(peak) {
-  const pairs = [...Object.entries(peak.categories), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
+  const pairs = [...Object.entries(peak.categories).filter(([each]) => each !== OTHER), [OTHER, besides(peak)]].filter(([, count]) => count > 0);
   return element("ul", { class: "legend", "aria-label": "The peak by category" }, ...pairs.map(([category, count]) =>
     element("li", {}, element("i", { style: { background: colour(category) } }), `${category} `, element("b", {}, bytes(count)), ` ${percent(count, peak.nbytes)}`)));
 }
