@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from disthooks._streams import handed_over, stream_of
-from disthooks._tensors import Layout, exotic, memory_under
+from disthooks._tensors import Layout, bitless, exotic, memory_under
 from disthooks._torch import node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
@@ -292,6 +292,8 @@ def _in_place(held: InPlace) -> InPlace | Vector:
     A small one is copied. Of a large one a CPU takes a checksum; a device would make the host wait for the answer.
     """
     tensor = held.tensor
+    if tensor.dim() == 0 and bitless.kinds:
+        return held  # a prediction cannot copy a number; see [Note: tensors without bits] in _tensors.py
     if tensor.nbytes <= _SMALL_COPY:
         return Vector(tensor)
     if tensor.is_cpu and held.checksum is None:
