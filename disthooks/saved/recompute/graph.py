@@ -135,10 +135,10 @@ class NodeReader:
             held = getattr(self._node, f"_raw_saved_{name}").data
         except (AttributeError, RuntimeError) as error:
             raise NotComputable from error
-        if isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu and held.dtype in _OF_NUMBERS:
-            held = InPlace(
-                held, ""
-            )  # a Python number, which torch saves without hooks, or a tensor that looks like one
+        # torch saves a Python number without hooks. A tensor may look like one, but a number was never written.
+        looks_alike = isinstance(held, torch.Tensor) and held.dim() == 0 and held.is_cpu and held.dtype in _OF_NUMBERS
+        if looks_alike and held._version == 0:
+            held = InPlace(held, "")
         if held is not None and not isinstance(held, (Handle, InPlace)):
             raise NotComputable
         return None if held is None else Saved(held, must_copy)
