@@ -85,7 +85,10 @@ KINDS: dict[str, Callable[[], Store]] = {
 def quiet() -> Iterator[None]:
     """An interrupt in a destructor cannot be raised; Python says so on stderr, and pytest would fail the test."""
     said, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    gc.collect()
+    gc.freeze()  # each trial collects: what the tests before left would take most of the time
     yield
+    gc.unfreeze()
     sys.unraisablehook = said
 
 
