@@ -95,7 +95,7 @@ def predict(name: str, size: str) -> dict[str, Any]:
     if tiny and situation.get("engine") == "tp":
         situation["world"] = 2  # the small model has two heads of keys
     if tiny and situation.get("engine") == "fsdp2+tp":
-        from disthooks.predict.engines import EngineSpec
+        from disthooks.predict.engines.spec import EngineSpec
 
         situation["engine"] = EngineSpec("fsdp2+tp", situation["world"], mesh=(situation["world"] // 2, 2))
     builder = {**zoo.ZOO, **zoo.FULL}[case.tiny if tiny else case.model]

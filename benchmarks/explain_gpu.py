@@ -173,7 +173,7 @@ def device_of(kind: str) -> str:
     """The name of this machine's GPU if ``dh.explain`` knows it, or else "cuda"; "cpu" for a CPU."""
     if kind == "cpu":
         return kind
-    from disthooks.predict.devices import device_named
+    from disthooks.predict.hardware.devices import device_named
 
     name = torch.cuda.get_device_name()
     try:

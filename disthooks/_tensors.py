@@ -8,9 +8,9 @@
 # region, and its elements are kept only once.
 
 # [Note: tensors without bits]
-# `predict/planned.py` runs a model and the hooks on fake tensors, to predict what a plan does. A fake tensor has a
-# shape, a storage with a size, and a version, but no bits. While hooks of a prediction run in a thread, its class is in
-# `bitless.kinds` of that thread. Then it counts as plain memory here, and two of them have the same checksum. To all
+# `predict/plans/planned.py` runs a model and the hooks on fake tensors, to predict what a plan does. A fake tensor has
+# a shape, a storage with a size, and a version, but no bits. While hooks of a prediction run in a thread, its class is
+# in `bitless.kinds` of that thread. Then it counts as plain memory here, and two of them have the same checksum. To all
 # other hooks it is a subclass of unknown memory, which they leave alone.
 
 from __future__ import annotations

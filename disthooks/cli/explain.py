@@ -46,11 +46,11 @@ def explain(
     """
     from disthooks._tensors import parse_bytes
     from disthooks.cli.workload import find
-    from disthooks.predict.advice import advise, what_if
-    from disthooks.predict.builder import Builder
+    from disthooks.predict.answers.advice import advise, what_if
+    from disthooks.predict.answers.fits import fits as find_fits
+    from disthooks.predict.answers.questions import answers
     from disthooks.predict.explain import explain_built, situation_of
-    from disthooks.predict.fits import fits as find_fits
-    from disthooks.predict.questions import answers
+    from disthooks.predict.fake.builder import Builder
 
     limit = None if fits is None else parse_bytes(fits, "--fits")
     with progress(4) as begin:
@@ -83,7 +83,7 @@ def explain(
         if output is not None:
             told["what_if"] = what_if(builder, said, best)
     if output is not None:
-        from disthooks.predict.page import page
+        from disthooks.predict.page.page import page
 
         pathlib.Path(output).write_text(page(told), encoding="utf-8")
     if as_json:

@@ -13,16 +13,16 @@ from torch import nn
 
 from disthooks.config import Plan, from_config
 from disthooks.errors import UsageError
-from disthooks.predict.attention import Backend
-from disthooks.predict.builder import Builder
-from disthooks.predict.devices import Device, device_named
-from disthooks.predict.engines import EngineSpec
+from disthooks.predict.cuda.attention import Backend
+from disthooks.predict.engines.spec import EngineSpec
+from disthooks.predict.engines.worlds import Rank
 from disthooks.predict.explanation import Explanation
-from disthooks.predict.planned import Entries
-from disthooks.predict.recorder import CostOf
-from disthooks.predict.roofline import cost_for_record
+from disthooks.predict.fake.builder import Builder
+from disthooks.predict.hardware.devices import Device, device_named
+from disthooks.predict.hardware.roofline import cost_for_record
+from disthooks.predict.plans.planned import Entries
+from disthooks.predict.recording.recorder import CostOf
 from disthooks.predict.run import Situation, record_step
-from disthooks.predict.worlds import Rank
 from disthooks.saved.pipeline import Pipeline, Stage
 from disthooks.saved.stores.base import Store
 
@@ -61,7 +61,7 @@ def explain(
             or a store or pipeline for the whole model. None for nothing.
         optimizer: its name ("adamw", "sgd", ...), or a function that makes it from the parameters; None for no step.
         engine: "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp" or "zero0" to "zero3"; or an
-            :class:`~disthooks.predict.engines.EngineSpec`, which says more. None for no engine.
+            :class:`~disthooks.predict.engines.spec.EngineSpec`, which says more. None for no engine.
         world: the number of ranks.
         rank: whose memory is asked for: a number, "largest" or "smallest".
         device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100".

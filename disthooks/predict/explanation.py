@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
+from disthooks.predict.hardware.allocator import AllocatorReport, events_of, least_limit, round_up, simulate
+from disthooks.predict.hardware.roofline import Verdict, seconds_of, step_seconds, verdict
 from disthooks.predict.measured import Measured, beside
-from disthooks.predict.page import page
-from disthooks.predict.record import CATEGORIES, StepRecord, Unknown
-from disthooks.predict.roofline import Verdict, seconds_of, step_seconds, verdict
+from disthooks.predict.page.page import page
+from disthooks.predict.recording.record import CATEGORIES, StepRecord, Unknown
+from disthooks.predict.recording.timeline import Sample, Share, Timeline
 from disthooks.predict.run import Situation, Step
-from disthooks.predict.timeline import Sample, Share, Timeline
 from disthooks.saved.report import SavedReport
 
 # [Note: a range]

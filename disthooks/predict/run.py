@@ -15,18 +15,18 @@ from torch.utils import _pytree as pytree
 
 from disthooks._tensors import local_part
 from disthooks.errors import DisthooksError, UsageError
-from disthooks.predict.attention import Backend
-from disthooks.predict.autocast import cuda_autocast
-from disthooks.predict.builder import Builder
-from disthooks.predict.devices import Device
-from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, held, host_storages, state_bytes
-from disthooks.predict.fake import as_if_real, fake_run
-from disthooks.predict.planned import Entries, Planned, planned
-from disthooks.predict.record import StepRecord
-from disthooks.predict.recorder import CostOf, Recorder
-from disthooks.predict.redirect import foreach_as_on_cuda, redirect_cuda
-from disthooks.predict.substitutes import as_on_cuda
-from disthooks.predict.worlds import FakeWorld, Rank, fake_world
+from disthooks.predict.cuda.attention import Backend
+from disthooks.predict.cuda.autocast import cuda_autocast
+from disthooks.predict.cuda.redirect import foreach_as_on_cuda, redirect_cuda
+from disthooks.predict.cuda.substitutes import as_on_cuda
+from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, held, host_storages, state_bytes
+from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
+from disthooks.predict.fake.builder import Builder
+from disthooks.predict.fake.fake_run import as_if_real, fake_run
+from disthooks.predict.hardware.devices import Device
+from disthooks.predict.plans.planned import Entries, Planned, planned
+from disthooks.predict.recording.record import StepRecord
+from disthooks.predict.recording.recorder import CostOf, Recorder
 
 #: What each kind of ``engines.held`` is to a recorder.
 _CATEGORY = {

@@ -72,7 +72,7 @@ _Held = TypeVar("_Held")
 
 
 class Kinds(NamedTuple):
-    """The classes of what hooks make. A prediction on tensors without bits has others; see predict/planned.py."""
+    """The classes of what hooks make. A prediction on tensors without bits has others; see predict/plans/planned.py."""
 
     weights: type[ModuleWeights] = ModuleWeights
     stored: type[StoredContent] = StoredContent

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import disthooks as dh
-from disthooks.predict.planned import planned
+from disthooks.predict.plans.planned import planned
 from tests.unit.predict.test_planned import Adapted, Own, Residual, figures, step
 
 KIB = 1 << 10

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, state_bytes
-from disthooks.predict.fake import fake_run
-from disthooks.predict.worlds import current_world, fake_world, patch_meshes
+from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, state_bytes
+from disthooks.predict.engines.worlds import current_world, fake_world, patch_meshes
+from disthooks.predict.fake.fake_run import fake_run
 from tests.support.decoder import Decoder, Live, Saved
 from tests.support.ranks.harness import Ranks
 

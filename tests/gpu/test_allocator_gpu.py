@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from disthooks.predict.allocator import Block, CachingAllocator, OutOfMemory, simulate
+from disthooks.predict.hardware.allocator import Block, CachingAllocator, OutOfMemory, simulate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROOT = pathlib.Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from disthooks.predict.attention import Attention, Gpu, attention_order, choose_backend
-from disthooks.predict.autocast import cuda_autocast
-from disthooks.predict.redirect import redirect_cuda
-from disthooks.predict.substitutes import as_on_cuda
+from disthooks.predict.cuda.attention import Attention, Gpu, attention_order, choose_backend
+from disthooks.predict.cuda.autocast import cuda_autocast
+from disthooks.predict.cuda.redirect import redirect_cuda
+from disthooks.predict.cuda.substitutes import as_on_cuda
 from tests.support.cuda_saves import BF16, CASES, FP16, FP32, saved_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

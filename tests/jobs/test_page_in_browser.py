@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.page import page
-from disthooks.predict.record import CATEGORIES
+from disthooks.predict.page.page import page
+from disthooks.predict.recording.record import CATEGORIES
 from tests.support.browser import Browser, browser
 from tests.support.pages import full_document, plain_document
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.predict.advice import Advice, advise, as_yaml, changes, cheapest, groups, largest_group
-from disthooks.predict.builder import Builder
+from disthooks.predict.answers.advice import Advice, advise, as_yaml, changes, cheapest, groups, largest_group
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
+from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 from tests.support import oracle, zoo
 
@@ -126,7 +126,7 @@ def test_the_cheapest_change_fits_and_is_exact_if_one_is(builder: Builder, said:
 
 def test_a_checkpoint_saves_in_a_real_step_what_was_said() -> None:
     """On the CPU, counted: the same change of the same model, for real."""
-    from disthooks.predict.advice import checkpointed
+    from disthooks.predict.answers.advice import checkpointed
 
     situation = Situation(device="cpu", loss=oracle.loss_of)
     builder = Builder(zoo.ZOO["gpt2"])

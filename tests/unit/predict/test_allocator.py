@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disthooks.errors import UsageError
-from disthooks.predict.allocator import (
+from disthooks.predict.hardware.allocator import (
     Block,
     CachingAllocator,
     OutOfMemory,
@@ -19,7 +19,7 @@ from disthooks.predict.allocator import (
     segment_bytes,
     simulate,
 )
-from disthooks.predict.record import Allocation, Change, StepRecord
+from disthooks.predict.recording.record import Allocation, Change, StepRecord
 
 KiB, MiB = 1 << 10, 1 << 20
 

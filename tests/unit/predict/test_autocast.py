@@ -15,10 +15,10 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from disthooks.predict import autocast
-from disthooks.predict.autocast import cuda_autocast
-from disthooks.predict.overrides import has_kernel
-from disthooks.predict.substitutes import as_on_cuda
+from disthooks.predict.cuda import autocast
+from disthooks.predict.cuda.autocast import cuda_autocast
+from disthooks.predict.cuda.overrides import has_kernel
+from disthooks.predict.cuda.substitutes import as_on_cuda
 from tests.support.cuda_saves import BF16, FP16, FP32, saved_bytes
 
 # These operators of torch's lists have no fake kernel without CUDA, or they read data.

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from disthooks.errors import UsageError
-from disthooks.predict.devices import DEVICES, PCIE, Device, device_named
+from disthooks.predict.hardware.devices import DEVICES, PCIE, Device, device_named
 
 GiB = 1 << 30
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from disthooks.errors import UsageError
-from disthooks.predict import engines
-from disthooks.predict.engines import EngineSpec, Prepared, apply_engine, block_classes, blocks, state_bytes
-from disthooks.predict.fake import fake_run
-from disthooks.predict.worlds import current_world, fake_world
+from disthooks.predict.engines import spec as engines
+from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, block_classes, blocks, state_bytes
+from disthooks.predict.engines.worlds import current_world, fake_world
+from disthooks.predict.fake.fake_run import fake_run
 from tests.support.decoder import Decoder
 
 WORLD = 1024

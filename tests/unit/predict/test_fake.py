@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from disthooks import explain
 from disthooks.errors import UsageError
-from disthooks.predict.fake import fake_run
+from disthooks.predict.fake.fake_run import fake_run
 
 
 def state() -> list[object]:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from disthooks.errors import UsageError
-from disthooks.predict.builder import Builder
+from disthooks.predict.answers.fits import fits
 from disthooks.predict.explanation import Explanation
-from disthooks.predict.fits import fits
+from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 from tests.support import oracle, zoo
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks.predict.page import document_of, page
+from disthooks.predict.page.page import document_of, page
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>"
 

@@ -22,7 +22,7 @@ from disthooks._tensors import bitless
 from disthooks._torch import StorageRef
 from disthooks.config.plan import Plan
 from disthooks.errors import ConfigError, DisthooksError, MatchError, MutationError, StoreError
-from disthooks.predict.planned import in_hooks, planned
+from disthooks.predict.plans.planned import in_hooks, planned
 from disthooks.saved.codecs import Codec
 from disthooks.saved.module_class import site_of
 from disthooks.saved.stores.base import Store

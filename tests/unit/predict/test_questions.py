@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks.predict.advice import checkpointed
-from disthooks.predict.builder import Builder
+from disthooks.predict.answers.advice import checkpointed
+from disthooks.predict.answers.fits import fits
+from disthooks.predict.answers.questions import Answer, answers
 from disthooks.predict.explain import explain_built
-from disthooks.predict.fits import fits
-from disthooks.predict.questions import Answer, answers
+from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 
 WIDE, DEEP = 128, 4

@@ -8,8 +8,8 @@ from torch import nn
 
 from disthooks import explain
 from disthooks.errors import UsageError
-from disthooks.predict.builder import Builder
-from disthooks.predict.recorder import Recorder
+from disthooks.predict.fake.builder import Builder
+from disthooks.predict.recording.recorder import Recorder
 
 
 def test_two_views_of_one_memory_count_once() -> None:

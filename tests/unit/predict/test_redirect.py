@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disthooks.predict.redirect import foreach_as_on_cuda, redirect_cuda
+from disthooks.predict.cuda.redirect import foreach_as_on_cuda, redirect_cuda
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,9 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from disthooks.predict.devices import device_named
-from disthooks.predict.recorder import Recorder
-from disthooks.predict.roofline import (
+from disthooks.predict.hardware.devices import device_named
+from disthooks.predict.hardware.roofline import (
     HOST_CALL,
     LAUNCH,
     Cost,
@@ -28,6 +27,7 @@ from disthooks.predict.roofline import (
     step_seconds,
     verdict,
 )
+from disthooks.predict.recording.recorder import Recorder
 
 aten = torch.ops.aten
 

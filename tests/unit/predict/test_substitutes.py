@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from disthooks.predict import substitutes
-from disthooks.predict.attention import Attention, Gpu, attention_order, choose_backend
-from disthooks.predict.substitutes import as_on_cuda
+from disthooks.predict.cuda import substitutes
+from disthooks.predict.cuda.attention import Attention, Gpu, attention_order, choose_backend
+from disthooks.predict.cuda.substitutes import as_on_cuda
 from tests.support.cuda_saves import BF16, CASES, saved_bytes
 
 A100, H100 = (8, 0), (9, 0)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks.predict.fake import fake_run
-from disthooks.predict.fake_kernels import FakeKernels
-from disthooks.predict.values import Values
+from disthooks.predict.fake.fake_run import fake_run
+from disthooks.predict.fake.kernels import FakeKernels
+from disthooks.predict.fake.values import Values
 
 
 class Masked(nn.Module):

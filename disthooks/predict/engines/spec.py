@@ -1,10 +1,11 @@
 """What an engine makes of a model on one rank: parameters, gradients, optimizer state and communication buffers.
 
 :func:`apply_engine` gives a model to plain PyTorch, DDP, FSDP1, FSDP2, HSDP, tensor parallelism, FSDP2 over tensor
-parallelism, or DeepSpeed's ZeRO-0 to ZeRO-3, as a training script would. Inside :func:`~disthooks.predict.worlds.
-fake_world` and a FakeTensorMode nothing is allocated and no other rank is needed; in a real process group the same call
-trains. All the code that runs is that of torch and DeepSpeed, except DDP's C++ reducer, which has a stand-in
-(:mod:`disthooks.predict.reducer`), and the values that DeepSpeed reads from tensors (:mod:`disthooks.predict.zero`).
+parallelism, or DeepSpeed's ZeRO-0 to ZeRO-3, as a training script would. Inside `fake_world` and a FakeTensorMode
+nothing is allocated and no other rank is needed; in a real process group the same call trains. All the code that runs
+is that of torch and DeepSpeed, except DDP's C++ reducer, which has a stand-in
+(:mod:`disthooks.predict.engines.reducer`), and the values that DeepSpeed reads from tensors
+(:mod:`disthooks.predict.engines.zero`).
 
 Counted by :func:`state_bytes`, each storage once and whole, with its padding, on this rank alone: parameters; the fp32
 master weights of DeepSpeed; gradients; the optimizer's state; buckets and other tensors that the engine holds between
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from disthooks.errors import UsageError
-from disthooks.predict import zero
+from disthooks.predict.engines import zero
 
 KINDS = ("plain", "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp", "zero0", "zero1", "zero2", "zero3")
 #: A class of blocks with less than this part of all parameters becomes no unit of its own.
@@ -141,8 +142,8 @@ class Prepared:
 def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None = None) -> Prepared:
     """Give ``model`` to the engine.
 
-    Call it inside :func:`~disthooks.predict.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode on
-    under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
+    Call it inside :func:`~disthooks.predict.engines.worlds.fake_world` of ``spec.world`` ranks, with the FakeTensorMode
+    on under which ``model`` was built; or in a real process group of as many ranks, with a real model. A plain model
     needs none.
 
     Args:

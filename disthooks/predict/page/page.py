@@ -73,4 +73,4 @@ def _hash(text: str) -> str:
 
 
 def _read(name: str) -> str:
-    return importlib.resources.files("disthooks.predict").joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("disthooks.predict.page").joinpath(name).read_text(encoding="utf-8")

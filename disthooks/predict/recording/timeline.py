@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from disthooks.predict.record import CATEGORIES, STAYING, Phase, StepRecord
+from disthooks.predict.recording.record import CATEGORIES, STAYING, Phase, StepRecord
 
 
 class Sample(NamedTuple):
@@ -17,7 +17,7 @@ class Sample(NamedTuple):
         moment: the position of the operator that began last.
         phase: the part of the step.
         module: the name of the module that ran.
-        nbytes: bytes for each of :data:`~disthooks.predict.record.CATEGORIES`, in that order.
+        nbytes: bytes for each of :data:`~disthooks.predict.recording.record.CATEGORIES`, in that order.
     """
 
     moment: int

@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disthooks.errors import UsageError
-from disthooks.predict.worlds import current_world, patch
+from disthooks.predict.engines.worlds import current_world, patch
 
 _COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 _RUNTIME = "deepspeed.runtime."

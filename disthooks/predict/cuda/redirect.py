@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
-from disthooks.predict.overrides import Replacements
+from disthooks.predict.cuda.overrides import Replacements
 
 _CPU = torch.device("cpu")
 

@@ -63,8 +63,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disthooks.predict.attention import Backend, Gpu, attention, attention_order, torch_priority
-from disthooks.predict.overrides import Kernel, Overrides, Replacements, has_kernel, has_operator, original
+from disthooks.predict.cuda.attention import Backend, Gpu, attention, attention_order, torch_priority
+from disthooks.predict.cuda.overrides import Kernel, Overrides, Replacements, has_kernel, has_operator, original
 
 aten: Any = torch.ops.aten
 

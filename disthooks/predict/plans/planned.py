@@ -49,7 +49,7 @@ from disthooks._tensors import Layout, bitless, is_most_of, region_of
 from disthooks._torch import StorageRef, fresh_count
 from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import Plan, stores_within
-from disthooks.predict.planned_stores import PlacedBytes, PlannedStores, WatchedStore
+from disthooks.predict.plans.planned_stores import PlacedBytes, PlannedStores, WatchedStore
 from disthooks.saved.attach import Saving, attach_to, chosen
 from disthooks.saved.codecs import Codec
 from disthooks.saved.codecs.base import relative_error

@@ -22,11 +22,11 @@ import torch
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import DisthooksError
-from disthooks.predict.advice import Group, checkpointed, largest_group
-from disthooks.predict.builder import Builder
+from disthooks.predict.answers.advice import Group, checkpointed, largest_group
+from disthooks.predict.answers.fits import Fits, Largest
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
-from disthooks.predict.fits import Fits, Largest
+from disthooks.predict.fake.builder import Builder
 from disthooks.predict.run import Situation
 
 #: Ranks of the answers by formula: one machine, and several.
@@ -191,7 +191,7 @@ class _Answers:
 
     def _peak_without(self, category: str) -> int:
         """The peak of forward and backward without one category."""
-        from disthooks.predict.record import CATEGORIES
+        from disthooks.predict.recording.record import CATEGORIES
 
         position = CATEGORIES.index(category)
         samples = [each for each in self._explanation.timeline.samples if each.phase != "optimizer"]

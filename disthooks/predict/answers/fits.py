@@ -30,10 +30,10 @@ import torch
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
-from disthooks.predict.advice import Advice, cheapest
-from disthooks.predict.builder import Builder, What
+from disthooks.predict.answers.advice import Advice, cheapest
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
+from disthooks.predict.fake.builder import Builder, What
 from disthooks.predict.run import Situation
 
 #: No larger size is tried.

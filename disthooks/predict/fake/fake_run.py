@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.predict.fake_kernels import FakeKernels
-from disthooks.predict.values import Values
+from disthooks.predict.fake.kernels import FakeKernels
+from disthooks.predict.fake.values import Values
 
 #: Variables that make libraries read files on this machine and ask no hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}

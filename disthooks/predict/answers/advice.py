@@ -31,11 +31,11 @@ from torch.utils.checkpoint import checkpoint
 from disthooks._tensors import format_bytes
 from disthooks.config.locate import from_config
 from disthooks.errors import DisthooksError
-from disthooks.predict.builder import Builder
-from disthooks.predict.devices import Device, device_named
 from disthooks.predict.explanation import Explanation, Memory
-from disthooks.predict.record import StepRecord
-from disthooks.predict.roofline import cost_for_record, seconds_of
+from disthooks.predict.fake.builder import Builder
+from disthooks.predict.hardware.devices import Device, device_named
+from disthooks.predict.hardware.roofline import cost_for_record, seconds_of
+from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, record_step
 
 #: The device whose times are told if none is named.

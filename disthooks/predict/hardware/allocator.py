@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 from disthooks.errors import UsageError
 
 if TYPE_CHECKING:
-    from disthooks.predict.record import StepRecord
+    from disthooks.predict.recording.record import StepRecord
 
 __all__ = [
     "AllocatorReport",

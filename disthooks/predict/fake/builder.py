@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.predict.fake import Fakes, fake_run
+from disthooks.predict.fake.fake_run import Fakes, fake_run
 
 #: Names of arguments that mean the batch size, and the length of a sequence.
 _BATCH = ("batch", "batch_size", "bs", "b", "n")

@@ -36,7 +36,7 @@ import torch
 from torch.amp import autocast_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from disthooks.predict.overrides import Kernel, Overrides, Replacements, below, has_kernel
+from disthooks.predict.cuda.overrides import Kernel, Overrides, Replacements, below, has_kernel
 
 _KEY = torch._C.DispatchKey.AutocastCPU
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"

@@ -1,6 +1,6 @@
 """Which backend of attention torch would choose on a GPU, and what it saves for backward.
 
-The table in :mod:`disthooks.predict.substitutes` says what each backend saves.
+The table in :mod:`disthooks.predict.cuda.substitutes` says what each backend saves.
 """
 
 # [Note: the choice of a backend]

@@ -35,8 +35,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from disthooks._tensors import format_bytes
-from disthooks.predict.devices import Device
-from disthooks.predict.record import Operator
+from disthooks.predict.hardware.devices import Device
+from disthooks.predict.recording.record import Operator
 
 __all__ = [
     "HOST_CALL",
@@ -502,7 +502,7 @@ def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32
         dtype: the type of the matrices that are multiplied.
         tf32: whether matrices of float32 are multiplied in TF32; see :func:`may_use_tf32`.
 
-    >>> from disthooks.predict.devices import device_named
+    >>> from disthooks.predict.hardware.devices import device_named
     >>> product = Cost(flops=2 * 8192**3, read=2 * 8192**2 * 2, written=8192**2 * 2)
     >>> round(1e3 * seconds(product, device_named("h100"), torch.bfloat16), 2)
     1.39
@@ -517,7 +517,7 @@ def seconds(cost: Cost, device: Device, dtype: torch.dtype = torch.float32, tf32
 def seconds_of(operator: Operator, device: Device) -> float:
     """:func:`seconds` of an operator of a record that was made with :func:`cost_for_record`.
 
-    >>> from disthooks.predict.devices import device_named
+    >>> from disthooks.predict.hardware.devices import device_named
     >>> copy = Operator("aten.clone", "forward", 0, read=10**9, written=10**9, dtype="bfloat16")
     >>> round(1e3 * seconds_of(copy, device_named("a100")), 2)
     1.16
@@ -590,7 +590,7 @@ def verdict(saved_bytes: int, recompute_seconds: float, device: Device) -> Verdi
         recompute_seconds: seconds of the device to compute them again: the sum of :func:`seconds` of their operators.
         device: the device.
 
-    >>> from disthooks.predict.devices import device_named
+    >>> from disthooks.predict.hardware.devices import device_named
     >>> print(verdict(48 * 10**9, 0.2, device_named("h100")))
     1.9 s of link (PCIe 5 x16) for 200 ms of compute, 44.7 GiB: recompute
     """

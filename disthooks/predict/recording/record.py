@@ -1,6 +1,7 @@
 """What a recorder saw of one training step: operators, memory that came and went, and the tensors that autograd saved.
 
-A :class:`StepRecord` is plain data. :mod:`disthooks.predict.timeline` and :mod:`disthooks.predict.explanation` read it.
+A :class:`StepRecord` is plain data. :mod:`disthooks.predict.recording.timeline` and
+:mod:`disthooks.predict.explanation` read it.
 """
 
 from __future__ import annotations

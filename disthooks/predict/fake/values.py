@@ -51,7 +51,7 @@ class Values(_Mode):  # type: ignore[misc]
         mode: the fake mode.
         told: called with what could not be known, and with what was assumed instead.
 
-    >>> from disthooks.predict.fake_kernels import FakeKernels
+    >>> from disthooks.predict.fake.kernels import FakeKernels
     >>> with FakeKernels() as mode, Values(mode):
     ...     mask = torch.arange(6) % 3 == 0
     ...     bool(mask.all()), torch.empty(6, 2)[mask].shape

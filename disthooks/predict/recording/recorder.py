@@ -33,8 +33,8 @@ from torch.utils import _pytree as pytree
 from disthooks._match import canonical_name
 from disthooks._tensors import local_part
 from disthooks._torch import current_node, sequence_number
-from disthooks.predict.fake import replaced
-from disthooks.predict.record import (
+from disthooks.predict.fake.fake_run import replaced
+from disthooks.predict.recording.record import (
     CATEGORIES,
     Allocation,
     Change,

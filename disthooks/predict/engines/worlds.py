@@ -47,7 +47,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from disthooks.errors import UsageError
-from disthooks.predict.reducer import FakeLogger, FakeReducer, broadcast_coalesced
+from disthooks.predict.engines.reducer import FakeLogger, FakeReducer, broadcast_coalesced
 
 #: The methods of `DeviceMesh` that compute with tensors of ranks. Some exist in some versions of torch only.
 _MESH_METHODS = (
@@ -292,7 +292,7 @@ def _patch_addresses(stack: ExitStack) -> None:
 
 
 def _patch_reducer(stack: ExitStack) -> None:
-    """DDP's own reducer is C++ and reads the memory of tensors. See :mod:`disthooks.predict.reducer`."""
+    """DDP's own reducer is C++ and reads the memory of tensors. See :mod:`disthooks.predict.engines.reducer`."""
     from torch.nn.parallel import distributed
 
     patch(stack, dist, "Reducer", FakeReducer)

@@ -1,0 +1,1 @@
+"""The explanation as one HTML page."""

@@ -1,0 +1,1 @@
+"""What the hooks of a plan do to the tensors of a prediction."""
