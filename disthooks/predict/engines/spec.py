@@ -181,6 +181,8 @@ def _plain(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ..
 
 
 def _ddp(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
+    if spec.options.get("mixed_precision") is not None:
+        raise UsageError("DDP's own mixed precision is not explained; use autocast, or convert the model")
     return nn.parallel.DistributedDataParallel(model, **spec.options), ("",)
 
 
@@ -410,7 +412,8 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     if prepared.optimizer is not None:
         for state in prepared.optimizer.state.values():
             yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
-    yield from (("communication", bucket) for bucket in prepared.buckets())
+    reducer = getattr(model, "reducer", None)
+    yield from (("communication", each) for each in (*prepared.buckets(), *getattr(reducer, "used_maps", ())))
     yield from (("buffers", buffer) for buffer in model.buffers())
 
 

@@ -15,6 +15,10 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
 # contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
 # to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+#
+# [Note: dtypes that differ]
+# The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
+# them. So a model that no device runs would have a prediction. Here it is refused as in a run.
 
 from __future__ import annotations
 
@@ -82,6 +86,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_ONE_DTYPE:
+            _refuse_dtypes(func, args)
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
@@ -198,8 +204,28 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
+#: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
+_OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.convolution.default: (0, 1, 2),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+}
 _ANY = {aten.any.default, aten.any.dim}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def _refuse_dtypes(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the error of a run for tensors of different dtypes. See [Note: dtypes that differ]."""
+    given = [args[position] for position in _OF_ONE_DTYPE[func] if position < len(args)]
+    dtypes = {each.dtype: None for each in given if isinstance(each, torch.Tensor)}
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{func} needs tensors of one dtype, and got {' and '.join(map(str, dtypes))}")
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -258,7 +284,17 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
+def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
+    with mode:
+        return torch.empty_like(args[0])
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._pin_memory.default: _pinned,
+}
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):

@@ -455,12 +455,13 @@ class Planned:
         warnings: what attaching warned of.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], is_accelerator: bool) -> None:
         self.placed = PlacedBytes(clock)
         self.unknown: list[str] = []
         self.warnings: list[str] = []
         self.inside: dict[str, OpenPipeline] = {}
         self._savings: list[Saving] = []
+        self._stores = PlannedStores(self.placed, is_accelerator, self.say_unknown)
 
     def begin_step(self) -> None:
         """Count from here on. The steps before were there for what a plan learns from them."""
@@ -471,6 +472,7 @@ class Planned:
             warned = pipeline.counters.warned
             pipeline.counters = Counters()
             pipeline.counters.warned = warned
+        self._stores.begin_step()
 
     def reports(self) -> list[SavedReport]:
         """The report of each entry, in their order."""
@@ -534,9 +536,8 @@ def planned(
     (1048576, 1048576)
     """
     # See [Note: fake tensors stand for a device].
-    found = Planned(clock)
     is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
-    stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)
+    found = Planned(clock, is_accelerator)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:
         stack.callback(found.placed.note)
@@ -546,7 +547,7 @@ def planned(
         make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
 
         def open_planned(stages: Pipeline) -> HookSite:
-            opened = _opened(stages, stores, ratios or {}, is_accelerator, found)
+            opened = _opened(stages, found._stores, ratios or {}, is_accelerator, found)
             return HookSite(opened, make_hooks=make_hooks)
 
         for undo in _exchange_sites(model, open_planned, found):
