@@ -30,11 +30,12 @@ class _Output(NamedTuple):
 
     Attributes:
         argument: the position of the argument that it is; -1 if it is a new tensor.
-        is_view: whether it lies over the memory of the first argument.
+        reach: for a view, which lies over the memory of the first argument: the bytes of that memory up to its end;
+            None if the tensor has memory of its own.
     """
 
     argument: int
-    is_view: bool = False
+    reach: int | None = None
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -83,6 +84,9 @@ class ShapeCache:
         if known is None:
             return None
         kind, outputs = known
+        for each in outputs:
+            if each is not None and each.reach is not None and args[0].untyped_storage().nbytes() < each.reach:
+                return None  # FSDP has freed this memory, and a view that is made here would take it again
         made = [None if each is None else _make(mode, each, args) for each in outputs]
         if kind is None:
             return (None,)
@@ -151,16 +155,16 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not all(type(each) is int for each in (*shape, *stride, offset)):
         return None  # a size is a symbol
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    nbytes = 0 if 0 in shape else (offset + last + 1) * tensor.element_size()
     is_view = storage._cdata in memory
     if is_view:
         first = args[0] if args else None
         is_plain = func.is_view and type(first) is FakeTensor and first.untyped_storage()._cdata == storage._cdata
     else:
-        last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        nbytes = 0 if 0 in shape else (last + 1) * tensor.element_size()
         is_plain = offset == 0 and storage.nbytes() == nbytes and not func.is_view
         memory.add(storage._cdata)  # the next result of this call has to lie elsewhere
-    return _Output(-1, is_view, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
+    return _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
 
 
 def _make(mode: Any, output: _Output, args: tuple[Any, ...]) -> Any:
@@ -168,6 +172,6 @@ def _make(mode: Any, output: _Output, args: tuple[Any, ...]) -> Any:
         return args[output.argument]
     with _in_kernel(mode):
         made = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
-        if output.is_view:
+        if output.reach is not None:
             made.set_(args[0].untyped_storage(), output.offset, output.shape, output.stride)
     return FakeTensor(mode, made, output.device)
