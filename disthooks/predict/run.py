@@ -187,7 +187,7 @@ class _Run:
             for group in prepared.optimizer.param_groups:
                 for weight in group["params"]:
                     weight.grad = torch.empty_like(weight)
-            prepared.optimizer.step()
+            prepared.step()
         for weight in prepared.model.parameters():
             weight.grad = None
 

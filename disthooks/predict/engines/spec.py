@@ -17,9 +17,17 @@ device is not seen where an engine offloads: the bytes of offloaded parameters a
 host, and `host` names them.
 """
 
+# [Note: the step of the shards]
+# The operators of an optimizer on DTensors are those on this rank's parts, once DTensor has found out how their results
+# are placed. For the lists of all parameters of a large model this takes longer than forward and backward. In a
+# prediction an optimizer of torch that treats each element alone is given the parts themselves. It makes the same
+# tensors at the same moments. Where a gradient is placed in another way than its parameter, DTensor would send it
+# around, so such a step stays as it is; and so does the step of another optimizer, which may gather whole tensors.
+
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from disthooks.errors import UsageError
 from disthooks.predict.engines import zero
@@ -131,7 +140,8 @@ class Prepared:
             return
         if self.optimizer is None:
             raise UsageError("there is no optimizer: give apply_engine a function that makes one")
-        self.optimizer.step()
+        with local_parameters(self.optimizer):
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def buckets(self) -> list[torch.Tensor]:
@@ -174,6 +184,63 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
         if group.get("foreach") is None and len({type(_local(p)) is type(p) for p in group["params"]}) > 1:
             group["foreach"] = False
     return Prepared(wrapped, spec, units, made)
+
+
+#: torch's optimizers that treat each element alone, so that a step on the shards is the step on the whole.
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+@contextlib.contextmanager
+def local_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer has this rank's parts in place of DTensors, if that changes nothing.
+
+    A real run and the optimizers of others are left alone. See [Note: the step of the shards].
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parts = {weight: _local(weight) for weight in weights}
+    kind = type(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+    if not is_torch or all(parts[each] is each for each in weights) or not all(map(_is_local, weights)):
+        yield
+        return
+    state: Any = optimizer.state
+    for weight, part in parts.items():
+        if part is not weight:
+            part.grad = None if weight.grad is None else _local(weight.grad)
+            if weight in state:
+                state[part] = {name: _local(each) for name, each in state.pop(weight).items()}
+    whole = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, params in whole:
+        group["params"] = [parts[each] for each in params]
+    try:
+        yield
+    finally:
+        for group, params in whole:
+            group["params"] = params
+        for weight, part in parts.items():
+            if part is not weight:
+                part.grad = None
+                if part in state:
+                    state[weight] = {name: _placed(each, part, weight) for name, each in state.pop(part).items()}
+
+
+def _placed(value: Any, part: torch.Tensor, weight: Any) -> Any:
+    """A tensor of an optimizer's state as a DTensor like ``weight``, if it is one for each element of ``part``."""
+    if not isinstance(value, torch.Tensor) or value.shape != part.shape or not part.dim():
+        return value
+    return type(weight)(value, weight._spec, requires_grad=False)
+
+
+def _is_local(weight: torch.Tensor) -> bool:
+    """Whether the step needs this rank's part of a fake parameter alone: its gradient is placed as it is."""
+    part, grad = _local(weight), weight.grad
+    if not isinstance(part, FakeTensor):
+        return False
+    if part is weight:
+        return True
+    placements: Any = getattr(weight, "placements", None)
+    is_plain = all(each.is_shard() or each.is_replicate() for each in placements)
+    return is_plain and (grad is None or getattr(grad, "placements", None) == placements)
 
 
 def _plain(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
