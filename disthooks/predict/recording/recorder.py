@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -33,8 +34,8 @@ from torch.utils import _python_dispatch
 from disthooks._match import canonical_name
 from disthooks._tensors import local_part
 from disthooks._torch import current_node, sequence_number
-from disthooks.predict.fake.fake_run import replaced
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
+from disthooks.predict.fake.state import replaced
 from disthooks.predict.recording.record import (
     CATEGORIES,
     Allocation,
@@ -100,6 +101,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._first_saved: set[int] = set()
         self._pending: list[_Pending] = []
         self._paused = 0
+        self._thread = threading.get_ident()
         self._module_at: dict[int, int] = {}  # by the number of the node
         self._operator_at: dict[int, str] = {}
         self._stack: list[int] = []
@@ -250,10 +252,12 @@ class Recorder(_Mode):  # type: ignore[misc]
     # -- modules
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return  # the hooks are there for all modules of the process
         self._stack.append(self._position.get(module, self._stack[-1] if self._stack else 0))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
+        if self._stack and threading.get_ident() == self._thread:
             self._stack.pop()
 
     def _module(self) -> int:
