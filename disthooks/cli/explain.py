@@ -12,8 +12,8 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds after which no further change is tried, and no further question is answered by a step of its own.
-_PATIENCE = 30.0
+#: Seconds after which no further change is tried; and seconds after which no question is answered by further steps.
+_PATIENCE, _PATIENCE_FOR_ANSWERS = 30.0, 120.0
 
 if TYPE_CHECKING:
     from disthooks.predict.explanation import Explanation, ModuleRow
@@ -53,7 +53,7 @@ def explain(
     from disthooks.predict.fake.builder import Builder
 
     limit = None if fits is None else parse_bytes(fits, "--fits")
-    with progress(4) as begin:
+    with progress(5) as begin:
         begin("importing the model")
         builder = Builder(find(model), name=model)
         situation = situation_of(
@@ -79,7 +79,8 @@ def explain(
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
         if output is not None or as_json:
-            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
+            begin("the questions that users have")
+            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best)
     if output is not None:

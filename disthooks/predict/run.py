@@ -218,7 +218,8 @@ class _Run:
 
     def _backward(self, roots: list[torch.Tensor]) -> None:
         if self._prepared.spec.is_deepspeed:
-            self._prepared.backward(torch.stack([root.float().sum() for root in roots]).sum())
+            is_loss = len(roots) == 1 and not roots[0].dim()
+            self._prepared.backward(roots[0] if is_loss else torch.stack([root.float().sum() for root in roots]).sum())
             return
         gradients = [None if not root.dim() else torch.empty_like(root) for root in roots]
         torch.autograd.backward(roots, gradients)

@@ -360,8 +360,8 @@ class _Answers:
         most = _most_gathered(ran[1])
         name = max(most, key=lambda each: most[each])
         text = (
-            f"On {few} ranks {name or 'the root'}: at most {format_bytes(most[name])}, its parameters and the buffer in "
-            "which they arrive."
+            f"On {few} ranks {name or 'the root'}: at most {format_bytes(most[name])}, its parameters and the "
+            "buffer in which they arrive."
         )
         return Answer(question, text, {"unit": most[name]}, "run")
 

@@ -14,8 +14,8 @@
 # [Note: what a distributed tensor hides]
 # A DTensor has a storage of the size of the whole tensor and no memory. Its operators run again on the local tensors,
 # and these are what is recorded. A mode is off while it handles a call, so the recorder does not make the call itself:
-# it says NotImplemented, and torch asks the DTensor, with the recorder on. To learn the shape of a result, DTensor runs operators on fake tensors of the global
-# shape: that is computed nowhere, so the recorder looks away (`paused`).
+# it says NotImplemented, and torch asks the DTensor, with the recorder on. To learn the shape of a result, DTensor runs
+# operators on fake tensors of the global shape: that is computed nowhere, so the recorder looks away (`paused`).
 
 from __future__ import annotations
 
