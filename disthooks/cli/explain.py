@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
     file: str | None = typer.Argument(None, help="A hooks file: what its plan makes of the saved bytes."),
-    device: str = typer.Option("cuda", help="Whose operators run: cuda, cpu, or a GPU's name such as h100."),
+    device: str = typer.Option("cuda", help="Whose operators run: cuda (as on an H100), cpu, or a GPU's name."),
     backend: str | None = typer.Option(None, help="Of attention: flash, efficient, cudnn or math."),
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),

@@ -64,7 +64,8 @@ def explain(
             :class:`~disthooks.predict.engines.spec.EngineSpec`, which says more. None for no engine.
         world: the number of ranks.
         rank: whose memory is asked for: a number, "largest" or "smallest".
-        device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100".
+        device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100". "cuda" means a GPU of compute
+            capability 9.0.
         dtype: the dtype that the model is converted to; None to leave it as it is.
         autocast: the dtype of autocast around the forward; None without autocast.
         backend: of attention: "flash", "efficient", "cudnn" or "math"; None for the one that torch would choose.
