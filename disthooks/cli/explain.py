@@ -49,14 +49,16 @@ def explain(
     from disthooks.predict.answers.advice import advise, what_if
     from disthooks.predict.answers.fits import fits as find_fits
     from disthooks.predict.answers.questions import answers
-    from disthooks.predict.explain import explain_built, situation_of
+    from disthooks.predict.explain import explain as predict
     from disthooks.predict.fake.builder import Builder
 
     limit = None if fits is None else parse_bytes(fits, "--fits")
     with progress(5) as begin:
         begin("importing the model")
         builder = Builder(find(model), name=model)
-        situation = situation_of(
+        begin("one step on tensors without memory")
+        said = predict(
+            builder,
             plan=file,
             optimizer=optimizer,
             engine=engine,
@@ -68,10 +70,8 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("one step on tensors without memory")
-        said = explain_built(builder, situation)
         begin("how far it can go")
-        far = None if limit is None else find_fits(builder, situation, limit, patience=_PATIENCE)
+        far = None if limit is None else find_fits(builder, said.situation, limit, patience=_PATIENCE)
         begin("what could be changed")
         best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
         compared = () if measured is None else said.beside(measured)

@@ -164,7 +164,9 @@ class Replacements(_Shared[_S]):
             kind: Any = _Called
             if type(before) is not type:  # it has a class of its own, as those of torch's C++ have
                 kind = type("_Called", (_Called, type(before)), {})
-            made: Callable[..., Any] = kind(before.__name__, (before,), {"_call": staticmethod(call), "_before": before})
+            made: Callable[..., Any] = kind(
+                before.__name__, (before,), {"_call": staticmethod(call), "_before": before}
+            )
             return made
         return call
 
