@@ -58,7 +58,7 @@ class EngineSpec:
         mesh: the sizes of the two dimensions of "hsdp" (replicas, shards) and "fsdp2+tp" (shards, tensor); their
             product is ``world``. Empty: 8 ranks, as on one machine, are the second dimension.
         wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds
-            them.
+            them; None: the whole model is the only unit.
         tp_plan: patterns of module names to styles of ``torch.distributed.tensor.parallel`` or to the names that
             transformers has for them; None: the model's own ``_tp_plan``.
         dtype: the dtype in which forward and backward compute, by the engine's own means (``MixedPrecisionPolicy``,
@@ -76,7 +76,7 @@ class EngineSpec:
     kind: str = "plain"
     world: int = 1
     mesh: tuple[int, ...] = ()
-    wrap: tuple[str, ...] | str = ()
+    wrap: tuple[str, ...] | str | None = ()
     tp_plan: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -349,8 +349,10 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     return tuple(n for n, each in sizes.items() if len(each) > 1 and sum(each) >= max(1, SMALLEST_UNITS * total))
 
 
-def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.Module]:
+def blocks(model: nn.Module, classes: Sequence[str] | str | None = ()) -> dict[str, nn.Module]:
     """The modules, by name and in model order, that become units of FSDP: those of ``classes``, the outermost only.
+
+    Without classes :func:`block_classes` finds them. None: no module becomes a unit.
 
     Raises:
         UsageError: when no module has one of the classes that were asked for.
@@ -358,6 +360,8 @@ def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.
     >>> list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
     ['0', '2']
     """
+    if classes is None:
+        return {}
     classes = (classes,) if isinstance(classes, str) else tuple(classes)
     wanted = classes or block_classes(model)
     found: dict[str, nn.Module] = {}

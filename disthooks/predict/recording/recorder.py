@@ -13,8 +13,9 @@
 #
 # [Note: what a distributed tensor hides]
 # A DTensor has a storage of the size of the whole tensor and no memory. Its operators run again on the local tensors,
-# and these are what is recorded. To learn the shape of a result, DTensor runs operators on fake tensors of the global
-# shape: that is computed nowhere, so the recorder looks away (`paused`).
+# and these are what is recorded. A mode is off while it handles a call, so the recorder does not make the call itself:
+# it says NotImplemented, and torch asks the DTensor, with the recorder on. To learn the shape of a result, DTensor runs
+# operators on fake tensors of the global shape: that is computed nowhere, so the recorder looks away (`paused`).
 
 from __future__ import annotations
 
@@ -282,7 +283,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             return func(*args, **kwargs)
         arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):
-            return func(*args, **kwargs)  # see [Note: what a distributed tensor hides]
+            return NotImplemented  # see [Note: what a distributed tensor hides]
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
             number = sequence_number() - 1  # see [Note: operators have numbers]
