@@ -28,7 +28,6 @@ from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
 
 
-
 @contextlib.contextmanager
 def fake_run() -> Iterator[Fakes]:
     """Inside, every new tensor is fake, and what the code changes of this process's state is put back at the end.

@@ -164,7 +164,9 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     else:
         is_plain = offset == 0 and storage.nbytes() == nbytes and not func.is_view
         memory.add(storage._cdata)  # the next result of this call has to lie elsewhere
-    return _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
+    return (
+        _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
+    )
 
 
 def _make(mode: Any, output: _Output, args: tuple[Any, ...]) -> Any:
