@@ -132,6 +132,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
             stack.enter_context(redirect_cuda())
+        at_building: list[tuple[str, str]] = []
+        fakes.tell(lambda *each: at_building.append(each))
         with _told(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
@@ -155,6 +157,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if found is not None:
                 found.begin_step()
             recorder = Recorder(model, cost)
+            for each in at_building:
+                recorder.assumed(*each)
             fakes.tell(recorder.assumed)
             if world is not None:
                 world.around_propagation = recorder.paused
