@@ -28,7 +28,6 @@ from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
 
 
-
 @contextlib.contextmanager
 def fake_run() -> Iterator[Fakes]:
     """Inside, every new tensor is fake, and what the code changes of this process's state is put back at the end.
@@ -64,6 +63,22 @@ def as_if_real() -> Iterator[None]:
         yield
         return
     with replaced(library, "is_fake_tensor", lambda tensor: False):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_as_eager(fakes: Fakes) -> Iterator[None]:
+    """Inside, compiled modules and functions run as they are written, and the prediction says so."""
+    library = sys.modules.get("torch._dynamo.eval_frame")
+    if library is None or not hasattr(library, "_callback_from_stance"):
+        yield
+        return
+
+    def no_callback(callback: Any) -> None:
+        if callable(callback):
+            fakes.mode.told("what the code of torch.compile saves", "what it saves without torch.compile")
+
+    with replaced(library, "_callback_from_stance", no_callback):
         yield
 
 
@@ -164,7 +179,9 @@ def _padded(
     """The sequences of a packed sequence, and their lengths; the operators are those of torch's C++."""
     sizes: list[int] = batch_sizes.tolist()
     steps, begin, row = len(sizes), 0, 0
-    made = torch.full((total if total and total > steps else steps, sizes[0], *data.shape[1:]), padding, dtype=data.dtype)
+    made = torch.full(
+        (total if total and total > steps else steps, sizes[0], *data.shape[1:]), padding, dtype=data.dtype
+    )
     for step in range(1, steps + 1):
         if step == steps or sizes[step] != sizes[begin]:
             rows = (step - begin) * sizes[begin]

@@ -14,8 +14,9 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
 # contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
-# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
-# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of
+# oneDNN's LSTM is not empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its
+# tensors are small.
 
 from __future__ import annotations
 
@@ -66,9 +67,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         # Tensors with rows of several lengths need one. No number in it may stand for a value that is not known.
         shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-        super().__init__(
-            allow_non_fake_inputs=True, allow_fallback_kernels=True, shape_env=shapes, static_shapes=True
-        )
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
         self.told = told
         self._answers = self._depth = 0
         self._thread = threading.get_ident()
@@ -107,6 +106,10 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
                 raise
             return self._for_real(func, args, kwargs, error)
+        return self._mended(func, args, result)
+
+    def _mended(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """``result`` as the operator gives it. See [Note: kernels that differ]."""
         if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
             with self:
                 return (result[0], *(each.to(torch.float32) for each in result[1:]))

@@ -7,10 +7,10 @@ a token. With their values the code runs as it would for real.
 # [Note: values beside fake tensors]
 # Positions, masks, lengths and labels are small, and they come from factories (`arange`, `ones`, `tensor`) or from the
 # user's inputs. Their operators run twice: on the fake tensors, for shapes and memory, and on the real values, on the
-# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. Floating-point
-# numbers have values too if they are few, because masks and rates of dropout are made of such: `linspace(0, 0.1, 12)`.
-# Random ones have none, except a single one that `rand` draws: it is taken to be 0.5. With it a model decides whether
-# it skips a layer, and a rate below one half means that it does not.
+# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. Floating-
+# point numbers have values too if they are few, because masks and rates of dropout are made of such: `linspace(0, 0.1,
+# 12)`. Random ones have none, except a single one that `rand` draws: it is taken to be 0.5. With it a model decides
+# whether it skips a layer, and a rate below one half means that it does not.
 #
 # [Note: routing is even]
 # Which experts of a mixture take which tokens depends on floating-point values, which nobody knows. So `topk` and
@@ -71,14 +71,17 @@ class Values(_Mode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if func is aten._pack_padded_sequence.default:
+            return self._packed(*args, **kwargs)
+        return self._run(func, args, kwargs, leaves)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[torch.Tensor]) -> Any:
         is_lift = "lift" in func._schema.name
         if not is_lift and any(_is_real(each) for each in leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
             leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if func in _INDEXED:
             args = self._by_position(args)
-        if func is aten._pack_padded_sequence.default:
-            return self._packed(*args, **kwargs)
         is_known = all(self.value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
         is_drawn = any(each.__dict__.get("_is_drawn") for each in leaves)
         if is_known and leaves and not _DEPENDS.isdisjoint(func.tags):
