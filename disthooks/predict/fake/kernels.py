@@ -13,10 +13,19 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # [Note: kernels that differ]
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
+<<<<<<< HEAD
 # contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
 # memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of
 # oneDNN's LSTM is not empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its
 # tensors are small.
+=======
+# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
+# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+#
+# [Note: dtypes that differ]
+# The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
+# them. So a model that no device runs would have a prediction. Here it is refused as in a run.
+>>>>>>> main
 
 from __future__ import annotations
 
@@ -38,6 +47,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
+from disthooks.predict.fake.shape_cache import ShapeCache
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -70,7 +80,11 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
         self.told = told
         self._answers = self._depth = 0
+<<<<<<< HEAD
         self._thread = threading.get_ident()
+=======
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
+>>>>>>> main
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -89,11 +103,20 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+<<<<<<< HEAD
         if threading.get_ident() != self._thread:
             self.told("operators in a thread that the model started", "they save nothing and take no memory")
+=======
+        if func in _OF_ONE_DTYPE:
+            _refuse_dtypes(func, args)
+>>>>>>> main
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
+        key = self._shapes.key(self, func, args, kwargs)
+        known = None if key is None else self._shapes.result(self, key, args)
+        if known is not None:
+            return known[0]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -117,10 +140,18 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             result.__dict__["_assumed"] = False
         elif func in _NOT and isinstance(args[0], FakeTensor):
             result.__dict__["_assumed"] = not args[0].__dict__.get("_assumed", True)
+<<<<<<< HEAD
         elif func in _CONTIGUOUS:
             return self._contiguous(result)
         elif func in _REDUCED and not result.dim():
             return self._reduced(args)
+=======
+        elif func is aten.native_layer_norm_backward.default and result[0] is not None:
+            with self:
+                return (result[0].contiguous(), *result[1:])
+        if key is not None:
+            self._shapes.learn(key, func, args, kwargs, result)
+>>>>>>> main
         return result
 
     def _contiguous(self, result: Any) -> Any:
@@ -233,6 +264,7 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
+<<<<<<< HEAD
 #: Operators whose first result torch makes contiguous. See [Note: kernels that differ].
 _CONTIGUOUS = {
     getattr(getattr(aten, name), overload)
@@ -250,7 +282,30 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Losses whose mean or sum lies over the memory of all losses.
 _REDUCED = {aten.mse_loss.default, aten.smooth_l1_loss.default}
 _ANY = {aten.any.default, aten.any.dim, aten._is_any_true.default}
+=======
+#: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
+_OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.convolution.default: (0, 1, 2),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+}
+_ANY = {aten.any.default, aten.any.dim}
+>>>>>>> main
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def _refuse_dtypes(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the error of a run for tensors of different dtypes. See [Note: dtypes that differ]."""
+    given = [args[position] for position in _OF_ONE_DTYPE[func] if position < len(args)]
+    dtypes = {each.dtype: None for each in given if isinstance(each, torch.Tensor)}
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{func} needs tensors of one dtype, and got {' and '.join(map(str, dtypes))}")
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -309,6 +364,7 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
+<<<<<<< HEAD
 def _embedding_bag(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bag of each index has memory for one index more, unless the bags are sums."""
     result = list(_Mode.__torch_dispatch__(mode, func, (), args, kwargs))
@@ -330,6 +386,19 @@ def _embedding_bag_backward(mode: FakeKernels, func: Any, args: tuple[Any, ...],
 _KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
 _KERNELS[aten._embedding_bag.default] = _embedding_bag
 _KERNELS[aten._embedding_bag_backward.default] = _embedding_bag_backward
+=======
+def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
+    with mode:
+        return torch.empty_like(args[0])
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._pin_memory.default: _pinned,
+}
+>>>>>>> main
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):
