@@ -13,19 +13,14 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # [Note: kernels that differ]
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
-<<<<<<< HEAD
 # contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
 # memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of
 # oneDNN's LSTM is not empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its
 # tensors are small.
-=======
-# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
-# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 #
 # [Note: dtypes that differ]
 # The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
 # them. So a model that no device runs would have a prediction. Here it is refused as in a run.
->>>>>>> main
 
 from __future__ import annotations
 
@@ -80,11 +75,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
         self.told = told
         self._answers = self._depth = 0
-<<<<<<< HEAD
         self._thread = threading.get_ident()
-=======
-        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
->>>>>>> main
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT, *_REDUCED}))
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -103,13 +95,9 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-<<<<<<< HEAD
-        if threading.get_ident() != self._thread:
-            self.told("operators in a thread that the model started", "they save nothing and take no memory")
-=======
+        self._check_thread()
         if func in _OF_ONE_DTYPE:
             _refuse_dtypes(func, args)
->>>>>>> main
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
@@ -129,7 +117,14 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
                 raise
             return self._for_real(func, args, kwargs, error)
-        return self._mended(func, args, result)
+        mended = self._mended(func, args, result)
+        if key is not None and mended is result:
+            self._shapes.learn(key, func, args, kwargs, result)
+        return mended
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            self.told("operators in a thread that the model started", "they save nothing and take no memory")
 
     def _mended(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
         """``result`` as the operator gives it. See [Note: kernels that differ]."""
@@ -140,18 +135,10 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             result.__dict__["_assumed"] = False
         elif func in _NOT and isinstance(args[0], FakeTensor):
             result.__dict__["_assumed"] = not args[0].__dict__.get("_assumed", True)
-<<<<<<< HEAD
         elif func in _CONTIGUOUS:
             return self._contiguous(result)
         elif func in _REDUCED and not result.dim():
             return self._reduced(args)
-=======
-        elif func is aten.native_layer_norm_backward.default and result[0] is not None:
-            with self:
-                return (result[0].contiguous(), *result[1:])
-        if key is not None:
-            self._shapes.learn(key, func, args, kwargs, result)
->>>>>>> main
         return result
 
     def _contiguous(self, result: Any) -> Any:
@@ -264,7 +251,6 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
-<<<<<<< HEAD
 #: Operators whose first result torch makes contiguous. See [Note: kernels that differ].
 _CONTIGUOUS = {
     getattr(getattr(aten, name), overload)
@@ -282,7 +268,6 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: Losses whose mean or sum lies over the memory of all losses.
 _REDUCED = {aten.mse_loss.default, aten.smooth_l1_loss.default}
 _ANY = {aten.any.default, aten.any.dim, aten._is_any_true.default}
-=======
 #: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
 _OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
@@ -295,8 +280,6 @@ _OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.index_put.default: (0, 2),
     aten.index_put_.default: (0, 2),
 }
-_ANY = {aten.any.default, aten.any.dim}
->>>>>>> main
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
@@ -364,7 +347,6 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
-<<<<<<< HEAD
 def _embedding_bag(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bag of each index has memory for one index more, unless the bags are sums."""
     result = list(_Mode.__torch_dispatch__(mode, func, (), args, kwargs))
@@ -383,10 +365,6 @@ def _embedding_bag_backward(mode: FakeKernels, func: Any, args: tuple[Any, ...],
     return _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
-_KERNELS[aten._embedding_bag.default] = _embedding_bag
-_KERNELS[aten._embedding_bag_backward.default] = _embedding_bag_backward
-=======
 def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
     with mode:
@@ -396,9 +374,10 @@ def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[st
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._pin_memory.default: _pinned,
 }
->>>>>>> main
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):

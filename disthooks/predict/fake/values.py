@@ -74,16 +74,12 @@ class Values(_Mode):  # type: ignore[misc]
         if func is DEVICE_OF and type(args[0]) is FakeTensor:
             return device_of(args[0])
         kwargs = kwargs or {}
-<<<<<<< HEAD
-        leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        leaves = tensors_in(args, kwargs)
         if func is aten._pack_padded_sequence.default:
             return self._packed(*args, **kwargs)
         return self._run(func, args, kwargs, leaves)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[torch.Tensor]) -> Any:
-=======
-        leaves = tensors_in(args, kwargs)
->>>>>>> main
         is_lift = "lift" in func._schema.name
         if not is_lift and any(_is_real(each) for each in leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
@@ -97,15 +93,10 @@ class Values(_Mode):  # type: ignore[misc]
                 self.told("a random number that the model reads", "0.5")
             return self._with_values(self._on_values(func, args, kwargs))
         result = func(*args, **kwargs)
-<<<<<<< HEAD
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, FakeTensor)]
+        made = [each for each in tensors_in((result,)) if isinstance(each, FakeTensor)]
         if func in _DRAW and made[0].numel() == 1:
             self._draw(made[0])
         elif made and is_known and all(_may_have_value(each, func) for each in made):
-=======
-        made = [each for each in tensors_in((result,)) if isinstance(each, FakeTensor)]
-        if made and is_known and all(_may_have_value(each) for each in made):
->>>>>>> main
             values = [each for each in pytree.tree_leaves(self._on_values(func, args, kwargs)) if torch.is_tensor(each)]
             self._keep(made, values, is_lift)
             for each in made if is_drawn else ():

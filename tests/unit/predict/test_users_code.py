@@ -40,7 +40,7 @@ def experts(parts: Any, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     made = x.clone()
     for kind, part in enumerate(parts):
         mask = kinds == kind
-        made[mask] = part(x[mask])
+        made[mask] = part(x[mask]).to(made.dtype)
     return made
 
 
