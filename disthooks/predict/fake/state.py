@@ -57,7 +57,7 @@ def state_put_back() -> Iterator[None]:
     """
     with _turn, contextlib.ExitStack() as stack:
         for get, put_back in _switches():
-            stack.callback(put_back, get())
+            stack.callback(_put_back, get, put_back, get())
         stack.enter_context(_no_autocast())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -93,6 +93,12 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         )
         yield functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)
     yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+
+
+def _put_back(get: Callable[[], Any], put_back: Callable[[Any], Any], before: Any) -> None:
+    """Put back what has changed; some switches are not to be touched otherwise."""
+    if type(before) not in (bool, int, str) or get() != before:
+        put_back(before)
 
 
 def _put_back_environment(before: dict[str, str]) -> None:
