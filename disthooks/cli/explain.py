@@ -46,7 +46,7 @@ def explain(
     """
     from disthooks._tensors import parse_bytes
     from disthooks.cli.workload import find
-    from disthooks.predict.answers.advice import advise, what_if
+    from disthooks.predict.answers.advice import Tried, advise, what_if
     from disthooks.predict.answers.fits import fits as find_fits
     from disthooks.predict.answers.questions import answers
     from disthooks.predict.explain import explain_built, situation_of
@@ -71,9 +71,11 @@ def explain(
         begin("one step on tensors without memory")
         said = explain_built(builder, situation)
         begin("how far it can go")
-        far = None if limit is None else find_fits(builder, situation, limit, patience=_PATIENCE)
+        tried: Tried = {}  # the changes that were run: they run once
+        known: Any = {"patience": _PATIENCE, "tried": tried}
+        far = None if limit is None else find_fits(builder, situation, limit, explanation=said, **known)
         begin("what could be changed")
-        best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
+        best = advise(builder, said, limit=limit, **known) if advice else []
         compared = () if measured is None else said.beside(measured)
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
@@ -81,7 +83,7 @@ def explain(
         if output is not None or as_json:
             told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
         if output is not None:
-            told["what_if"] = what_if(builder, said, best)
+            told["what_if"] = what_if(builder, said, best, tried=tried)
     if output is not None:
         from disthooks.predict.page.page import page
 

@@ -24,10 +24,9 @@ from disthooks._tensors import format_bytes
 from disthooks.errors import DisthooksError
 from disthooks.predict.answers.advice import Group, checkpointed, largest_group
 from disthooks.predict.answers.fits import Fits, Largest
-from disthooks.predict.explain import explain_built
-from disthooks.predict.explanation import Explanation
+from disthooks.predict.explanation import Explanation, Memory
 from disthooks.predict.fake.builder import Builder
-from disthooks.predict.run import Situation
+from disthooks.predict.run import Situation, record_step
 
 #: Ranks of the answers by formula: one machine, and several.
 RANKS, MANY = 8, 64
@@ -106,7 +105,7 @@ class _Answers:
             return None
         situation: Situation = replace(self._explanation.situation, **changes)
         try:
-            return explain_built(self._builder, situation).peak_bytes
+            return Memory(record_step(self._builder, situation), situation).peak_bytes
         except DisthooksError:
             return None
 
