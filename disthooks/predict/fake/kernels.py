@@ -105,6 +105,13 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         known = None if key is None else self._shapes.result(self, key, args)
         if known is not None:
             return known[0]
+        result = self._computed(func, types, args, kwargs)
+        if key is not None:
+            self._shapes.learn(key, func, args, kwargs, result)
+        return result
+
+    def _computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result by torch's kernels, or by an assumption."""
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
