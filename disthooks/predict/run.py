@@ -23,6 +23,7 @@ from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, h
 from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.fake.fake_run import as_if_real, fake_run
+from disthooks.predict.fake.lazy import has_lazy
 from disthooks.predict.hardware.devices import Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
 from disthooks.predict.recording.record import StepRecord
@@ -142,6 +143,9 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
         if situation.device == "cuda":
             stack.enter_context(_as_on_cuda(situation))
+        if has_lazy(model):  # see [Note: lazy modules]
+            with _told(f"the dry run of {type(model).__name__}"), torch.no_grad(), _autocast(situation):
+                model(*args, **kwargs)
         found: Planned | None = None
         moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
@@ -210,10 +214,7 @@ class _Run:
 
     def _forward(self) -> list[torch.Tensor]:
         situation = self._situation
-        autocast: Any = contextlib.nullcontext()
-        if situation.autocast is not None:
-            autocast = torch.autocast(situation.device, situation.autocast)
-        with autocast:
+        with _autocast(situation):
             return _roots(self._prepared.model(*self._args, **self._kwargs), situation.loss)
 
     def _backward(self, roots: list[torch.Tensor]) -> None:
@@ -241,6 +242,12 @@ def _as_on_cuda(situation: Situation) -> Iterator[None]:
     """Inside, the operators of fake CPU tensors save, cast and accept what those of an NVIDIA GPU do."""
     with foreach_as_on_cuda(), as_on_cuda(situation.backend), cuda_autocast():
         yield
+
+
+def _autocast(situation: Situation) -> contextlib.AbstractContextManager[Any]:
+    if situation.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(situation.device, situation.autocast)
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:

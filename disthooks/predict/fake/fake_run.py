@@ -9,11 +9,17 @@ The private parts of torch that this needs are in this file.
 # does not know its own storage. Both are replaced while the fake mode is on. Nothing of the user's is changed: a module
 # that is given is copied without its memory, and the states of the random generators, the default dtype and the
 # environment are put back.
+#
+# [Note: the lengths of a CTC loss]
+# `torch.ctc_loss` takes lengths as lists or as tensors. For real tensors it makes lists of them, which autograd does not
+# save. For fake tensors it keeps them as tensors, which autograd saves, and given lists it makes a real tensor. So the
+# function is replaced by the same steps in Python, always with lists.
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import random
 import sys
@@ -23,12 +29,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.predict.fake.kernels import FakeKernels
+from disthooks.predict.fake.kernels import FakeKernels, lengths_of_targets
+from disthooks.predict.fake.lazy import copy_buffer, new_buffer, new_parameter
 from disthooks.predict.fake.values import Values
 
+#: torch's numbers of reductions.
+_MEAN, _SUM = 1, 2
 #: Variables that make libraries read files on this machine and ask no hub.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
 
@@ -48,8 +58,11 @@ def fake_run() -> Iterator[Fakes]:
         stack.enter_context(_state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        stack.enter_context(replaced(UninitializedParameter, "__new__", staticmethod(new_parameter)))
+        stack.enter_context(replaced(UninitializedBuffer, "__new__", staticmethod(new_buffer)))
+        stack.enter_context(replaced(UninitializedBuffer, "__deepcopy__", copy_buffer))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
-        stack.enter_context(replaced(torch, "ctc_loss", _ctc_loss))  # torch computes with lists
+        stack.enter_context(replaced(torch, "ctc_loss", functools.partial(_ctc_loss, mode)))
         stack.enter_context(mode)
         stack.enter_context(values)
         yield Fakes(mode, values)
@@ -88,6 +101,7 @@ class Fakes(NamedTuple):
 
         def one(real: torch.Tensor) -> torch.Tensor:
             if isinstance(real, FakeTensor):
+                self.values.doubt(real)
                 return real
             if real.device.type != "cpu":
                 return torch.empty_strided(
@@ -138,16 +152,29 @@ def _to_cpu(model: nn.Module) -> None:
         module._buffers.update({name: one(buffer) for name, buffer in module._buffers.items()})
 
 
-_original_ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
-
-
-def _ctc_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.ctc_loss`` with lengths as tensors, because torch makes a real tensor of a list."""
-
-    def as_tensor(value: Any) -> Any:
-        return torch.tensor(value) if isinstance(value, (list, tuple)) else value
-
-    return _original_ctc_loss(*map(as_tensor, args), **{name: as_tensor(each) for name, each in kwargs.items()})
+def _ctc_loss(
+    mode: FakeKernels,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """``torch.ctc_loss`` as for real tensors. See [Note: the lengths of a CTC loss]."""
+    is_batched = log_probs.dim() == 3
+    rows = log_probs if is_batched else log_probs.unsqueeze(1)
+    of_targets = lengths_of_targets(mode, targets, target_lengths)
+    of_inputs = [rows.shape[0]] * rows.shape[1]  # their values change no shape
+    losses: torch.Tensor = torch._ctc_loss(rows, targets.to(torch.int64), of_inputs, of_targets, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+    if reduction == _MEAN:
+        return (losses / torch.tensor(of_targets, dtype=losses.dtype).clamp_min(1)).mean()
+    if reduction == _SUM:
+        return losses.sum()
+    return losses if is_batched else losses.squeeze(0)
 
 
 def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -188,7 +215,8 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Replace an attribute of ``owner`` inside. An attribute that was inherited is inherited again."""
-    original, is_own = getattr(owner, name), name in vars(owner)
+    is_own = name in vars(owner)
+    original = vars(owner)[name] if is_own else None  # as it is there: a static method, not its function
     setattr(owner, name, new)
     try:
         yield

@@ -13,7 +13,8 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # [Note: kernels that differ]
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
-# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
+# contiguous. The grouped matrix product takes float32. The multilabel margin loss of one row has no dimension. The
+# workspace of oneDNN's LSTM is not empty: its size is known
 # to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
+from disthooks.predict.fake.values import value_of
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -242,23 +244,42 @@ def _each_its_own(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: d
     return tuple(result)
 
 
+def lengths_of_targets(mode: FakeKernels, targets: torch.Tensor, lengths: Any) -> list[int]:
+    """How long each target of a CTC loss is, from a list or a tensor; if nobody knows, as long as it can be."""
+    if not isinstance(lengths, torch.Tensor):
+        return list(lengths)
+    value = value_of(lengths)
+    if value is not None:
+        found: list[int] = value.reshape(-1).tolist()
+        return found
+    longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
+    mode.told("the lengths of the targets of a CTC loss", f"the longest has {longest}")
+    return [longest] * lengths.numel()
+
+
 def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The losses, and the table of torch's CTC loss, which is as wide as the longest target asks for."""
     log_probs, targets, lengths = args[0], args[1], args[3]
-    if isinstance(lengths, torch.Tensor):
-        value = lengths.__dict__.get("_value")  # see values.py
-        lengths = None if value is None else value.reshape(-1).tolist()
-    if lengths is None:
-        longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
-        mode.told("the lengths of the targets of a CTC loss", f"the longest has {longest}")
-    else:
-        longest = max(lengths, default=0)
+    longest = max(lengths_of_targets(mode, targets, lengths), default=0)
     batch = log_probs.shape[1] if log_probs.dim() > 2 else 1
     with mode:
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
+def _multilabel_margin_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss, without a dimension if the input is one row, and which elements are targets."""
+    loss, is_target = _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
+    if args[0].dim() > 1 or not loss.dim():
+        return loss, is_target
+    with mode:
+        return loss.new_empty(()), is_target
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+}
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):

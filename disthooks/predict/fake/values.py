@@ -1,4 +1,4 @@
-"""``Values``: the real values of small tensors of integers and truth values, beside the fake tensors.
+"""``Values``: the real values of small tensors of integers and of masks, beside the fake tensors.
 
 Models read such tensors to decide what to do: whether a mask masks anything, how long a sequence is, which expert takes
 a token. With their values the code runs as it would for real.
@@ -7,8 +7,13 @@ a token. With their values the code runs as it would for real.
 # [Note: values beside fake tensors]
 # Positions, masks, lengths and labels are small, and they come from factories (`arange`, `ones`, `tensor`) or from the
 # user's inputs. Their operators run twice: on the fake tensors, for shapes and memory, and on the real values, on the
-# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. Tensors of
-# floating-point numbers have values only if they are single numbers.
+# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. The memory of
+# a lost value is given back at once, and that is how the values of its views know that they are lost too.
+#
+# [Note: masks of floating-point numbers]
+# torch and transformers make masks of 0 and minus infinity, and ask whether such a mask is causal or masks anything. So
+# a tensor of floating-point numbers has a value if it has at most two different numbers, or one element. The user's
+# inputs must have exactly two: a tensor of zeros or ones is often a placeholder, and says nothing.
 #
 # [Note: routing is even]
 # Which experts of a mixture take which tokens depends on floating-point values, which nobody knows. So `topk` and
@@ -42,6 +47,15 @@ _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 #: Operators whose result, or its shape, depends on the elements.
 _DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _RANDOM = torch.Tag.nondeterministic_seeded
+#: Operators that take from a tensor its shape alone and fill a new one with a number, and the number.
+_FILL: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
+    aten.zeros_like.default: lambda args: 0,
+    aten.ones_like.default: lambda args: 1,
+    aten.full_like.default: lambda args: args[1],
+    aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.new_full.default: lambda args: args[2],
+}
 
 
 class Values(_Mode):  # type: ignore[misc]
@@ -61,7 +75,6 @@ class Values(_Mode):  # type: ignore[misc]
     def __init__(self, mode: Any, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
         super().__init__()
         self._mode, self.told = mode, told
-        self._lost: dict[int, torch.UntypedStorage] = {}  # memory of values that an operator overwrote
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the user's real tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -73,41 +86,61 @@ class Values(_Mode):  # type: ignore[misc]
             leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if func in _INDEXED:
             args = self._by_position(args)
-        is_known = all(self.value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
+        is_known = all(value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
+        is_known = is_known and not (leaves and _is_random(func))
         if is_known and leaves and not _DEPENDS.isdisjoint(func.tags):
             return self._with_values(self._on_values(func, args, kwargs))
         result = func(*args, **kwargs)
         made = [each for each in pytree.tree_leaves(result) if isinstance(each, FakeTensor)]
-        if made and is_known and all(_may_have_value(each) for each in made):
+        is_small = bool(made) and all(_may_have_value(each) for each in made)
+        if is_small and is_known:
             values = [each for each in pytree.tree_leaves(self._on_values(func, args, kwargs)) if torch.is_tensor(each)]
             self._keep(made, values, is_lift)
+        elif is_small and func in _FILL:
+            self._keep(made, [self._filled(made[0], _FILL[func](args))], is_lift)
         elif made and func in _CHOOSE:
             self._choose(func, made[_CHOOSE[func]], args[0])
         elif func._schema.is_mutable:
             for each in leaves:
-                value = each.__dict__.pop("_value", None)
-                if value is not None:
-                    self._lost[value.untyped_storage()._cdata] = value.untyped_storage()
+                _lose(each)
         return result
 
     def _keep(self, made: list[FakeTensor], values: list[torch.Tensor], is_lift: bool) -> None:
         for fake, value in zip(made, values, strict=False):
-            if fake.shape == value.shape:
+            if fake.shape != value.shape:
+                continue
+            if not self._is_telling(value):
+                _lose(fake)  # an operator may have written into it
+            else:
                 # A lifted tensor lies over the memory of a real one, which goes.
                 fake.__dict__["_value"] = self._copied(value) if is_lift else value
 
-    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real value of ``tensor``; None if it has none."""
-        if _is_real(tensor):
-            return tensor  # `torch.tensor([...])`, before it becomes fake
-        value: torch.Tensor | None = tensor.__dict__.get("_value")
-        return None if value is None or value.untyped_storage()._cdata in self._lost else value
+    def _is_telling(self, value: torch.Tensor, fewest: int = 1) -> bool:
+        """Whether a value is worth keeping. See [Note: masks of floating-point numbers].
+
+        Args:
+            value: a real tensor.
+            fewest: the least number of different elements, 1 or 2, that a mask of floating-point numbers has.
+        """
+        if not _is_fraction(value.dtype) or value.numel() <= 1:
+            return True
+        with _without_fakes(), _without_modes():
+            least, most = value.aminmax()
+            return bool(((value == least) | (value == most)).all()) and (fewest < 2 or bool(least < most))
 
     def give(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Let ``fake`` have ``value``, if it may have one."""
-        if isinstance(fake, FakeTensor) and _may_have_value(fake) and value.device.type == "cpu":
+        if not (isinstance(fake, FakeTensor) and _may_have_value(fake) and value.device.type == "cpu"):
+            return
+        if self._is_telling(value, fewest=2):
             with _without_fakes(), _without_modes():
                 fake.__dict__["_value"] = value.detach().clone()  # the model may write into it
+
+    def doubt(self, placeholder: torch.Tensor) -> None:
+        """Let an input of the user's have no value if it may be a placeholder; see :meth:`give`."""
+        value = value_of(placeholder)
+        if value is not None and not self._is_telling(value, fewest=2):
+            del placeholder.__dict__["_value"]
 
     def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """One fake tensor for each real one that the user's code holds; torch would make a new one at each use."""
@@ -121,9 +154,13 @@ class Values(_Mode):  # type: ignore[misc]
         return known[1]
 
     def _on_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, value_of, (args, kwargs))
         with _without_fakes(), _without_modes():
             return func(*args, **kwargs)
+
+    def _filled(self, fake: torch.Tensor, number: Any) -> torch.Tensor:
+        with _without_fakes(), _without_modes():
+            return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype).fill_(number)
 
     def _copied(self, value: torch.Tensor) -> torch.Tensor:
         with _without_fakes(), _without_modes():
@@ -141,7 +178,7 @@ class Values(_Mode):  # type: ignore[misc]
         """The arguments of an indexing, with positions in place of the masks whose values are known."""
         indices: list[Any] = []
         for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8) or self.value_of(index) is None:
+            if index is None or index.dtype not in (torch.bool, torch.uint8) or value_of(index) is None:
                 indices.append(index)
             else:
                 found = self._on_values(aten.nonzero.default, (index,), {})
@@ -162,18 +199,39 @@ class Values(_Mode):  # type: ignore[misc]
         self.told(f"what {name} chooses", f"each of {dimension} equally often")
 
 
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real value of ``tensor``; None if it has none."""
+    if _is_real(tensor):
+        return tensor  # `torch.tensor([...])`, before it becomes fake
+    value: torch.Tensor | None = tensor.__dict__.get("_value")
+    return None if value is None or (value.numel() and not value.untyped_storage().nbytes()) else value
+
+
+def _lose(tensor: torch.Tensor) -> None:
+    """From now on ``tensor`` and its views have no value. See [Note: values beside fake tensors]."""
+    value = tensor.__dict__.pop("_value", None)
+    if value is not None:
+        value.untyped_storage().resize_(0)
+
+
 def _is_real(tensor: Any) -> bool:
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
+def _is_random(func: Any) -> bool:
+    return _RANDOM in func.tags and "randint" not in func._schema.name
+
+
 def _is_factory(func: Any) -> bool:
     """Whether ``func``, called without tensors, makes a tensor whose elements are known."""
-    name = func._schema.name
-    return func.namespace == "aten" and "empty" not in name and (_RANDOM not in func.tags or "randint" in name)
+    return func.namespace == "aten" and "empty" not in func._schema.name and not _is_random(func)
+
+
+def _is_fraction(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _may_have_value(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.numel() > _MOST:
         return False
-    is_whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    return is_whole or tensor.numel() <= 1
+    return not tensor.dtype.is_complex or tensor.numel() <= 1

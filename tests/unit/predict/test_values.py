@@ -8,7 +8,7 @@ from torch import nn
 from disthooks import explain
 from disthooks.predict.fake.fake_run import fake_run
 from disthooks.predict.fake.kernels import FakeKernels
-from disthooks.predict.fake.values import Values
+from disthooks.predict.fake.values import Values, value_of
 
 
 class Masked(nn.Module):
@@ -43,10 +43,10 @@ def test_a_value_that_is_overwritten_by_an_unknown_is_lost() -> None:
     with fake_run() as fakes:
         known = torch.zeros(3, dtype=torch.int64)
         view = known[:2]
-        assert fakes.values.value_of(view) is not None
+        assert value_of(view) is not None
         known.copy_(torch.randn(3))
-        assert fakes.values.value_of(known) is None
-        assert fakes.values.value_of(view) is None
+        assert value_of(known) is None
+        assert value_of(view) is None
 
 
 def test_what_is_chosen_is_chosen_evenly_and_named() -> None:
@@ -54,7 +54,7 @@ def test_what_is_chosen_is_chosen_evenly_and_named() -> None:
     with fake_run() as fakes:
         fakes.tell(lambda what, assumed: told.append((what, assumed)))
         chosen = torch.randn(8, 4).topk(2).indices
-        assert fakes.values.value_of(chosen) is not None
+        assert value_of(chosen) is not None
         assert chosen.flatten().bincount(minlength=4).tolist() == [4, 4, 4, 4]
     assert told == [("what topk chooses", "each of 4 equally often")]
 
