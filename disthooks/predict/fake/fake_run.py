@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
 from disthooks.predict.fake.kernels import FakeKernels, lengths_of_targets
-from disthooks.predict.fake.lazy import copy_buffer, new_buffer, new_parameter
+from disthooks.predict.fake.lazy import copy_lazy, new_buffer, new_parameter
 from disthooks.predict.fake.values import Values
 
 #: torch's numbers of reductions.
@@ -58,9 +58,9 @@ def fake_run() -> Iterator[Fakes]:
         stack.enter_context(_state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
-        stack.enter_context(replaced(UninitializedParameter, "__new__", staticmethod(new_parameter)))
-        stack.enter_context(replaced(UninitializedBuffer, "__new__", staticmethod(new_buffer)))
-        stack.enter_context(replaced(UninitializedBuffer, "__deepcopy__", copy_buffer))
+        for kind, new in ((UninitializedParameter, new_parameter), (UninitializedBuffer, new_buffer)):
+            stack.enter_context(replaced(kind, "__new__", staticmethod(new)))
+            stack.enter_context(replaced(kind, "__deepcopy__", copy_lazy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
         stack.enter_context(replaced(torch, "ctc_loss", functools.partial(_ctc_loss, mode)))
         stack.enter_context(mode)
@@ -167,7 +167,9 @@ def _ctc_loss(
     rows = log_probs if is_batched else log_probs.unsqueeze(1)
     of_targets = lengths_of_targets(mode, targets, target_lengths)
     of_inputs = [rows.shape[0]] * rows.shape[1]  # their values change no shape
-    losses: torch.Tensor = torch._ctc_loss(rows, targets.to(torch.int64), of_inputs, of_targets, blank, zero_infinity)[0]
+    losses: torch.Tensor = torch._ctc_loss(rows, targets.to(torch.int64), of_inputs, of_targets, blank, zero_infinity)[
+        0
+    ]
     if zero_infinity:
         losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
     if reduction == _MEAN:
@@ -195,7 +197,9 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
                 if weight.grad is not None:
                     weight.grad = fn(weight.grad)
     for name, buffer in self._buffers.items():
-        if buffer is not None:
+        if buffer is not None and is_lazy(buffer):
+            buffer.data = fn(buffer)  # it stays without a size
+        elif buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
 

@@ -50,11 +50,12 @@ def new_buffer(
     return made
 
 
-def copy_buffer(buffer: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of an ``UninitializedBuffer``, for which torch has none."""
-    if id(buffer) not in memo:
-        memo[id(buffer)] = UninitializedBuffer(buffer.requires_grad, buffer.data.device, buffer.data.dtype)
-    return memo[id(buffer)]
+def copy_lazy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """``__deepcopy__`` of both classes for a fake run; torch's own looks at ``data``, which is no fake tensor."""
+    if id(tensor) not in memo:
+        kind: Any = UninitializedParameter if isinstance(tensor, UninitializedParameter) else UninitializedBuffer
+        memo[id(tensor)] = kind(tensor.requires_grad, tensor.device, tensor.dtype)
+    return memo[id(tensor)]
 
 
 def has_lazy(model: nn.Module) -> bool:
