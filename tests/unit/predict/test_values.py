@@ -41,7 +41,7 @@ def test_a_single_float_of_the_users_can_be_copied() -> None:
 
 
 def test_a_value_that_is_overwritten_by_an_unknown_is_lost() -> None:
-    with fake_run() as fakes:
+    with fake_run():
         known = torch.zeros(3, dtype=torch.int64)
         view = known[:2]
         assert value_of(view) is not None
