@@ -105,7 +105,7 @@ def measure(
         autocast: gives the context of the forward and the loss.
         optimizer: makes the optimizer; without it the step ends with the backward.
         tracker: whether to run the step once more under MemTracker.
-        peaks: whether to run the step once more under :class:`LivingStorages`; if not, ``peaks`` and ``held`` are empty.
+        peaks: whether to run the step once more under :class:`LivingStorages`; if not, ``peaks`` stays empty.
     """
     measured = Measured()
     with unchanged(model), saved_by_module(model, inputs) as saved, saved.hooks():

@@ -7,21 +7,18 @@ The private parts of torch that this needs are in this file.
 # A fake tensor and a real one do not mix well, so the model is built, or copied, inside the fake mode. There
 # `Module.to()` fails in torch, because it swaps tensors that have weak references, and a deep copy of a fake parameter
 # does not know its own storage. Both are replaced while the fake mode is on. Nothing of the user's is changed: a module
-# that is given is copied without its memory, and the states of the random generators, the default dtype and the
-# environment are put back.
+# that is given is copied without its memory, and the state of the process is put back (state.py).
 #
 # [Note: the lengths of a CTC loss]
-# `torch.ctc_loss` takes lengths as lists or as tensors. For real tensors it makes lists of them, which autograd does not
-# save. For fake tensors it keeps them as tensors, which autograd saves, and given lists it makes a real tensor. So the
-# function is replaced by the same steps in Python, always with lists.
+# `torch.ctc_loss` takes lengths as lists or as tensors. For real tensors it makes lists of them, which autograd does
+# not save. For fake tensors it keeps them as tensors, which autograd saves, and given lists it makes a real tensor. So
+# the function is replaced by the same steps in Python, always with lists.
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -35,12 +32,11 @@ from torch.utils import _pytree as pytree
 from disthooks.errors import UsageError
 from disthooks.predict.fake.kernels import FakeKernels, lengths_of_targets
 from disthooks.predict.fake.lazy import copy_lazy, new_buffer, new_parameter
+from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
 
 #: torch's numbers of reductions.
 _MEAN, _SUM = 1, 2
-#: Variables that make libraries read files on this machine and ask no hub.
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
@@ -55,11 +51,11 @@ def fake_run() -> Iterator[Fakes]:
     mode = FakeKernels()
     values = Values(mode)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_state_put_back())
+        stack.enter_context(state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
         for kind, new in ((UninitializedParameter, new_parameter), (UninitializedBuffer, new_buffer)):
-            stack.enter_context(replaced(kind, "__new__", staticmethod(new)))
+            stack.enter_context(replaced(kind, "__new__", new))
             stack.enter_context(replaced(kind, "__deepcopy__", copy_lazy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
         stack.enter_context(replaced(torch, "ctc_loss", functools.partial(_ctc_loss, mode)))
@@ -214,39 +210,3 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             found.requires_grad_(self.requires_grad)
         memo[id(self)] = found
     return found
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replace an attribute of ``owner`` inside. An attribute that was inherited is inherited again."""
-    is_own = name in vars(owner)
-    original = vars(owner)[name] if is_own else None  # as it is there: a static method, not its function
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
-def _state_put_back() -> Iterator[None]:
-    """Put back what building and running a model may change: random generators, default dtype, environment."""
-    state, python_state, dtype = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    environment = dict(os.environ)
-    os.environ.update(_OFFLINE)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        torch.set_default_dtype(dtype)
