@@ -220,6 +220,11 @@ def patch_meshes(stack: ExitStack) -> None:
     patch(stack, kind, "get_coordinate", get_coordinate)
     if isinstance(vars(kind).get("mesh"), property):
         patch(stack, kind, "mesh", property(_without_modes(kind.mesh.fget)))
+    _patch_smaller_mesh(stack)
+
+
+def _patch_smaller_mesh(stack: ExitStack) -> None:
+    """Let FSDP2 make the mesh of ``reshard_after_forward=8`` of real numbers."""
     for name in ("_fsdp_init", "_fully_shard"):
         module: Any = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
         if hasattr(module, _SMALLER_MESH):

@@ -150,7 +150,8 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
     Open it inside :func:`state_put_back`. See [Note: one prediction at a time].
     """
-    original, is_own, thread = getattr(owner, name), name in vars(owner), threading.get_ident()
+    original, thread = getattr(owner, name), threading.get_ident()
+    own = vars(owner).get(name)  # as it is there: a static method, not its function
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (new if threading.get_ident() == thread else original)(*args, **kwargs)
@@ -159,7 +160,7 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_own:
-            setattr(owner, name, original)
+        if own is not None:
+            setattr(owner, name, own)
         else:
             delattr(owner, name)
