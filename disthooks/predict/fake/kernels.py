@@ -11,10 +11,11 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # assumption in it names it. A loop that waits for another answer would never end, so there is a limit.
 #
 # [Note: kernels that differ]
-# Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
-# half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
-# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
-# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+# Some of torch's fake kernels give other shapes, dtypes or formats than the operators. The statistics of a
+# normalisation of half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's
+# input is contiguous. The grouped matrix product takes float32. Padding by reflection or replication on the CPU keeps
+# the format channels last, which the fake kernels of torch 2.9 and 2.11 lose. The workspace of oneDNN's LSTM is not
+# empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -258,7 +260,22 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
+def _pad2d(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The result of a padding of two dimensions, in the format of its input. See [Note: kernels that differ]."""
+    made: torch.Tensor = _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
+    is_channels_last = args[0].dim() == 4 and suggest_memory_format(args[0]) is torch.channels_last
+    if not is_channels_last or made.is_contiguous(memory_format=torch.channels_last):
+        return made
+    with mode:
+        return torch.empty_like(made, memory_format=torch.channels_last)
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten.reflection_pad2d.default: _pad2d,
+    aten.replication_pad2d.default: _pad2d,
+}
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):
