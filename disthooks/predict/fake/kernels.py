@@ -16,6 +16,10 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # input is contiguous. The grouped matrix product takes float32. Padding by reflection or replication on the CPU keeps
 # the format channels last, which the fake kernels of torch 2.9 and 2.11 lose. The workspace of oneDNN's LSTM is not
 # empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+#
+# [Note: dtypes that differ]
+# The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
+# them. So a model that no device runs would have a prediction. Here it is refused as in a run.
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
+from disthooks.predict.fake.shape_cache import ShapeCache
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -66,6 +71,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
         self.told = told
         self._answers = self._depth = 0
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -84,9 +90,15 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_ONE_DTYPE:
+            _refuse_dtypes(func, args)
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
+        key = self._shapes.key(self, func, args, kwargs)
+        known = None if key is None else self._shapes.result(self, key, args)
+        if known is not None:
+            return known[0]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -107,6 +119,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         elif func is aten.native_layer_norm_backward.default and result[0] is not None:
             with self:
                 return (result[0].contiguous(), *result[1:])
+        if key is not None:
+            self._shapes.learn(key, func, args, kwargs, result)
         return result
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -200,8 +214,28 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
+#: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
+_OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.convolution.default: (0, 1, 2),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+}
 _ANY = {aten.any.default, aten.any.dim}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def _refuse_dtypes(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the error of a run for tensors of different dtypes. See [Note: dtypes that differ]."""
+    given = [args[position] for position in _OF_ONE_DTYPE[func] if position < len(args)]
+    dtypes = {each.dtype: None for each in given if isinstance(each, torch.Tensor)}
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{func} needs tensors of one dtype, and got {' and '.join(map(str, dtypes))}")
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -270,11 +304,18 @@ def _pad2d(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return torch.empty_like(made, memory_format=torch.channels_last)
 
 
+def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
+    with mode:
+        return torch.empty_like(args[0])
+
+
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten.reflection_pad2d.default: _pad2d,
     aten.replication_pad2d.default: _pad2d,
+    aten._pin_memory.default: _pinned,
 }
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
