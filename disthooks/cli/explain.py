@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
+import sys
 import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -12,7 +16,7 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds after which no further change is tried, and no further question is answered by a step of its own.
+#: Seconds for each search: after them no new size or change is tried, and no new step is run for an answer.
 _PATIENCE = 30.0
 
 if TYPE_CHECKING:
@@ -44,17 +48,22 @@ def explain(
     The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
     once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and without.
     """
-    from disthooks._tensors import parse_bytes
-    from disthooks.cli.workload import find
-    from disthooks.predict.answers.advice import advise, what_if
-    from disthooks.predict.answers.fits import fits as find_fits
-    from disthooks.predict.answers.questions import answers
-    from disthooks.predict.explain import explain_built, situation_of
-    from disthooks.predict.fake.builder import Builder
+    _check_folder(output)
+    with _warned_once(), progress(5) as begin:
+        begin("importing torch and the model")
+        # The imports take a second or more, so they stand behind the first line of progress.
+        from disthooks._tensors import parse_bytes
+        from disthooks.cli.workload import find
+        from disthooks.predict.answers.advice import advise, what_if
+        from disthooks.predict.answers.fits import fits as find_fits
+        from disthooks.predict.answers.questions import answers
+        from disthooks.predict.explain import explain_built, situation_of
+        from disthooks.predict.fake.builder import Builder
 
-    limit = None if fits is None else parse_bytes(fits, "--fits")
-    with progress(4) as begin:
-        begin("importing the model")
+        def detail(step: str) -> Callable[[str], None]:
+            return lambda text: begin(f"{step}: {text}", is_step=False)
+
+        limit = None if fits is None else parse_bytes(fits, "--fits")
         builder = Builder(find(model), name=model)
         situation = situation_of(
             plan=file,
@@ -68,16 +77,21 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("one step on tensors without memory")
+        begin("predicting one step")
         said = explain_built(builder, situation)
-        begin("how far it can go")
-        far = None if limit is None else find_fits(builder, situation, limit, patience=_PATIENCE)
-        begin("what could be changed")
-        best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
         compared = () if measured is None else said.beside(measured)
+        begin("looking for the largest sizes")
+        far = None
+        if limit is not None:
+            far = find_fits(builder, situation, limit, patience=_PATIENCE, progress=detail("largest sizes"))
+        begin("trying changes")
+        best = []
+        if advice:
+            best = advise(builder, said, limit=limit, patience=_PATIENCE, progress=detail("changes"))
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
+        begin("answering questions")
         if output is not None or as_json:
             told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
         if output is not None:
@@ -91,15 +105,51 @@ def explain(
         return
     show(said, told)
     for each in compared:
-        line(str(each))
+        _say(str(each))
     for number, change in enumerate(best, 1):
-        line(f"advice {number}: {change.title}: {change.text}")
-        if change.yaml:
-            line(textwrap.indent(change.yaml.rstrip(), "    "))
+        _say(f"advice {number}: {change.title}: {change.text}")
+        if change.yaml or change.code:
+            line(textwrap.indent((change.yaml or change.code).rstrip(), "    "))
     if far is not None:
-        line(str(far))
+        for text in str(far).splitlines():
+            _say(text)
     if output is not None:
         line(f"wrote {output}")
+
+
+def _check_folder(output: str | None) -> None:
+    """Refuse a page that could not be written, before anything takes time."""
+    if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
+        raise UsageError(f"--output={output!r}: there is no folder {str(pathlib.Path(output).parent)!r}; make it first")
+    if output is not None and pathlib.Path(output).is_dir():
+        raise UsageError(f"--output={output!r} is a folder: give the name of a file, such as {output}/page.html")
+
+
+@contextlib.contextmanager
+def _warned_once() -> Iterator[None]:
+    """Show each warning of the user's code once, although the model is built many times."""
+    show_warning, shown = warnings.showwarning, set()
+
+    def show_new(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        if (key := (str(message), filename, lineno)) not in shown:
+            shown.add(key)
+            show_warning(message, category, filename, lineno, *rest, **more)
+
+    warnings.showwarning = show_new
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_warning
+
+
+def _say(text: str, colour: str = "") -> None:
+    """Print a sentence: on a terminal in lines that break between words, and otherwise in one line."""
+    if sys.stdout.isatty():
+        text = textwrap.fill(
+            text, max(40, console().width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    for each in text.splitlines():
+        line(each, colour)
 
 
 # -- the tree of modules
@@ -167,7 +217,8 @@ def folded(rows: tuple[ModuleRow, ...]) -> Branch:
     return branch(0)
 
 
-_BAR = 24
+#: Columns of a bar, and of one on a narrow terminal.
+_BAR, _LEAST_BAR = 24, 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -182,26 +233,81 @@ def bar(part: float, width: int = _BAR) -> str:
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[str, str, str, str]]:
-    """The lines of the tree: name, class, bytes and share. Parts below ``smallest`` of the whole are one line."""
-    lines: list[tuple[str, str, str, str]] = []
+class TreeLine(NamedTuple):
+    """A line of the tree.
+
+    Attributes:
+        name: the label, indented by two columns a level.
+        kind: the name of the class.
+        nbytes: the saved bytes.
+        share: their part of all saved bytes; None for a line that stands for small parts.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    share: float | None
+
+
+def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[TreeLine]:
+    """The lines of the tree. The parts of a module that are below ``smallest`` of the whole share one line."""
+    lines: list[TreeLine] = []
 
     def add(each: Branch, depth: int) -> None:
         many = f" × {each.times}" if each.times > 1 else ""
         name = "  " * depth + (each.label or "(model)") + many
-        share = each.total / whole
-        lines.append((name, each.kind, size(each.total), f"{bar(share)} {share:6.1%}"))
+        lines.append(TreeLine(name, each.kind, each.total, each.total / whole))
         inside = sorted((child for child in each.children if child.total), key=lambda child: -child.total)
         small = [child for child in inside if child.total < smallest * whole]
         for child in inside[: len(inside) - len(small)]:
             add(child, depth + 1)
         if small:
             rest = sum(child.total for child in small)
-            lines.append(("  " * (depth + 1) + f"{len(small)} smaller", "", size(rest), ""))
+            lines.append(TreeLine("  " * (depth + 1) + f"{len(small)} smaller", "", rest, None))
 
     if whole:
         add(top, 0)
     return lines
+
+
+def tree_table(lines: list[TreeLine], columns: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The tree as heads and rows of a table that is at most ``columns`` wide.
+
+    A narrow terminal first gets shorter bars, then no classes, and then shorter names.
+
+    >>> lines = [TreeLine("(model)", "Model", 1024, 1.0), TreeLine("  a_long_name", "Linear", 512, 0.5)]
+    >>> for columns in (80, 50, 38):
+    ...     print(tree_table(lines, columns)[1][1])
+    ('  a_long_name', 'Linear', '512 B', '████████████              50.0%')
+    ('  a_long_name', 'Linear', '512 B', '████      50.0%')
+    ('  a_lo…name', '512 B', '████      50.0%')
+    """
+    names, kinds = max(len(each.name) for each in lines), max(len("class"), *(len(each.kind) for each in lines))
+    numbers = max(len("saved"), *(len(size(each.nbytes)) for each in lines)) + len(" 100.0%")
+    edges = 13  # of four columns; three columns have 3 less
+    room = columns - edges - numbers - names - kinds
+    has_kinds = room >= _LEAST_BAR
+    if not has_kinds:
+        room += kinds + 3
+    width = max(_LEAST_BAR, min(_BAR, room))
+    longest = max(12, names + min(0, room - width))
+    rows = []
+    for each in lines:
+        share = "" if each.share is None else f"{bar(each.share, width)} {each.share:6.1%}"
+        kind = (each.kind,) if has_kinds else ()
+        rows.append((_shorter(each.name, longest), *kind, size(each.nbytes), share))
+    return ("module", *(("class",) if has_kinds else ()), "saved", "share"), rows
+
+
+def _shorter(name: str, most: int) -> str:
+    """``name`` in at most ``most`` columns, without a part of its middle."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    start = most - 1 - end
+    indent = min(len(name) - len(name.lstrip()), start - 1)
+    inside = name.lstrip()
+    return " " * indent + inside[: start - indent] + "…" + inside[len(inside) - end :]
 
 
 # -- the curve
@@ -226,10 +332,12 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
         lines.append(f"{scale:>10} │{text}")
     names = [""] * width
     for phase, begin in record.phases.items():
-        place = min(width - len(phase) - 1, begin * width // moments)
-        for offset, letter in enumerate(f"│{phase}"):
+        place = max(0, min(width - len(phase) - 1, begin * width // moments))
+        for offset, letter in enumerate(f"│{phase}"[:width]):
             names[place + offset] = letter
     lines.append(" " * 12 + "".join(name or " " for name in names).rstrip())
+    mark, place = "▼ peak", columns.index(top)
+    lines.insert(0, " " * 12 + (" " * place + mark if place + len(mark) <= width else f"{'peak ▼':>{place + 1}}"))
     return lines
 
 
@@ -247,24 +355,37 @@ def show(said: Explanation, told: dict[str, Any]) -> None:
         said: the explanation.
         told: the same as a document, with what the command adds to it.
     """
+    columns = console().width
     lines = tree_lines(folded(said.modules), said.saved_bytes)
-    if not lines:
-        raise UsageError(f"{said.model}: autograd saves nothing, so there is nothing to explain")
-    heads = ("module", "class", "saved", "share")
-    console().print(table(lines, heads, right=(2,), title="saved for backward, by module"))
-    rows = [(name, size(nbytes)) for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes]
-    console().print(table(rows, ("operator", "saved"), right=(1,), title="by operator"))
-    console().print("\n".join(curve_lines(said)))
+    if lines:
+        heads, rows = tree_table(lines, columns)
+        console().print(table(rows, heads, right=(len(heads) - 2,), title="saved for backward, by module"))
+        operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
+        console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator", columns))
+    line("memory over the step")
+    console().print("\n".join(curve_lines(said, max(24, min(72, columns - 13)))))
     peak = said.peak
-    rows = [(name, size(nbytes)) for name, nbytes in peak.by_category.items()]
-    console().print(table(rows, ("at the peak", "bytes"), right=(1,)))
+    console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak", columns))
     if told["plan"] is not None:
         _show_plan(told)
     _show_notes(said, told)
     low, high = said.peak_range
-    where = f"in the {peak.phase} of {peak.module or 'the model'} ({peak.operator})"
-    line(f"the peak is {size(peak.nbytes)}, {where}; the range is {size(low)} to {size(high)}")
-    line(f"autograd saves {size(said.saved_bytes)}, weights not counted")
+    line(f"autograd saves {size(said.saved_bytes)} for backward (weights are not counted)")
+    with_plan = "" if told["plan"] is None else f" with {told['file']}"
+    _say(f"the peak{with_plan} is {size(peak.nbytes)} ({size(low)} to {size(high)}), {peak.where} ({peak.operator})")
+    if told["plan"] is not None:
+        _say(f"the peak without {told['file']} is {size(told['peak']['nbytes'])}")
+
+
+def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:
+    """A table of bytes with a bar for each."""
+    names = max([len(head), *map(len, figures)])
+    width = max(_LEAST_BAR, min(_BAR, columns - names - 10 - len(" 100.0%") - 10))
+    rows = []
+    for name, nbytes in sorted(figures.items(), key=lambda pair: -pair[1]):
+        share = nbytes / whole if whole else 0.0
+        rows.append((name, size(nbytes), f"{bar(share, width)} {share:6.1%}"))
+    return table(rows, (head, "bytes", "share"), right=(1,), title=title)
 
 
 def _show_plan(told: dict[str, Any]) -> None:
@@ -272,10 +393,10 @@ def _show_plan(told: dict[str, Any]) -> None:
     rows = [(name, to, *map(size, figures)) for name, to, *figures in _alike(plan["modules"], keys)]
     total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
     heads = ("module", "goes to", *keys)
-    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"under {told['file']}"))
-    line(f"without the plan the peak is {size(told['peak']['nbytes'])}")
-    held = {"in the host's memory": plan["host"], "on disk": plan["disk"]}
-    line("with it " + ", ".join(f"{size(nbytes)} {where}" for where, nbytes in held.items() if nbytes))
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"what {told['file']} does"))
+    for where, nbytes in {"in the host's memory": plan["host"], "on disk": plan["disk"]}.items():
+        if nbytes:
+            line(f"the plan keeps at most {size(nbytes)} {where}")
 
 
 def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[Any, ...]]:
@@ -294,13 +415,17 @@ def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[A
 def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
     for each in told["unknown"]:
         where = each["module"] or "the model"
-        line(f"unknown: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
+        _say(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
     for text in told["warnings"]:
-        line(f"warning: {text}", "yellow")
+        _say(f"warning: {text}", "yellow")
     for text in told["not_counted"]:
-        line(f"not counted: {text}")
+        _say(f"not counted: {text}")
     if said.seconds:
-        parts = ", ".join(f"{phase} {duration:.3g} s" for phase, duration in said.seconds.items())
-        line(f"time on {told['situation']['hardware']}, roughly: {parts}")
+        parts = ", ".join(f"{phase} {_time(duration)}" for phase, duration in said.seconds.items())
+        _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
     if said.link_or_compute is not None:
-        line(f"offload or compute again: {said.link_or_compute}")
+        _say(f"offload or compute again: {said.link_or_compute}")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -25,7 +25,9 @@ from disthooks.saved.report import SavedReport
 # allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What
 # is in neither is in `not_counted`.
 
-#: What no figure of a prediction contains.
+#: How many shares of the peak a document has at most: enough for each module of a large model.
+_SHARES = 1000
+#: Memory that no figure of a prediction contains.
 NOT_COUNTED = (
     "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
     "what the communication library takes (NCCL: some hundred MiB)",
@@ -77,6 +79,12 @@ class Peak:
     operator: str
     by_category: Mapping[str, int]
     shares: tuple[Share, ...]
+
+    @property
+    def where(self) -> str:
+        """The moment as text, such as "in the backward of layers.3"."""
+        alone = {"before": "before the forward", "optimizer": "in the optimizer's step"}
+        return alone.get(self.phase) or f"in the {self.phase} of {self.module or 'the model'}"
 
 
 class Memory:
@@ -154,7 +162,7 @@ class Memory:
                 "module": peak.module,
                 "operator": peak.operator,
                 "categories": dict(peak.by_category),
-                "shares": [each._asdict() for each in peak.shares[:50]],
+                "shares": [each._asdict() for each in peak.shares[:_SHARES]],
             },
             "held": self.held_bytes,
             "host": self.host,
@@ -401,11 +409,10 @@ class Explanation:
         return page(self.to_dict())
 
     def __str__(self) -> str:
-        where = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
         low, high = self.peak_range
         lines = [
             f"{self.model}: autograd saves {format_bytes(self.saved_bytes)}; the peak is "
-            f"{format_bytes(self.peak_bytes)} ({format_bytes(low)} to {format_bytes(high)}), {where}"
+            f"{format_bytes(self.peak_bytes)} ({format_bytes(low)} to {format_bytes(high)}), {self.peak.where}"
         ]
         lines += [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in self.peak.by_category.items()]
         if self.planned is not None:

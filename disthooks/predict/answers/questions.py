@@ -125,7 +125,7 @@ class _Answers:
         at = self._explanation.peak
         largest = next(iter(at.by_category), "nothing")
         text = (
-            f"{format_bytes(at.nbytes)}, in the {at.phase} of {at.module or 'the model'}; most of it, "
+            f"{format_bytes(at.nbytes)}, {at.where}; most of it, "
             f"{format_bytes(at.by_category.get(largest, 0))}, is {largest}."
         )
         return Answer("What is the expected peak memory?", text, {"peak": at.nbytes, **at.by_category})

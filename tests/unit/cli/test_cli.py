@@ -409,12 +409,13 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
     assert [line for line in told.stdout.splitlines() if line.startswith("autograd saves 220 B")]
-    assert [line for line in told.stdout.splitlines() if line.startswith("with it 4.0 KiB on disk")]
+    assert [line for line in told.stdout.splitlines() if line.startswith("the plan keeps at most 4.0 KiB on disk")]
     found = json.loads(run("explain", f"{BUILT}:small", file, "--device", "cpu", "--json").stdout)
     assert found["saved"] == 220
     assert [(each["module"], each["own"]) for each in found["modules"]] == [("", 0), ("0", 60), ("1", 160), ("2", 0)]
     assert [(each["module"], each["stored"]) for each in found["plan"]["modules"]] == [("1", 160)]
-    assert "it has to return (module, example inputs)" in run("explain", f"{BUILT}:alone", code=1).stderr
+    alone = run("explain", f"{BUILT}:alone", code=1).stderr
+    assert "alone has no example inputs: a function has to return (module, example inputs)" in alone
 
 
 def test_explain_shows_equal_layers_as_one_line_and_a_page(tmp_path: pathlib.Path) -> None:
