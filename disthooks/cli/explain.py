@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -20,7 +21,10 @@ from disthooks.errors import UsageError
 _PATIENCE = 30.0
 
 if TYPE_CHECKING:
+    from disthooks.predict.answers.advice import Advice
+    from disthooks.predict.answers.fits import Fits
     from disthooks.predict.explanation import Explanation, ModuleRow
+    from disthooks.predict.measured import Measured
 
 
 def explain(
@@ -59,9 +63,7 @@ def explain(
         from disthooks.predict.answers.questions import answers
         from disthooks.predict.explain import explain_built, situation_of
         from disthooks.predict.fake.builder import Builder
-
-        def detail(step: str) -> Callable[[str], None]:
-            return lambda text: begin(f"{step}: {text}", is_step=False)
+        from disthooks.predict.page.page import page
 
         limit = None if fits is None else parse_bytes(fits, "--fits")
         builder = Builder(find(model), name=model)
@@ -81,13 +83,10 @@ def explain(
         said = explain_built(builder, situation)
         compared = () if measured is None else said.beside(measured)
         begin("looking for the largest sizes")
-        far = None
-        if limit is not None:
-            far = find_fits(builder, situation, limit, patience=_PATIENCE, progress=detail("largest sizes"))
+        detail = functools.partial(begin, is_step=False)
+        far = find_fits(builder, situation, limit, patience=_PATIENCE, progress=detail) if limit is not None else None
         begin("trying changes")
-        best = []
-        if advice:
-            best = advise(builder, said, limit=limit, patience=_PATIENCE, progress=detail("changes"))
+        best = advise(builder, said, limit=limit, patience=_PATIENCE, progress=detail) if advice else []
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
@@ -96,25 +95,25 @@ def explain(
             told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best)
-    if output is not None:
-        from disthooks.predict.page.page import page
-
-        pathlib.Path(output).write_text(page(told), encoding="utf-8")
+            pathlib.Path(output).write_text(page(told), encoding="utf-8")
     if as_json:
         document(told)
-        return
-    show(said, told)
+    else:
+        show(said, told)
+        _show_answers(compared, best, far)
+    if output is not None and not as_json:
+        line(f"wrote {output}")
+
+
+def _show_answers(compared: tuple[Measured, ...], best: list[Advice], far: Fits | None) -> None:
     for each in compared:
         _say(str(each))
     for number, change in enumerate(best, 1):
         _say(f"advice {number}: {change.title}: {change.text}")
         if change.yaml or change.code:
             line(textwrap.indent((change.yaml or change.code).rstrip(), "    "))
-    if far is not None:
-        for text in str(far).splitlines():
-            _say(text)
-    if output is not None:
-        line(f"wrote {output}")
+    for text in () if far is None else str(far).splitlines():
+        _say(text)
 
 
 def _check_folder(output: str | None) -> None:
@@ -275,12 +274,12 @@ def tree_table(lines: list[TreeLine], columns: int) -> tuple[tuple[str, ...], li
 
     A narrow terminal first gets shorter bars, then no classes, and then shorter names.
 
-    >>> lines = [TreeLine("(model)", "Model", 1024, 1.0), TreeLine("  a_long_name", "Linear", 512, 0.5)]
+    >>> lines = [TreeLine("(model)", "Model", 2048, 1.0), TreeLine("  a_long_name", "Linear", 1024, 0.5)]
     >>> for columns in (80, 50, 38):
     ...     print(tree_table(lines, columns)[1][1])
-    ('  a_long_name', 'Linear', '512 B', '████████████              50.0%')
-    ('  a_long_name', 'Linear', '512 B', '████      50.0%')
-    ('  a_lo…name', '512 B', '████      50.0%')
+    ('  a_long_name', 'Linear', '1.0 KiB', '████████████              50.0%')
+    ('  a_long_name', '1.0 KiB', '██████▌        50.0%')
+    ('  a_lo…_name', '1.0 KiB', '████      50.0%')
     """
     names, kinds = max(len(each.name) for each in lines), max(len("class"), *(len(each.kind) for each in lines))
     numbers = max(len("saved"), *(len(size(each.nbytes)) for each in lines)) + len(" 100.0%")

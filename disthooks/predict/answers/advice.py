@@ -364,8 +364,8 @@ def _plans(explanation: Explanation, group: Group | None) -> Iterator[_Candidate
     if 2 * wide > explanation.saved_bytes:
         codecs = [{"kind": "Cast", "dtype": "bfloat16"}]
         yield _planned(situation, "cast", "keep saved tensors as bfloat16", "*", codecs=codecs, store=stays)
-    codecs = [{"kind": "Quantize", "bits": 8}]
-    yield _planned(situation, "quantize", "keep saved tensors in 8 bits", "*", codecs=codecs, store=stays)
+    small = [{"kind": "Quantize", "bits": 8}]
+    yield _planned(situation, "quantize", "keep saved tensors in 8 bits", "*", codecs=small, store=stays)
 
 
 def _planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> _Candidate:

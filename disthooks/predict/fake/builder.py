@@ -47,8 +47,9 @@ class Builder:
 
     def __init__(self, source: nn.Module | Callable[..., Any], inputs: tuple[Any, ...] = (), name: str = "") -> None:
         if not isinstance(source, nn.Module) and not callable(source):
-            where = f"{name}: " if name else ""
-            raise UsageError(f"{where}explain takes a module, or a function that builds one, not {source!r}")
+            raise UsageError(
+                f"{f'{name}: ' if name else ''}explain takes a module, or a function that builds one, not {source!r}"
+            )
         self._source, self._inputs = source, inputs
         self.name = name or getattr(source, "__qualname__", "") or type(source).__name__
 
@@ -102,8 +103,8 @@ class Builder:
             model = fakes.copy(model)
         if inputs is None:
             raise UsageError(
-                f"{self.name} has no example inputs: a function has to return (module, example inputs), and for a module "
-                "alone the inputs are given to dh.explain(module, *inputs)"
+                f"{self.name} has no example inputs: a function has to return (module, example inputs); for a module "
+                "alone, give the inputs to dh.explain(module, *inputs)"
             )
         args, kwargs = _as_arguments(inputs)
         args, kwargs = fakes.like(args), fakes.like(kwargs)
@@ -150,8 +151,8 @@ class Builder:
             sizes = [what for what, names in _NAMES.items() if set(names) & set(missing)]
             ask = f", or say {' and '.join(f'{what}=' for what in sizes)} (--{' and --'.join(sizes)})" if sizes else ""
             raise UsageError(
-                f"{self.name} cannot be called: it needs {', '.join(map(repr, missing))}, and explain gives a function no "
-                f"arguments but a batch size and a length. Let each argument have a default{ask}"
+                f"{self.name} cannot be called: it needs {', '.join(map(repr, missing))}, and explain gives a function "
+                f"no arguments but a batch size and a length; let each argument have a default{ask}"
             )
 
 
