@@ -1,4 +1,4 @@
-"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits. Nothing runs."""
+"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits in a limit."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ if TYPE_CHECKING:
 
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
-    file: str | None = typer.Argument(None, help="A hooks file: what its plan makes of the saved bytes."),
+    file: str | None = typer.Argument(None, help="A hooks file: the step is predicted with its plan, too."),
     device: str = typer.Option("cuda", help="Whose operators run: cuda, cpu, or a GPU's name such as h100."),
-    backend: str | None = typer.Option(None, help="Of attention: flash, efficient, cudnn or math."),
+    backend: str | None = typer.Option(None, help="The kernels of attention: flash, efficient, cudnn or math."),
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
-    optimizer: str | None = typer.Option(None, help="With a step of this optimizer, such as adamw."),
+    optimizer: str | None = typer.Option(None, help="Add the step of this optimizer, such as adamw."),
     engine: str | None = typer.Option(None, help="ddp, fsdp1, fsdp2, hsdp, tp, fsdp2+tp, or zero0 to zero3."),
     world: int = typer.Option(1, min=1, help="The number of ranks."),
     batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
     seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
     measured: str | None = typer.Option(
-        None, help="The log of a run with this hooks file, to compare with.", metavar="LOG"
+        None, help="Compare with the log of a run that had this hooks file.", metavar="LOG"
     ),
-    fits: str | None = typer.Option(None, help="Does it fit into so much memory (80GiB), and how far can it go?"),
-    advice: bool = typer.Option(True, help="Try changes, and name the best three."),
+    fits: str | None = typer.Option(
+        None, help="Say whether the step fits in this memory (80GiB), and find the largest sizes that fit."
+    ),
+    advice: bool = typer.Option(True, help="Try changes, and show the best three."),
     output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
-    """PREDICT what one training step of the model saves and needs. It needs no GPU and no memory: nothing runs.
+    """PREDICT what one training step of the model saves, and how much memory it needs. It needs no GPU: nothing runs.
 
-    The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
-    once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and without.
+    The step is predicted with tensors that have shapes but no memory, so a large model needs seconds and no GPU. Each
+    storage counts once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and
+    without it.
     """
     _check_folder(output)
     with _warned_once(), progress(5) as begin:
@@ -173,11 +176,11 @@ class Branch(NamedTuple):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """The classes and names inside, which modules in a row have in common."""
+        """The class, and the names and classes inside. Modules in a row with equal structures become one branch."""
         return self.kind, tuple((child.label, child.times, child.structure) for child in self.children)
 
     def with_next(self, other: Branch) -> Branch:
-        """This branch, with ``other``, of the same structure, in it."""
+        """A branch for the modules of this one and of ``other``, which has the same structure."""
         first = self.label.partition("–")[0]
         label = self.label if other.label == self.label else f"{first}–{other.label.rpartition('–')[2]}"
         children = tuple(a.with_next(b) for a, b in zip(self.children, other.children, strict=True))
@@ -186,7 +189,7 @@ class Branch(NamedTuple):
 
 
 def folded(rows: tuple[ModuleRow, ...]) -> Branch:
-    """The tree of the modules. Neighbours in a list that have one structure are one branch.
+    """The tree of the modules. Numbered modules in a row with equal structures are one branch.
 
     >>> from disthooks.predict.explanation import ModuleRow
     >>> layers = [ModuleRow(f"layers.{i}", "Layer", 1, 8, 8) for i in range(3)]

@@ -70,7 +70,7 @@ def answers(
 
     Args:
         explanation: the step.
-        fits: what is known of its largest sizes; None if nothing.
+        fits: the largest sizes that fit; None if they were not searched.
         builder: builds the model of ``explanation``, for further steps; None to run none.
         patience: seconds after which no further step is run.
     """
@@ -156,7 +156,9 @@ class _Answers:
 
     def _size(self, question: str, what: str, largest: Largest | None) -> Answer:
         if largest is None or largest.size is None:
-            how = f"Ask with a limit: disthooks explain ... --fits 80GiB (the {what} has to be one that can be set)."
+            how = "Ask with a limit: disthooks explain ... --fits 80GiB."
+            if largest is not None:
+                how = f"{largest.text[:1].upper()}{largest.text[1:]}."
             return Answer(question, how, {}, "ask")
         assert self._fits is not None
         text = f"In {format_bytes(self._fits.limit)}: {largest.text}."
@@ -198,7 +200,7 @@ class _Answers:
         return max((each.total - each.nbytes[position] for each in samples), default=0)
 
     def _checkpoints(self) -> Iterator[Answer]:
-        how = "Give a function that builds the model, so that further steps can be run; dh.explain has advice."
+        how = "Not known: an answer needs further steps, and there was no time, or no function that builds the model."
         runs: dict[str, Callable[[], int | None]] = {"as it is": lambda: self._peak}
         if self._group is not None:
             names = self._group.names
