@@ -1,9 +1,9 @@
 """``beside``: compares a prediction with the figures that a real run measured."""
 
 # [Note: law 19]
-# A prediction is compared with a real run, and the difference is shown. In a run, the hooks count bytes, and torch counts
-# memory. The hooks count from the first step on, so each of their figures is divided by the number of steps before it
-# is compared. A log already has figures for each step (`saved/moved_per_step`).
+# A prediction is compared with a real run, and the difference is shown. In a run, the hooks count bytes, and torch
+# counts memory. The hooks count from the first step on, so each of their figures is divided by the number of steps
+# before it is compared. A log already has figures for each step (`saved/moved_per_step`).
 
 from __future__ import annotations
 

@@ -481,7 +481,7 @@ def test_explain_shows_a_warning_once(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "models.py"
     file.write_text(ARGUMENTS)
     told = process("explain", f"{file}:warns", "--device", "cpu", "--fits", "1 MiB")
-    assert told.stderr.count("this model is old") == 1
+    assert told.stderr.count("UserWarning: this model is old") == 1
     assert "the step fits in 1.0 MiB" in told.stdout
 
 
