@@ -17,8 +17,8 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds for each search: after them no new size or change is tried, and no new step is run for an answer.
-_PATIENCE = 30.0
+#: Seconds after which a search tries no new size or change; and seconds after which no new step runs for an answer.
+_PATIENCE, _PATIENCE_FOR_ANSWERS = 30.0, 120.0
 
 if TYPE_CHECKING:
     from disthooks.predict.answers.advice import Advice
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
     file: str | None = typer.Argument(None, help="A hooks file: the step is predicted with its plan, too."),
-    device: str = typer.Option("cuda", help="Whose operators run: cuda, cpu, or a GPU's name such as h100."),
+    device: str = typer.Option("cuda", help="Whose operators run: cuda (as on an H100), cpu, or a GPU's name."),
     backend: str | None = typer.Option(None, help="The kernels of attention: flash, efficient, cudnn or math."),
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
@@ -64,13 +64,15 @@ def explain(
         from disthooks.predict.answers.advice import advise, what_if
         from disthooks.predict.answers.fits import fits as find_fits
         from disthooks.predict.answers.questions import answers
-        from disthooks.predict.explain import explain_built, situation_of
+        from disthooks.predict.explain import explain as predict
         from disthooks.predict.fake.builder import Builder
         from disthooks.predict.page.page import page
 
         limit = None if fits is None else parse_bytes(fits, "--fits")
         builder = Builder(find(model), name=model)
-        situation = situation_of(
+        begin("predicting one step")
+        said = predict(
+            builder,
             plan=file,
             optimizer=optimizer,
             engine=engine,
@@ -82,12 +84,14 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("predicting one step")
-        said = explain_built(builder, situation)
         compared = () if measured is None else said.beside(measured)
         begin("looking for the largest sizes")
         detail = functools.partial(begin, is_step=False)
-        far = find_fits(builder, situation, limit, patience=_PATIENCE, progress=detail) if limit is not None else None
+        far = (
+            find_fits(builder, said.situation, limit, patience=_PATIENCE, progress=detail)
+            if limit is not None
+            else None
+        )
         begin("trying changes")
         best = advise(builder, said, limit=limit, patience=_PATIENCE, progress=detail) if advice else []
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
@@ -95,7 +99,7 @@ def explain(
         told["advice"] = [each.to_dict() for each in best]
         begin("answering questions")
         if output is not None or as_json:
-            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
+            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best)
             pathlib.Path(output).write_text(page(told), encoding="utf-8")
