@@ -125,6 +125,11 @@ def in_transform() -> bool:
 recorded_by_jit: Callable[[], bool] = torch._C._is_tracing
 
 
+def is_dispatched() -> bool:
+    """Whether a ``TorchDispatchMode`` of this thread sees the operators."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def being_traced() -> bool:
     """Whether the operators of this thread are recorded, by ``torch.jit.trace`` or by ``make_fx``."""
     return recorded_by_jit() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

@@ -2,7 +2,7 @@
 
 The rest of DDP is torch's own Python code. Counted: each bucket, as one flat tensor, from the construction on; the new
 buckets after the first step, in the order in which gradients came; gradients that become views of their bucket; the
-flat copy of the buffers before each forward. Not counted: the copies of 250 MiB with which the first rank sends its
+two maps of the parameters that a step uses; the flat copy of the buffers before each forward. Not counted: the copies of 250 MiB with which the first rank sends its
 parameters at construction, and what the communication library allocates for itself.
 """
 
@@ -14,6 +14,11 @@ parameters at construction, and what the communication library allocates for its
 # - `rebuild_buckets`: once, before the second forward, unless `find_unused_parameters`; the old buckets are freed
 #   first; `compute_bucket_assignment_by_size` (which is used here too) gets the parameters in the order in which their
 #   gradients came, and the limits of the first bucket and of the others;
+# - `initialize_local_used_map`: with `find_unused_parameters` or a static graph two tensors of 4 bytes for each
+#   parameter: one on the device, and one in the host's memory (here both are counted on the device);
+# - `delay_all_reduce`: in the first step of a static graph a hook only counts; all gradients are copied into their
+#   buckets at the end of backward. So the order for the new buckets is that of the second step, and they are made
+#   before the third one;
 # - `finalize_backward`: without views the reduced bucket is copied back into the gradients, which takes no memory.
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ class FakeReducer:
 
     Attributes:
         buckets: the flat tensors, in the order in which backward fills them.
+        used_maps: which parameters a step used; empty without `find_unused_parameters` and a static graph.
         bucket_indices: for each bucket the positions of its parameters in ``params``.
     """
 
@@ -61,10 +67,14 @@ class FakeReducer:
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.is_static = False
-        self._has_rebuilt = False
+        self._has_rebuilt = self._is_delayed = False
+        self._unused: list[int] = []  # of a static graph
         self._expects_gradients = False
         self._order: list[int] = []
         self._fill(bucket_indices)
+        self.used_maps: tuple[torch.Tensor, ...] = ()
+        if find_unused_parameters:
+            self._map_used()
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.params)
@@ -87,16 +97,36 @@ class FakeReducer:
         def on_gradient(parameter: torch.Tensor) -> None:
             if not self._expects_gradients:
                 return
+            if self._is_delayed:
+                return
             self._order.append(index)
-            view, gradient = self._views[index], parameter.grad
-            assert gradient is not None
-            with torch.no_grad():
-                if gradient is not view:
-                    view.copy_(gradient)
-                if self.gradient_as_bucket_view:
-                    parameter.grad = view
+            self._copy(index)
 
         return on_gradient
+
+    def _copy(self, index: int) -> None:
+        """Copy a gradient into its bucket."""
+        parameter, view = self.params[index], self._views[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        with torch.no_grad():
+            if gradient is not view:
+                view.copy_(gradient)
+            if self.gradient_as_bucket_view:
+                parameter.grad = view
+
+    def _map_used(self) -> None:
+        with torch.no_grad():
+            self.used_maps = tuple(torch.zeros(len(self.params), dtype=torch.int32) for _ in range(2))
+
+    def _delay_all_reduce(self) -> None:
+        """End the backward of the first step of a static graph. DDP's own code calls this."""
+        self._is_delayed = False
+        for index, parameter in enumerate(self.params):
+            if parameter.grad is None:
+                self._unused.append(index)
+            else:
+                self._copy(index)
 
     def prepare_for_forward(self) -> None:
         """Do nothing; torch's reducer takes the time here."""
@@ -110,9 +140,9 @@ class FakeReducer:
     def _rebuild_buckets(self) -> bool:
         self._expects_gradients = False
         should_rebuild = self.is_static or not self.find_unused_parameters
-        if self._has_rebuilt or not should_rebuild or len(set(self._order)) != len(self.params):
+        order = list(dict.fromkeys([*self._unused, *self._order]))
+        if self._has_rebuilt or not should_rebuild or len(order) != len(self.params):
             return False
-        order = list(dict.fromkeys(self._order))
         self._has_rebuilt = True
         self.buckets.clear()
         self._views.clear()
@@ -121,7 +151,8 @@ class FakeReducer:
         return True
 
     def _set_static_graph(self) -> None:
-        self.is_static = True
+        self.is_static = self._is_delayed = True
+        self._map_used()
 
     def _remove_autograd_hooks(self) -> None:
         for handle in self._handles:

@@ -29,6 +29,11 @@ theirs. What those need besides, under fake tensors, is patched while the world 
 # `fully_shard` makes a view of each parameter for every rank, and uses this rank's and the first. On fake tensors that
 # takes 40 s for 300 parameters and 1,024 ranks, so the views are made when they are asked for.
 
+# [Note: what DTensor remembers]
+# DTensor remembers, for each operator and the layouts of its arguments, the layout and the local shape of the result.
+# The key has the mesh and not the rank. On two ranks of one process the shapes may differ, if a size does not divide.
+# So DTensor forgets everything when a world begins, and when it ends: a real run may follow in this process.
+
 from __future__ import annotations
 
 import contextlib
@@ -61,6 +66,8 @@ _MESH_METHODS = (
     "get_coordinate",
     "get_local_rank",
 )
+#: The function that makes the mesh of `reshard_after_forward=8`.
+_SMALLER_MESH = "_get_post_forward_mesh_info"
 _PROPAGATION = (
     "_propagate_tensor_meta",
     "_propagate_tensor_meta_cached",
@@ -134,11 +141,14 @@ def fake_world(size: int, rank: Rank = 0) -> Iterator[FakeWorld]:
         stack.callback(_worlds.remove, world)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=_FAKE_ADDRESS)
+        _forget_layouts()
+        stack.callback(_forget_layouts)
         patch_meshes(stack)
         _patch_propagation(stack, world)
         _patch_collectives(stack)
         _patch_chunks(stack)
         _patch_addresses(stack)
+        _patch_streams(stack)
         _patch_reducer(stack)  # see [Note: DDP's reducer]
         stack.callback(_leave)
         with _disable_current_modes():
@@ -204,6 +214,10 @@ def patch_meshes(stack: ExitStack) -> None:
             patch(stack, kind, name, _without_modes(method))
     if isinstance(vars(kind).get("mesh"), property):
         patch(stack, kind, "mesh", property(_without_modes(kind.mesh.fget)))
+    for name in ("_fsdp_init", "_fully_shard"):
+        module: Any = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
+        if hasattr(module, _SMALLER_MESH):
+            patch(stack, module, _SMALLER_MESH, _without_modes(vars(module)[_SMALLER_MESH]))
 
 
 def _real(ranks: Any, is_arange: bool) -> Any:
@@ -212,6 +226,16 @@ def _real(ranks: Any, is_arange: bool) -> Any:
     if not is_arange:
         raise UsageError("a DeviceMesh of a fake tensor has no ranks; give it a list, or call init_device_mesh")
     return torch.arange(ranks.numel(), dtype=torch.int).view(tuple(ranks.shape))
+
+
+def _forget_layouts() -> None:
+    """See [Note: what DTensor remembers]."""
+    module: Any = sys.modules.get("torch.distributed.tensor._api")
+    if module is not None:
+        module.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        in_c: Any = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+        if in_c is not None:
+            in_c()
 
 
 def _patch_propagation(stack: ExitStack, world: FakeWorld) -> None:
@@ -289,6 +313,12 @@ def _patch_addresses(stack: ExitStack) -> None:
 
     patch(stack, torch.UntypedStorage, "data_ptr", of_storage)
     patch(stack, FakeTensor, "data_ptr", of_tensor)
+
+
+def _patch_streams(stack: ExitStack) -> None:
+    """FSDP1 waits for its stream if it offloads parameters. The streams of a CPU cannot be waited for."""
+    if not hasattr(torch.cpu.Stream, "synchronize"):
+        patch(stack, torch.cpu.Stream, "synchronize", lambda stream: None)
 
 
 def _patch_reducer(stack: ExitStack) -> None:

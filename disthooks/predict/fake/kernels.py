@@ -15,6 +15,10 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
 # contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
 # to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+#
+# [Note: dtypes that differ]
+# The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
+# them. So a model that no device runs would have a prediction. Here it is refused as in a run.
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
+from disthooks.predict.fake.shape_cache import ShapeCache
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -64,6 +69,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
         self.told = told
         self._answers = self._depth = 0
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -82,9 +88,15 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_ONE_DTYPE:
+            _refuse_dtypes(func, args)
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
+        key = self._shapes.key(self, func, args, kwargs)
+        known = None if key is None else self._shapes.result(self, key, args)
+        if known is not None:
+            return known[0]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -105,6 +117,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         elif func is aten.native_layer_norm_backward.default and result[0] is not None:
             with self:
                 return (result[0].contiguous(), *result[1:])
+        if key is not None:
+            self._shapes.learn(key, func, args, kwargs, result)
         return result
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -198,8 +212,28 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
+#: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
+_OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
+    aten.mm.default: (0, 1),
+    aten.bmm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.addmm.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.convolution.default: (0, 1, 2),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+}
 _ANY = {aten.any.default, aten.any.dim}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def _refuse_dtypes(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the error of a run for tensors of different dtypes. See [Note: dtypes that differ]."""
+    given = [args[position] for position in _OF_ONE_DTYPE[func] if position < len(args)]
+    dtypes = {each.dtype: None for each in given if isinstance(each, torch.Tensor)}
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{func} needs tensors of one dtype, and got {' and '.join(map(str, dtypes))}")
 
 
 def _grouped_mm(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -258,7 +292,17 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
-_KERNELS: dict[Any, Callable[..., Any]] = {aten._ctc_loss.default: _ctc_loss, aten._ctc_loss.Tensor: _ctc_loss}
+def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
+    with mode:
+        return torch.empty_like(args[0])
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._pin_memory.default: _pinned,
+}
 if hasattr(aten, "_grouped_mm"):
     _KERNELS[aten._grouped_mm.default] = _grouped_mm
 if hasattr(aten, "mkldnn_rnn_layer"):

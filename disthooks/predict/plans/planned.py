@@ -49,6 +49,7 @@ from disthooks._tensors import Layout, bitless, is_most_of, region_of
 from disthooks._torch import StorageRef, fresh_count
 from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import Plan, stores_within
+from disthooks.predict.fake.queries import DEVICE_OF, device_of
 from disthooks.predict.plans.planned_stores import PlacedBytes, PlannedStores, WatchedStore
 from disthooks.saved.attach import Saving, attach_to, chosen
 from disthooks.saved.codecs import Codec
@@ -114,6 +115,8 @@ class _Answers(_Mode):  # type: ignore[misc]
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
@@ -157,6 +160,8 @@ class _SeenCasts(_Mode):  # type: ignore[misc]
         self._sources: dict[int, tuple[StorageRef, weakref.ref[nn.Parameter]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         found = func(*args, **(kwargs or {}))
         if func is _aten._to_copy.default and found.dtype in NARROW and isinstance(args[0], nn.Parameter):
             reference = StorageRef(found.untyped_storage())
@@ -455,12 +460,13 @@ class Planned:
         warnings: what attaching warned of.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(self, clock: Callable[[], int], is_accelerator: bool) -> None:
         self.placed = PlacedBytes(clock)
         self.unknown: list[str] = []
         self.warnings: list[str] = []
         self.inside: dict[str, OpenPipeline] = {}
         self._savings: list[Saving] = []
+        self._stores = PlannedStores(self.placed, is_accelerator, self.say_unknown)
 
     def begin_step(self) -> None:
         """Count from here on. The steps before were there for what a plan learns from them."""
@@ -471,6 +477,7 @@ class Planned:
             warned = pipeline.counters.warned
             pipeline.counters = Counters()
             pipeline.counters.warned = warned
+        self._stores.begin_step()
 
     def reports(self) -> list[SavedReport]:
         """The report of each entry, in their order."""
@@ -534,9 +541,8 @@ def planned(
     (1048576, 1048576)
     """
     # See [Note: fake tensors stand for a device].
-    found = Planned(clock)
     is_accelerator = device.partition(":")[0] != "cpu"  # torch.device("cuda") is the CPU where CUDA is redirected
-    stores = PlannedStores(found.placed, is_accelerator, found.say_unknown)
+    found = Planned(clock, is_accelerator)
     seen = _SeenCasts()
     with contextlib.ExitStack() as stack:
         stack.callback(found.placed.note)
@@ -546,7 +552,7 @@ def planned(
         make_hooks = functools.partial(PlannedHooks, seen, is_accelerator)
 
         def open_planned(stages: Pipeline) -> HookSite:
-            opened = _opened(stages, stores, ratios or {}, is_accelerator, found)
+            opened = _opened(stages, found._stores, ratios or {}, is_accelerator, found)
             return HookSite(opened, make_hooks=make_hooks)
 
         for undo in _exchange_sites(model, open_planned, found):

@@ -14,6 +14,7 @@ A :class:`PlannedStore` stands for one place behind the device: host memory, a f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ class PlannedStore(Store):
             flying = parse_bytes(spec.in_flight) if is_accelerator else 0
         elif isinstance(spec, OnDisk):
             shown = spec.directories[0] if len(spec.directories) == 1 else spec.directories
-            self._name = f"OnDisk({shown})" if isinstance(shown, str) else f"OnDisk({shown!r})"
+            self._name = f"OnDisk({shown!r})"
             self.place, limit, grain, flying = "disk", spec.limit, PAGE, parse_bytes(spec.in_flight)
             owner = f"OnDisk({spec.directory!r})"
         self.budget = ByteBudget(limit, owner, grain)
@@ -234,6 +235,10 @@ class PlannedStore(Store):
         self._read += entry.nbytes
         self._ahead += entry.nbytes
 
+    def begin_step(self) -> None:
+        """Count the bytes that go through from here on."""
+        self._written = self._read = self._ahead = 0
+
     def report(self) -> tuple[StoreReport, ...]:
         figures: dict[str, Any] = {"written": self._written, "read": self._read, "ahead": self._ahead}
         flying = self.bytes_in_flight
@@ -253,6 +258,10 @@ class PlannedTiers(OpenTiered):
     def __init__(self, stores: tuple[Store, ...], name: str, is_accelerator: bool, kept_free: int | None) -> None:
         super().__init__(stores, name)
         self._is_accelerator, self._kept_free = is_accelerator, kept_free
+
+    def report(self) -> tuple[StoreReport, ...]:
+        nearest, *others = super().report()
+        return (nearest if self._kept_free is None else replace(nearest, name="OnCpu(keep)"), *others)
 
     def _is_ahead(self, placed: Placed) -> bool:
         return self._is_accelerator
@@ -332,6 +341,15 @@ class PlannedStores:
         if isinstance(spec, Functions):
             return self._functions(spec)
         return WatchedStore(spec, self._working(spec), self._placed, self._is_accelerator)
+
+    def begin_step(self) -> None:
+        """Count the bytes that go through the stores from here on. What they hold and have learnt stays."""
+        for _, made in self._made.values():
+            for store in made.stores if isinstance(made, PlannedTiers) else (made,):
+                if isinstance(store, PlannedStore):
+                    store.begin_step()
+                elif isinstance(store, OnDevice):
+                    store.open().begin_count()
 
     def _working(self, spec: Store) -> Store:
         found = self._made.get(id(spec))

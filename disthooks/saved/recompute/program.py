@@ -24,7 +24,7 @@ from torch import nn
 
 from disthooks._streams import handed_over, stream_of
 from disthooks._tensors import Layout, bitless, exotic, memory_under
-from disthooks._torch import node_name
+from disthooks._torch import is_dispatched, node_name
 from disthooks.errors import MutationError, StoreError
 from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
 from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
@@ -292,8 +292,10 @@ def _in_place(held: InPlace) -> InPlace | Vector:
     A small one is copied. Of a large one a CPU takes a checksum; a device would make the host wait for the answer.
     """
     tensor = held.tensor
-    if tensor.dim() == 0 and bitless.kinds:
-        return held  # a prediction cannot copy a number; see [Note: tensors without bits] in _tensors.py
+    if tensor.dim() == 0 and (bitless.kinds or is_dispatched()):
+        # A prediction cannot copy a number; see [Note: tensors without bits] in _tensors.py. And a dispatch mode gets a
+        # number of Python's in place of the tensor that torch made of one, for which there is no operator.
+        return held
     if tensor.nbytes <= _SMALL_COPY:
         return Vector(tensor)
     if tensor.is_cpu and held.checksum is None:

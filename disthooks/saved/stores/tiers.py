@@ -64,6 +64,10 @@ class OpenOnDevice(Store):
         """Give the bytes back to the limit."""
         ticket.drop()
 
+    def begin_count(self) -> None:
+        """Count the bytes that are read from here on."""
+        self._read = 0
+
     def report(self) -> tuple[StoreReport, ...]:
         """One entry, with the bytes held on all devices."""
         held, limit, devices = self.budget.held, self.budget.limit, max(1, self.budget.devices)
