@@ -16,8 +16,8 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # input is contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies
 # over the memory of the single losses, which torch makes first. The grouped matrix product takes float32. The
 # multilabel margin loss of one row has no dimension. Padding by reflection or replication on the CPU keeps the format
-# channels last, which the fake kernels of torch 2.9 and 2.11 lose. The workspace of oneDNN's LSTM is not empty: its size
-# is known to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+# channels last, which the fake kernels of torch 2.9 and 2.11 lose. The workspace of oneDNN's LSTM is not empty: its
+# size is known to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 #
 # [Note: dtypes that differ]
 # The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take

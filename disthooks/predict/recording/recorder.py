@@ -39,6 +39,7 @@ from disthooks._tensors import local_part
 from disthooks._torch import current_node, sequence_number, storage_refs_keep_objects, users_of_storage
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
 from disthooks.predict.fake.state import replaced
+from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
 from disthooks.predict.recording.record import (
     CATEGORIES,
     Allocation,
@@ -60,15 +61,17 @@ CostOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, int, i
 
 _RANK = {category: position for position, category in enumerate(CATEGORIES)}
 _NARROW = (torch.bfloat16, torch.float16)
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "fsdp")
 
 
 class _Watched(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that knows the storage's address and its allocation."""
+    """A weak reference to a storage that knows the storage's address, its allocation, and the node that made it."""
 
-    __slots__ = ("address", "allocation", "nbytes")
+    __slots__ = ("address", "allocation", "nbytes", "node")
     address: int
     allocation: int
+    node: int
     nbytes: int
 
 
@@ -112,6 +115,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._position: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._owner: dict[int, int] = {}  # the module of a parameter, by its identity
         self._exits = contextlib.ExitStack()
+        counts_of_one_holder()  # now, because it runs a backward
         self._add_modules(model)
         for weight in model.parameters():
             self._adopt(weight, "parameters")
@@ -230,7 +234,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         if watched is None:
             watched = _Watched(storage, self._gone)
             watched.address, watched.allocation = address, len(self.record.allocations)
-            watched.nbytes = storage.nbytes()
+            watched.nbytes, watched.node = storage.nbytes(), node_number()
             self._watched[address] = watched
             if operator and self._looked_for is not None:
                 self._looked_for[address] = watched
@@ -296,6 +300,8 @@ class Recorder(_Mode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is _ADD and self._phase == "backward" and adds_in_place(args, self._maker(args)):
+            func = _ADD_IN_PLACE
         arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):
             return NotImplemented  # see [Note: what a distributed tensor hides]
@@ -312,6 +318,14 @@ class Recorder(_Mode):  # type: ignore[misc]
             self.record.operators.append(Operator(name, self._phase, position, *cost, is_again))
             self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in((result,)))
         return result
+
+    def _maker(self, args: tuple[Any, ...]) -> int:
+        """The number of the autograd node that made the storage of the first argument."""
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not _has_storage(first):
+            return NO_NODE
+        watched = self._watched.get(first.untyped_storage()._cdata)
+        return NO_NODE if watched is None else watched.node
 
     def _see_all(
         self, is_communication: bool, name: str, arguments: list[torch.Tensor], results: list[torch.Tensor]
