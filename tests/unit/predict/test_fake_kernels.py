@@ -86,3 +86,16 @@ def test_ctc_loss_has_the_table_that_its_targets_ask_for() -> None:
     x, targets, lengths = torch.randn(10, 2, 5, requires_grad=True), torch.ones(2, 7, dtype=torch.int64), [3, 4]
     said = explain(Loss(), x, targets, torch.tensor(lengths), device="cpu")
     assert (2, 10, 2 * max(lengths) + 1) in [each.shape for each in said.record.saved]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_two_dtypes_is_refused_as_in_a_run(bias: bool) -> None:
+    def run() -> None:
+        torch.nn.functional.linear(
+            torch.ones(2, 4), torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(4) if bias else None
+        )
+
+    with pytest.raises(RuntimeError, match="dtype"):
+        run()
+    with fake_run(), pytest.raises(RuntimeError, match="dtype"):
+        run()
