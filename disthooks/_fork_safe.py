@@ -73,29 +73,30 @@ class Order(enum.IntEnum):
     The comments name the data under each lock. See [Note: the order of locks].
     """
 
-    IMPORT = 0  # modules of public names, which are imported when they are first used
-    ATTACH = 1  # attaching: one thread at a time
-    CLASSES = 2  # the classes of attached modules
-    PACKED = 3  # one packed value
-    PLACE = 4  # the verifications of Recompute
-    PLACED = 5  # one tensor of a Tiered
-    OPENING = 6  # what works in this process for stores
-    OWNER = 7  # the work of the owner of a runtime
-    TAPE = 8  # the open group of a tape
-    GROUP = 9  # what is read of one group of a tape
-    IN_FLIGHT = 10  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
-    WAY = 11  # whether GPUDirect Storage can be used
-    STAGING = 12  # copies between devices and the memory that files are written from
-    LINK = 13  # the copies between one device and the host
-    TURNS = 14  # the order in which the tensors of a Tiered are read
-    QUEUE = 15  # the tensors of one tier
-    POOL = 16  # memory that is used again
-    SCRATCH_FILE = 17  # the used parts of a file
-    BUDGET = 18  # bytes under a limit
-    IO_STATS = 19  # the time during which threads move bytes
-    WATCH = 20  # the records of a watcher
-    COUNTERS = 21  # the counts of an attachment, and the index of its packed values
-    PREDICTION = 22  # torch's operators and functions that stand in for others during a prediction
+    EXPLAINING = 0  # a prediction: it changes switches of the process, and torch's functions
+    IMPORT = 1  # modules of public names, which are imported when they are first used
+    ATTACH = 2  # attaching: one thread at a time
+    CLASSES = 3  # the classes of attached modules
+    PACKED = 4  # one packed value
+    PLACE = 5  # the verifications of Recompute
+    PLACED = 6  # one tensor of a Tiered
+    OPENING = 7  # what works in this process for stores
+    OWNER = 8  # the work of the owner of a runtime
+    TAPE = 9  # the open group of a tape
+    GROUP = 10  # what is read of one group of a tape
+    IN_FLIGHT = 11  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
+    WAY = 12  # whether GPUDirect Storage can be used
+    STAGING = 13  # copies between devices and the memory that files are written from
+    LINK = 14  # the copies between one device and the host
+    TURNS = 15  # the order in which the tensors of a Tiered are read
+    QUEUE = 16  # the tensors of one tier
+    POOL = 17  # memory that is used again
+    SCRATCH_FILE = 18  # the used parts of a file
+    BUDGET = 19  # bytes under a limit
+    IO_STATS = 20  # the time during which threads move bytes
+    WATCH = 21  # the records of a watcher
+    COUNTERS = 22  # the counts of an attachment, and the index of its packed values
+    PREDICTION = 23  # torch's operators and functions that stand in for others during a prediction
 
 
 def _make(order: Order, again: bool) -> Any:

@@ -12,8 +12,8 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds after which no further change is tried, and no further question is answered by a step of its own.
-_PATIENCE = 30.0
+#: Seconds after which no further change is tried; and seconds after which no question is answered by further steps.
+_PATIENCE, _PATIENCE_FOR_ANSWERS = 30.0, 120.0
 
 if TYPE_CHECKING:
     from disthooks.predict.explanation import Explanation, ModuleRow
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
     file: str | None = typer.Argument(None, help="A hooks file: what its plan makes of the saved bytes."),
-    device: str = typer.Option("cuda", help="Whose operators run: cuda, cpu, or a GPU's name such as h100."),
+    device: str = typer.Option("cuda", help="Whose operators run: cuda (as on an H100), cpu, or a GPU's name."),
     backend: str | None = typer.Option(None, help="Of attention: flash, efficient, cudnn or math."),
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
@@ -49,14 +49,16 @@ def explain(
     from disthooks.predict.answers.advice import advise, what_if
     from disthooks.predict.answers.fits import fits as find_fits
     from disthooks.predict.answers.questions import answers
-    from disthooks.predict.explain import explain_built, situation_of
+    from disthooks.predict.explain import explain as predict
     from disthooks.predict.fake.builder import Builder
 
     limit = None if fits is None else parse_bytes(fits, "--fits")
-    with progress(4) as begin:
+    with progress(5) as begin:
         begin("importing the model")
         builder = Builder(find(model), name=model)
-        situation = situation_of(
+        begin("one step on tensors without memory")
+        said = predict(
+            builder,
             plan=file,
             optimizer=optimizer,
             engine=engine,
@@ -68,10 +70,8 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("one step on tensors without memory")
-        said = explain_built(builder, situation)
         begin("how far it can go")
-        far = None if limit is None else find_fits(builder, situation, limit, patience=_PATIENCE)
+        far = None if limit is None else find_fits(builder, said.situation, limit, patience=_PATIENCE)
         begin("what could be changed")
         best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
         compared = () if measured is None else said.beside(measured)
@@ -79,7 +79,8 @@ def explain(
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
         if output is not None or as_json:
-            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE)]
+            begin("the questions that users have")
+            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best)
     if output is not None:

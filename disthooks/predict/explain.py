@@ -54,7 +54,7 @@ def explain(
 
     Args:
         model: a module; or a function that builds one and returns it, alone or with its example inputs. A function is
-            better for a large model, because it is built without memory.
+            better for a large model, because it is built without memory. Or a ``Builder``, which has the inputs.
         inputs: the arguments of the model's forward: tensors of any device, with any values. One mapping gives
             arguments by name.
         plan: what is attached to the model: a hooks file, a :class:`~disthooks.Plan`, pairs of patterns and a pipeline,
@@ -64,7 +64,8 @@ def explain(
             :class:`~disthooks.predict.engines.spec.EngineSpec`, which says more. None for no engine.
         world: the number of ranks.
         rank: whose memory is asked for: a number, "largest" or "smallest".
-        device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100".
+        device: whose operators run: "cuda", "cpu", or the name of a GPU, such as "h100". "cuda" means a GPU of compute
+            capability 9.0.
         dtype: the dtype that the model is converted to; None to leave it as it is.
         autocast: the dtype of autocast around the forward; None without autocast.
         backend: of attention: "flash", "efficient", "cudnn" or "math"; None for the one that torch would choose.
@@ -82,45 +83,8 @@ def explain(
     >>> said.saved_bytes, said.by_module["1"], said.by_operator
     (40960, 32768, {'aten.relu': 32768, 'aten.addmm': 8192})
     """
-    situation = situation_of(
-        plan=plan,
-        optimizer=optimizer,
-        engine=engine,
-        world=world,
-        rank=rank,
-        device=device,
-        dtype=dtype,
-        autocast=autocast,
-        backend=backend,
-        loss=loss,
-        batch=batch,
-        seq=seq,
-    )
-    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
-
-
-def situation_of(
-    *,
-    plan: Entries | str | os.PathLike[str] | Stage | Pipeline | None = None,
-    optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
-    engine: str | EngineSpec | None = None,
-    world: int = 1,
-    rank: Rank = "largest",
-    device: str = "cuda",
-    dtype: torch.dtype | str | None = None,
-    autocast: torch.dtype | str | None = None,
-    backend: str | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-) -> Situation:
-    """The situation that the arguments of :func:`explain` describe.
-
-    Raises:
-        UsageError: if one of them means nothing.
-    """
     kind, hardware = as_device(device)
-    return Situation(
+    situation = Situation(
         device=kind,
         hardware=hardware,
         backend=as_backend(backend),
@@ -134,6 +98,7 @@ def situation_of(
         batch=batch,
         seq=seq,
     )
+    return explain_built(model if isinstance(model, Builder) else Builder(model, inputs), situation)
 
 
 def explain_built(builder: Builder, situation: Situation, cost: CostOf | None = cost_for_record) -> Explanation:

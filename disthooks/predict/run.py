@@ -23,7 +23,7 @@ from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, h
 from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.fake.fake_run import as_if_real, fake_run
-from disthooks.predict.hardware.devices import Device
+from disthooks.predict.hardware.devices import CAPABILITY, Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.recording.recorder import CostOf, Recorder
@@ -131,7 +131,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         world = None if spec.kind == "plain" and spec.world == 1 else stack.enter_context(_world(situation))
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
-            stack.enter_context(redirect_cuda())
+            stack.enter_context(redirect_cuda(situation.hardware))
         with _told(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
@@ -187,7 +187,7 @@ class _Run:
             for group in prepared.optimizer.param_groups:
                 for weight in group["params"]:
                     weight.grad = torch.empty_like(weight)
-            prepared.optimizer.step()
+            prepared.step()
         for weight in prepared.model.parameters():
             weight.grad = None
 
@@ -218,7 +218,8 @@ class _Run:
 
     def _backward(self, roots: list[torch.Tensor]) -> None:
         if self._prepared.spec.is_deepspeed:
-            self._prepared.backward(torch.stack([root.float().sum() for root in roots]).sum())
+            is_loss = len(roots) == 1 and not roots[0].dim()
+            self._prepared.backward(roots[0] if is_loss else torch.stack([root.float().sum() for root in roots]).sum())
             return
         gradients = [None if not root.dim() else torch.empty_like(root) for root in roots]
         torch.autograd.backward(roots, gradients)
@@ -238,8 +239,12 @@ def _world(situation: Situation) -> contextlib.AbstractContextManager[FakeWorld]
 
 @contextlib.contextmanager
 def _as_on_cuda(situation: Situation) -> Iterator[None]:
-    """Inside, the operators of fake CPU tensors save, cast and accept what those of an NVIDIA GPU do."""
-    with foreach_as_on_cuda(), as_on_cuda(situation.backend), cuda_autocast():
+    """Inside, the operators of fake CPU tensors save, cast and accept what those of the GPU do."""
+    hardware, backend = situation.hardware, situation.backend
+    capability = CAPABILITY if hardware is None else hardware.capability
+    if backend is None and hardware is not None and not hardware.has_cudnn:
+        backend = "flash"
+    with foreach_as_on_cuda(), as_on_cuda(backend, capability=capability), cuda_autocast():
         yield
 
 

@@ -19,9 +19,13 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from disthooks.predict.answers.questions import answers
 from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, state_bytes
 from disthooks.predict.engines.worlds import current_world, fake_world, patch_meshes
+from disthooks.predict.explain import explain_built
+from disthooks.predict.fake.builder import Builder
 from disthooks.predict.fake.fake_run import fake_run
+from disthooks.predict.run import Situation
 from tests.support.decoder import Decoder, Live, Saved
 from tests.support.ranks.harness import Ranks
 
@@ -46,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"kind": "fsdp2"},
     "fsdp2 kept": {"kind": "fsdp2", "options": {"reshard_after_forward": False}},
     "fsdp2 bf16": {"kind": "fsdp2", "dtype": BF16},
+    "fsdp2 smaller mesh": {"kind": "fsdp2", "options": {"reshard_after_forward": 2}},
     "hsdp": {"kind": "hsdp"},
     "tp": {"kind": "tp"},
     "fsdp2+tp": {"kind": "fsdp2+tp"},
@@ -168,6 +173,28 @@ def fakely(case: str, world: int, rank: int) -> list[dict[str, Any]]:
         return train(spec)
 
 
+def situation(case: str, world: int, rank: int = 0) -> tuple[Builder, Situation]:
+    """What ``train`` trains, for ``explain``."""
+    spec = spec_of(case, world)
+
+    def build() -> Any:
+        model = Decoder()
+        is_narrow = spec.is_deepspeed and spec.dtype is not None
+        return model.to(spec.dtype) if is_narrow else model, torch.ones(2, 8, dtype=torch.int64)
+
+    options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": lambda output: output.float().sum()}
+    return Builder(build), Situation(device="cpu", engine=spec, rank=rank if spec.world > 1 else 0, **options)
+
+
+def explained(case: str, world: int, rank: int) -> dict[str, int]:
+    """The most bytes in each part of the step that ``explain`` records."""
+    most = {"forward": 0, "backward": 0, "optimizer": 0}
+    for each in explain_built(*situation(case, world, rank)).timeline.samples:
+        if each.phase != "before":
+            most[each.phase] = max(most[each.phase], each.total)
+    return most
+
+
 def compare(case: str, real: list[list[dict[str, Any]]], ranks: Sequence[int]) -> None:
     for rank in ranks:
         records, predicted = real[rank], fakely(case, len(real), rank)
@@ -178,6 +205,10 @@ def compare(case: str, real: list[list[dict[str, Any]]], ranks: Sequence[int]) -
         # A thread of gloo's lets go of what it sent a little later, sometimes: that step holds more than the others.
         least = {key: min(record["live"][key] for record in records[-ALIKE:]) for key in predicted[-1]["live"]}
         assert predicted[-1]["live"] == least, f"rank {rank}"
+        parts = {"forward": "in forward", "backward": "in backward", "optimizer": "in step"}
+        spare = 4 if case.startswith("zero") else 0  # one number more in forward and backward; which one is not known
+        for part, nbytes in explained(case, len(real), rank).items():
+            assert least[parts[part]] <= nbytes <= least[parts[part]] + spare, f"rank {rank}, {part}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,3 +220,23 @@ def test_two_ranks(ranks: Ranks, case: str) -> None:
 def test_four_ranks(four: Ranks, case: str) -> None:
     """The first rank has the largest shards and the last one the smallest; the others are looked at for two engines."""
     compare(case, four(really, case), range(4) if case in ("fsdp2", "zero3") else [0, 3])
+
+
+def test_answers_are_what_two_ranks_need(ranks: Ranks) -> None:
+    def measured(case: str) -> int:
+        live = [step["live"] for step in ranks(really, case)[0][-ALIKE:]]
+        return max(min(each[part] for each in live) for part in ("in forward", "in backward", "in step"))
+
+    builder, step = situation("plain", 1)
+    found = {each.question: each.figures for each in answers(explain_built(builder, step), None, builder, 600, (2, 2))}
+    wrapping = found["How does another FSDP wrapping change the peak?"]
+    worlds = found["How does the number of data-parallel ranks change the peak?"]
+    policies = found["How does a custom mixed precision change the peak?"]
+    meshes = found["When does HSDP make sense?"]
+    kept = found["Can I leave out the reshard after forward?"]
+    fsdp2 = measured("fsdp2")
+    assert worlds == {"1": measured("plain"), "2": fsdp2, "ddp": measured("ddp")}
+    assert wrapping["a unit for each Layer"] == policies["FSDP on 2 ranks"] == fsdp2
+    assert policies["FSDP on 2 ranks that computes in bfloat16"] == measured("fsdp2 bf16")
+    assert meshes["HSDP in groups of 2"] == measured("hsdp")
+    assert kept == {"FSDP on 2 ranks": fsdp2, "not resharded": measured("fsdp2 kept")}

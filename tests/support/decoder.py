@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HEADS, HEAD = 4, 6
@@ -81,6 +82,8 @@ class Live(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it has a storage of the size of the whole and no memory, and runs on local tensors
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, (tuple, list)) else (result,):
             # Under gloo the operator `split` is the first that has gloo's own copy of what a collective sends.

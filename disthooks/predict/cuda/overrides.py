@@ -161,7 +161,13 @@ class Replacements(_Shared[_S]):
 
         # Modules that are imported meanwhile may use a class in an annotation, or derive from it: it stays a class.
         if isinstance(before, type):
-            return _Called(before.__name__, (before,), {"_call": staticmethod(call), "_before": before})
+            kind: Any = _Called
+            if type(before) is not type:  # it has a class of its own, as those of torch's C++ have
+                kind = type("_Called", (_Called, type(before)), {})
+            made: Callable[..., Any] = kind(
+                before.__name__, (before,), {"_call": staticmethod(call), "_before": before}
+            )
+            return made
         return call
 
 

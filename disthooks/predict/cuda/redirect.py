@@ -4,14 +4,16 @@
 # A script names a device as a string, as a `torch.device`, as a number, or by a method (`.cuda()`). All of these reach
 # torch through calls that a `TorchFunctionMode` sees, and the constructor of `torch.device` is one of them. Only what
 # names CUDA is replaced; "meta" and others stay. The functions of `torch.cuda` that wait, count or choose a device do
-# nothing. `torch.cuda.is_available()` still says False: a script that asks gets the truth. A `torch.Generator` of CUDA
-# cannot be made.
+# nothing. `torch.cuda.is_available()` still says False: a script that asks gets the truth. What a script reads of the
+# device (its name, its memory, its compute capability) is that of the named GPU. What has no meaning where nothing runs
+# (a CUDA graph, an allocation by address) raises an error that names it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.optim.optimizer as optimizer
@@ -19,28 +21,79 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
+from disthooks.errors import UsageError
 from disthooks.predict.cuda.overrides import Replacements
+from disthooks.predict.hardware.devices import CAPABILITY, Device
 
 _CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def redirect_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def redirect_cuda(hardware: Device | None = None) -> Iterator[None]:
     """Let code that names CUDA run on a machine without it, in this thread: each such name means the CPU.
 
-    It is made for fake tensors. ``device="cuda"`` in a factory, ``torch.device("cuda:1")``, ``.to("cuda")`` and
-    ``.cuda()`` of a tensor or a module, and ``torch.cuda.current_device()``, ``set_device``, ``synchronize``,
-    ``empty_cache``, streams, events and the like work inside. Memory is not pinned. ``tensor.device`` is the CPU.
+    It is made for fake tensors. ``device="cuda"`` in a factory or a generator, ``torch.device("cuda:1")``,
+    ``.to("cuda")`` and ``.cuda()`` of a tensor or a module work inside. So do ``torch.cuda.current_device()``,
+    ``set_device``, ``synchronize``, ``empty_cache``, ``mem_get_info``, ``get_device_properties``, streams, events,
+    random states, nvtx and the like. Memory is not pinned. ``tensor.device`` is the CPU.
 
     Args:
-        capability: what ``torch.cuda.get_device_capability()`` says.
+        hardware: the GPU whose name, memory and compute capability are read. Without it the compute capability is
+            :data:`~disthooks.predict.hardware.devices.CAPABILITY`, and reading the memory is a UsageError.
 
     >>> with redirect_cuda():
     ...     torch.ones(2, device="cuda").cuda(), torch.device("cuda"), torch.nn.Linear(2, 2).to("cuda").weight.device
     (tensor([1., 1.]), device(type='cpu'), device(type='cpu'))
     """
-    with _replacements.active(capability), _CudaIsCpu():
+    with _replacements.active(_Gpu(hardware)), _CudaIsCpu():
         yield
+
+
+class _Gpu(NamedTuple):
+    """What a script can read of the device."""
+
+    hardware: Device | None
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return CAPABILITY if self.hardware is None else self.hardware.capability
+
+    @property
+    def name(self) -> str:
+        return "NVIDIA GPU" if self.hardware is None else self.hardware.name
+
+    def known(self, what: str) -> Device:
+        """The device, whose ``what`` is read.
+
+        Raises:
+            UsageError: if it has no name.
+        """
+        if self.hardware is None:
+            raise UsageError(f'{what} is not known of "cuda": name the device, such as device="h100"')
+        return self.hardware
+
+
+class Properties:
+    """What ``torch.cuda.get_device_properties`` gives, as far as a prediction knows it."""
+
+    def __init__(self, gpu: _Gpu) -> None:
+        self._gpu = gpu
+        self.name = gpu.name
+        self.major, self.minor = gpu.capability
+        self.warp_size = 32
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes."""
+        return self._gpu.known("total_memory").memory_bytes
+
+    @property
+    def multi_processor_count(self) -> int:
+        """The number of streaming multiprocessors."""
+        return self._gpu.known("multi_processor_count").multiprocessors
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a prediction does not know {name!r} of the properties of a device")
 
 
 def _is_cuda(device: object) -> bool:
@@ -67,6 +120,8 @@ class _CudaIsCpu(TorchFunctionMode):
             return _CPU if is_cuda else func(*args, **kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if func is torch.Tensor.type and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and (_names_cuda(args[1]) or _is_number(args[1])):
@@ -86,6 +141,7 @@ class Idle:
     """
 
     device = _CPU
+    cuda_stream = stream_id = 0
 
     def __enter__(self) -> Idle:
         return self
@@ -110,47 +166,104 @@ def _answer(value: Any) -> Callable[..., Any]:
     return answer
 
 
-def _capability(before: Any, *args: Any, **kwargs: Any) -> Any:
-    return _replacements.setting
+def _by_gpu(answer: Callable[[_Gpu], Any]) -> Callable[..., Any]:
+    """The answer of this thread's device."""
+
+    def call(before: Any, *args: Any, **kwargs: Any) -> Any:
+        gpu = _replacements.setting
+        assert gpu is not None
+        return answer(gpu)
+
+    return call
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(before: Any, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(f"{name} means nothing in a prediction, because nothing runs on a GPU: leave it out")
+
+    return refuse
+
+
+def _memory(gpu: _Gpu) -> tuple[int, int]:
+    """What ``mem_get_info`` says of a device on which nothing runs: the bytes that are free, and all."""
+    found = gpu.known("torch.cuda.mem_get_info")
+    return found.usable_bytes, found.memory_bytes
+
+
+def _has_bf16(before: Any, including_emulation: bool = True) -> bool:
+    gpu = _replacements.setting
+    return including_emulation or (gpu is not None and gpu.capability >= (8, 0))
+
+
+def _on_cpu(before: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a ``torch.Generator``."""
+    args, device = args[:0] if args and _names_cuda(args[0]) else args, kwargs.get("device")
+    return before(*args, **({} if _names_cuda(device) else kwargs))
+
+
+def _fork_rng(before: Any, devices: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> Any:
+    """Fork the random state of the CPU alone: it is CUDA's too."""
+    is_cuda = _names_cuda(kwargs.get("device_type", "cuda"))
+    return before([], enabled) if is_cuda else before(devices, enabled, *args, **kwargs)
 
 
 def _default_device(before: Any, device: Any) -> Any:
     return before(_CPU if _names_cuda(device) else device)
 
 
+#: What functions of ``torch.cuda`` give. Those of memory and of random numbers stand in modules of their own too.
+_ANSWERS: dict[str, Any] = {
+    **dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device", "current_blas_handle"), 0),
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "set_stream"), None),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    **dict.fromkeys(("memory_cached", "max_memory_cached", "utilization", "memory_usage"), 0),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"), None),
+    **dict.fromkeys(("reset_max_memory_cached", "set_per_process_memory_fraction", "_record_memory_history"), None),
+    **dict.fromkeys(("_dump_snapshot", "_sleep", "manual_seed", "manual_seed_all", "seed", "seed_all"), None),
+    **dict.fromkeys(("set_rng_state", "set_rng_state_all"), None),
+    **dict.fromkeys(("Stream", "Event", "ExternalStream", "current_stream", "default_stream"), Idle()),
+    "memory_stats": collections.defaultdict(int),
+    "memory_summary": "",
+    "memory_snapshot": [],
+    "is_current_stream_capturing": False,
+    "can_device_access_peer": True,
+}
+#: What of ``torch.cuda`` means nothing where nothing runs.
+_REFUSED = (
+    *("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle", "MemPool", "cudart"),
+    *("caching_allocator_alloc", "caching_allocator_delete", "get_stream_from_external"),
+)
+
+
 def _functions() -> Mapping[tuple[Any, str], Callable[..., Any]]:
-    """What the functions of ``torch.cuda`` answer, and :func:`torch.set_default_device`."""
-    answers: dict[str, Any] = {
-        "current_device": 0,
-        "set_device": None,
-        "_exchange_device": 0,  # of `with torch.cuda.device(1):`
-        "_maybe_exchange_device": 0,
-        "synchronize": None,
-        "empty_cache": None,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "reset_peak_memory_stats": None,
-        "is_bf16_supported": True,
-        "ipc_collect": None,
-        "init": None,
-        "Stream": Idle(),
-        "Event": Idle(),
-        "current_stream": Idle(),
-        "default_stream": Idle(),
-        "set_stream": None,
-        "get_device_name": "NVIDIA GPU",
+    """What functions of ``torch.cuda`` answer, and those of torch that take a device but are seen by no mode."""
+    random: Any = torch.random
+    by_name: dict[str, Callable[..., Any]] = {name: _answer(value) for name, value in _ANSWERS.items()}
+    by_name |= {name: _refuse(f"torch.cuda.{name}") for name in _REFUSED}
+    by_name |= {
+        "get_device_capability": _by_gpu(lambda gpu: gpu.capability),
+        "get_device_name": _by_gpu(lambda gpu: gpu.name),
+        "get_device_properties": _by_gpu(Properties),
+        "mem_get_info": _by_gpu(_memory),
+        "is_bf16_supported": _has_bf16,
+        "is_tf32_supported": _by_gpu(lambda gpu: gpu.capability >= (8, 0)),
+        "initial_seed": lambda before: torch.initial_seed(),
+        "get_rng_state": lambda before, *args: torch.get_rng_state(),
+        "get_rng_state_all": lambda before: [torch.get_rng_state()],
     }
-    functions: dict[tuple[Any, str], Callable[..., Any]] = {
-        (torch.cuda, name): _answer(value) for name, value in answers.items() if hasattr(torch.cuda, name)
-    }
-    functions[torch.cuda, "get_device_capability"] = _capability
-    functions[torch, "set_default_device"] = _default_device
-    return functions
+    owners: tuple[Any, ...] = (torch.cuda, torch.cuda.memory, torch.cuda.random)
+    found = {(owner, name): made for owner in owners for name, made in by_name.items() if name in vars(owner)}
+    ranges = ("range_push", "range_pop", "range_start", "range_end", "mark")
+    found |= {(torch.cuda.nvtx, name): _answer(0) for name in ranges}
+    accelerator: Any = getattr(torch, "accelerator", None)
+    for name in ("synchronize", "empty_cache", "set_device_index", "current_device_index", "set_stream"):
+        if hasattr(accelerator, name):
+            found[accelerator, name] = _answer(0 if name == "current_device_index" else None)
+    devices = {(torch, "Generator"): _on_cpu, (torch, "set_default_device"): _default_device}
+    return found | devices | {(random, "fork_rng"): _fork_rng}
 
 
-_replacements: Replacements[tuple[int, int]] = Replacements(_functions)
+_replacements: Replacements[_Gpu] = Replacements(_functions)
 
 
 # --- the optimizers' default ---

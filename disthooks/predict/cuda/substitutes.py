@@ -65,6 +65,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from disthooks.predict.cuda.attention import Backend, Gpu, attention, attention_order, torch_priority
 from disthooks.predict.cuda.overrides import Kernel, Overrides, Replacements, has_kernel, has_operator, original
+from disthooks.predict.fake.queries import DEVICE_OF, device_of
 
 aten: Any = torch.ops.aten
 
@@ -326,6 +327,8 @@ class _CudaOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         if not all(issubclass(each, FakeTensor) or each is torch.Tensor for each in types):
             return NotImplemented  # the operator of a DTensor: the one on its local tensor comes here, too
         outputs = _OUTPUTS.get(func)

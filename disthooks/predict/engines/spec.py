@@ -17,9 +17,17 @@ device is not seen where an engine offloads: the bytes of offloaded parameters a
 host, and `host` names them.
 """
 
+# [Note: the step of the shards]
+# The operators of an optimizer on DTensors are those on this rank's parts, once DTensor has found out how their results
+# are placed. For the lists of all parameters of a large model this takes longer than forward and backward. In a
+# prediction an optimizer of torch that treats each element alone is given the parts themselves. It makes the same
+# tensors at the same moments. Where a gradient is placed in another way than its parameter, DTensor would send it
+# around, so such a step stays as it is; and so does the step of another optimizer, which may gather whole tensors.
+
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from disthooks.errors import UsageError
 from disthooks.predict.engines import zero
@@ -49,7 +58,7 @@ class EngineSpec:
         mesh: the sizes of the two dimensions of "hsdp" (replicas, shards) and "fsdp2+tp" (shards, tensor); their
             product is ``world``. Empty: 8 ranks, as on one machine, are the second dimension.
         wrap: the name or names of the classes whose modules become units of FSDP; empty: :func:`block_classes` finds
-            them.
+            them; None: the whole model is the only unit.
         tp_plan: patterns of module names to styles of ``torch.distributed.tensor.parallel`` or to the names that
             transformers has for them; None: the model's own ``_tp_plan``.
         dtype: the dtype in which forward and backward compute, by the engine's own means (``MixedPrecisionPolicy``,
@@ -67,7 +76,7 @@ class EngineSpec:
     kind: str = "plain"
     world: int = 1
     mesh: tuple[int, ...] = ()
-    wrap: tuple[str, ...] | str = ()
+    wrap: tuple[str, ...] | str | None = ()
     tp_plan: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -131,7 +140,8 @@ class Prepared:
             return
         if self.optimizer is None:
             raise UsageError("there is no optimizer: give apply_engine a function that makes one")
-        self.optimizer.step()
+        with local_parameters(self.optimizer):
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def buckets(self) -> list[torch.Tensor]:
@@ -174,6 +184,63 @@ def apply_engine(model: nn.Module, spec: EngineSpec, optimizer: Factory | None =
         if group.get("foreach") is None and len({type(_local(p)) is type(p) for p in group["params"]}) > 1:
             group["foreach"] = False
     return Prepared(wrapped, spec, units, made)
+
+
+#: torch's optimizers that treat each element alone, so that a step on the shards is the step on the whole.
+_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+@contextlib.contextmanager
+def local_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer has this rank's parts in place of DTensors, if that changes nothing.
+
+    A real run and the optimizers of others are left alone. See [Note: the step of the shards].
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parts = {weight: _local(weight) for weight in weights}
+    kind = type(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim.") and kind.__name__ in _ELEMENTWISE
+    if not is_torch or all(parts[each] is each for each in weights) or not all(map(_is_local, weights)):
+        yield
+        return
+    state: Any = optimizer.state
+    for weight, part in parts.items():
+        if part is not weight:
+            part.grad = None if weight.grad is None else _local(weight.grad)
+            if weight in state:
+                state[part] = {name: _local(each) for name, each in state.pop(weight).items()}
+    whole = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, params in whole:
+        group["params"] = [parts[each] for each in params]
+    try:
+        yield
+    finally:
+        for group, params in whole:
+            group["params"] = params
+        for weight, part in parts.items():
+            if part is not weight:
+                part.grad = None
+                if part in state:
+                    state[weight] = {name: _placed(each, part, weight) for name, each in state.pop(part).items()}
+
+
+def _placed(value: Any, part: torch.Tensor, weight: Any) -> Any:
+    """A tensor of an optimizer's state as a DTensor like ``weight``, if it is one for each element of ``part``."""
+    if not isinstance(value, torch.Tensor) or value.shape != part.shape or not part.dim():
+        return value
+    return type(weight)(value, weight._spec, requires_grad=False)
+
+
+def _is_local(weight: torch.Tensor) -> bool:
+    """Whether the step needs this rank's part of a fake parameter alone: its gradient is placed as it is."""
+    part, grad = _local(weight), weight.grad
+    if not isinstance(part, FakeTensor):
+        return False
+    if part is weight:
+        return True
+    placements: Any = getattr(weight, "placements", None)
+    is_plain = all(each.is_shard() or each.is_replicate() for each in placements)
+    return is_plain and (grad is None or getattr(grad, "placements", None) == placements)
 
 
 def _plain(model: nn.Module, spec: EngineSpec) -> tuple[nn.Module, tuple[str, ...]]:
@@ -282,8 +349,10 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
     return tuple(n for n, each in sizes.items() if len(each) > 1 and sum(each) >= max(1, SMALLEST_UNITS * total))
 
 
-def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.Module]:
+def blocks(model: nn.Module, classes: Sequence[str] | str | None = ()) -> dict[str, nn.Module]:
     """The modules, by name and in model order, that become units of FSDP: those of ``classes``, the outermost only.
+
+    Without classes :func:`block_classes` finds them. None: no module becomes a unit.
 
     Raises:
         UsageError: when no module has one of the classes that were asked for.
@@ -291,6 +360,8 @@ def blocks(model: nn.Module, classes: Sequence[str] | str = ()) -> dict[str, nn.
     >>> list(blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
     ['0', '2']
     """
+    if classes is None:
+        return {}
     classes = (classes,) if isinstance(classes, str) else tuple(classes)
     wanted = classes or block_classes(model)
     found: dict[str, nn.Module] = {}

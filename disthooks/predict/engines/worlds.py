@@ -66,6 +66,8 @@ _MESH_METHODS = (
     "get_coordinate",
     "get_local_rank",
 )
+#: The function that makes the mesh of `reshard_after_forward=8`.
+_SMALLER_MESH = "_get_post_forward_mesh_info"
 _PROPAGATION = (
     "_propagate_tensor_meta",
     "_propagate_tensor_meta_cached",
@@ -212,6 +214,10 @@ def patch_meshes(stack: ExitStack) -> None:
             patch(stack, kind, name, _without_modes(method))
     if isinstance(vars(kind).get("mesh"), property):
         patch(stack, kind, "mesh", property(_without_modes(kind.mesh.fget)))
+    for name in ("_fsdp_init", "_fully_shard"):
+        module: Any = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
+        if hasattr(module, _SMALLER_MESH):
+            patch(stack, module, _SMALLER_MESH, _without_modes(vars(module)[_SMALLER_MESH]))
 
 
 def _real(ranks: Any, is_arange: bool) -> Any:

@@ -7,15 +7,12 @@ The private parts of torch that this needs are in this file.
 # A fake tensor and a real one do not mix well, so the model is built, or copied, inside the fake mode. There
 # `Module.to()` fails in torch, because it swaps tensors that have weak references, and a deep copy of a fake parameter
 # does not know its own storage. Both are replaced while the fake mode is on. Nothing of the user's is changed: a module
-# that is given is copied without its memory, and the states of the random generators, the default dtype and the
-# environment are put back.
+# that is given is copied without its memory, and the state of the process is put back (state.py).
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -27,10 +24,9 @@ from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
 from disthooks.predict.fake.kernels import FakeKernels
+from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
 
-#: Variables that make libraries read files on this machine and ask no hub.
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "DIFFUSERS_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
@@ -45,7 +41,7 @@ def fake_run() -> Iterator[Fakes]:
     mode = FakeKernels()
     values = Values(mode)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_state_put_back())
+        stack.enter_context(state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
@@ -183,38 +179,3 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             found.requires_grad_(self.requires_grad)
         memo[id(self)] = found
     return found
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replace an attribute of ``owner`` inside. An attribute that was inherited is inherited again."""
-    original, is_own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
-def _state_put_back() -> Iterator[None]:
-    """Put back what building and running a model may change: random generators, default dtype, environment."""
-    state, python_state, dtype = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    environment = dict(os.environ)
-    os.environ.update(_OFFLINE)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-        torch.set_default_dtype(dtype)

@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
+from disthooks.predict.fake.shape_cache import ShapeCache
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -68,6 +69,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
         self.told = told
         self._answers = self._depth = 0
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -91,6 +93,10 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         own = _KERNELS.get(func)
         if own is not None:
             return own(self, func, args, kwargs)
+        key = self._shapes.key(self, func, args, kwargs)
+        known = None if key is None else self._shapes.result(self, key, args)
+        if known is not None:
+            return known[0]
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -111,6 +117,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         elif func is aten.native_layer_norm_backward.default and result[0] is not None:
             with self:
                 return (result[0].contiguous(), *result[1:])
+        if key is not None:
+            self._shapes.learn(key, func, args, kwargs, result)
         return result
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:

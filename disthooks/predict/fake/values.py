@@ -29,6 +29,8 @@ from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
+
 _Mode: Any = _python_dispatch.TorchDispatchMode
 _without_fakes: Callable[[], Any] = unset_fake_temporarily
 _without_modes: Callable[[], Any] = no_dispatch
@@ -65,19 +67,21 @@ class Values(_Mode):  # type: ignore[misc]
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of the user's real tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         kwargs = kwargs or {}
-        leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        leaves = tensors_in(args, kwargs)
         is_lift = "lift" in func._schema.name
         if not is_lift and any(_is_real(each) for each in leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
-            leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            leaves = tensors_in(args, kwargs)
         if func in _INDEXED:
             args = self._by_position(args)
         is_known = all(self.value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
         if is_known and leaves and not _DEPENDS.isdisjoint(func.tags):
             return self._with_values(self._on_values(func, args, kwargs))
         result = func(*args, **kwargs)
-        made = [each for each in pytree.tree_leaves(result) if isinstance(each, FakeTensor)]
+        made = [each for each in tensors_in((result,)) if isinstance(each, FakeTensor)]
         if made and is_known and all(_may_have_value(each) for each in made):
             values = [each for each in pytree.tree_leaves(self._on_values(func, args, kwargs)) if torch.is_tensor(each)]
             self._keep(made, values, is_lift)

@@ -17,6 +17,8 @@ bounds; :class:`Device` has the share of them that programs reach.
 # - torch gives cuBLAS a workspace for each thread that multiplies matrices, and backward runs in a thread of its own.
 #   It comes from torch's allocator, so `max_memory_allocated` counts it. Sizes: `parseChosenWorkspaceSize` in
 #   aten/src/ATen/cuda/CublasHandlePool.cpp, without CUBLAS_WORKSPACE_CONFIG.
+# - The compute capability is that of NVIDIA's list (developer.nvidia.com/cuda-gpus). For AMD it is the number that
+#   torch says on ROCm: 9.4 for gfx942, 9.0 for gfx90a.
 #
 # [Note: what is reached]
 # - Matrix products: the best product of bfloat16 matrices that stas00/ml-engineering (compute/accelerator, "Maximum
@@ -42,6 +44,8 @@ from disthooks.errors import UsageError
 __all__ = ["DEVICES", "Device", "device_named"]
 
 MiB, GiB = 1 << 20, 1 << 30
+#: The compute capability of "cuda" without a name: Hopper's, which most large models train on.
+CAPABILITY = (9, 0)
 #: Bytes of a CUDA context, roughly; see [Note: where the figures come from].
 CONTEXT = 512 * MiB
 #: Bytes of cuBLAS's workspace for each thread, before Hopper; and from Hopper on.
@@ -65,6 +69,8 @@ class Device:
         link: what the link is, such as ``"PCIe 5 x16"``.
         peer: bytes a second to other devices of the machine together, one way; 0 if this is not known.
         multiprocessors: the number of streaming multiprocessors, or of AMD's compute units.
+        capability: the compute capability, as ``torch.cuda.get_device_capability()`` says it; ``(0, 0)`` for the CPU.
+        has_cudnn: whether cuDNN is there: on each NVIDIA GPU, and on no other device.
         context_bytes: memory that the CUDA context takes, in bytes: approximate.
         workspace_bytes: memory of cuBLAS's workspace for each thread that multiplies matrices, in bytes.
         matmul_efficiency, memory_efficiency, link_efficiency: the share of a peak that programs reach; see
@@ -90,6 +96,8 @@ class Device:
     link: str
     peer: float = 0.0
     multiprocessors: int = 0
+    capability: tuple[int, int] = (0, 0)
+    has_cudnn: bool = False
     context_bytes: int = CONTEXT
     workspace_bytes: int = WORKSPACE
     matmul_efficiency: float = 0.75
@@ -146,6 +154,7 @@ def _gpu(
     name: str,
     mib: int,
     multiprocessors: int,
+    capability: float,
     peaks: tuple[float, float | None, float | None, float | None, float | None],
     gb_per_s: float,
     pcie: int,
@@ -158,6 +167,7 @@ def _gpu(
         name: the name.
         mib: the memory that torch reports, in MiB.
         multiprocessors: how many it has.
+        capability: the compute capability, such as 8.9.
         peaks: in 10^12 operations a second: fp32, tf32, bf16, fp16, fp8.
         gb_per_s: its own memory's bandwidth, in 10^9 bytes a second.
         pcie: the generation of its 16 lanes.
@@ -177,6 +187,8 @@ def _gpu(
         fp8=fp8,
         bandwidth=gb_per_s * 1e9,
         multiprocessors=multiprocessors,
+        capability=(int(capability), round(10 * capability) % 10),
+        has_cudnn=source.startswith("NVIDIA"),
         source=source,
         **(link | {"peer": PCIE[pcie]} | others),
     )
@@ -189,45 +201,45 @@ _V100 = "NVIDIA V100 Tensor Core GPU datasheet"
 # fmt: off
 #: The table. If a name fits several rows, the first one is meant.
 DEVICES: tuple[Device, ...] = (
-    #    name             MiB     SMs  fp32   tf32   bf16   fp16   fp8     GB/s  PCIe  source
-    _gpu("H100-SXM-80GB", 81082, 132, (66.9, 494.7, 989.4, 989.4, 1978.9), 3350, 5, _H100,
+    #    name             MiB     SMs  CC    fp32   tf32   bf16   fp16   fp8     GB/s  PCIe  source
+    _gpu("H100-SXM-80GB", 81082, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 3350, 5, _H100,
          peer=450e9, matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("H100-PCIe-80GB", 81008, 114, (51.2, 378.0, 756.0, 756.0, 1513.0), 2000, 5, _H100,
+    _gpu("H100-PCIe-80GB", 81008, 114, 9.0, (51.2, 378.0, 756.0, 756.0, 1513.0), 2000, 5, _H100,
          workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("H200-SXM-141GB", 143156, 132, (66.9, 494.7, 989.4, 989.4, 1978.9), 4800, 5,
+    _gpu("H200-SXM-141GB", 143156, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 4800, 5,
          "NVIDIA H200 Tensor Core GPU datasheet",
          peer=450e9, matmul_efficiency=0.803, workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("B200-SXM-180GB", 182631, 148, (75.0, 1100.0, 2250.0, 2250.0, 4500.0), 7700, 5,
+    _gpu("B200-SXM-180GB", 182631, 148, 10.0, (75.0, 1100.0, 2250.0, 2250.0, 4500.0), 7700, 5,
          "NVIDIA HGX B200 specifications, per GPU",
          peer=900e9, matmul_efficiency=0.776, workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("GH200-96GB", 96768, 132, (66.9, 494.7, 989.4, 989.4, 1978.9), 4000, 5,
+    _gpu("GH200-96GB", 96768, 132, 9.0, (66.9, 494.7, 989.4, 989.4, 1978.9), 4000, 5,
          "NVIDIA GH200 Grace Hopper Superchip datasheet", to_device=450e9, to_host=450e9, link="NVLink-C2C",
          peer=450e9, matmul_efficiency=0.838, workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("A100-SXM-80GB", 81039, 108, (19.5, 156.0, 312.0, 312.0, None), 2039, 4, _A100,
+    _gpu("A100-SXM-80GB", 81039, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 2039, 4, _A100,
          peer=300e9, matmul_efficiency=0.869),
-    _gpu("A100-SXM-40GB", 40441, 108, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100,
+    _gpu("A100-SXM-40GB", 40441, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100,
          peer=300e9, matmul_efficiency=0.869),
-    _gpu("A100-PCIe-80GB", 81039, 108, (19.5, 156.0, 312.0, 312.0, None), 1935, 4, _A100, matmul_efficiency=0.811),
-    _gpu("A100-PCIe-40GB", 40326, 108, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100, matmul_efficiency=0.811),
-    _gpu("L40S-48GB", 45402, 142, (91.6, 183.0, 362.0, 362.0, 733.0), 864, 4, "NVIDIA L40S datasheet"),
-    _gpu("L4-24GB", 22559, 58, (30.3, 60.0, 121.0, 121.0, 242.5), 300, 4, "NVIDIA L4 Tensor Core GPU datasheet"),
-    _gpu("A10G-24GB", 22587, 80, (35.0, 35.0, 70.0, 70.0, None), 600, 4, "NVIDIA A10G datasheet (AWS G5)"),
-    _gpu("V100-SXM-16GB", 16130, 80, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
-    _gpu("V100-SXM-32GB", 32501, 80, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
-    _gpu("T4-16GB", 14909, 40, (8.1, None, None, 65.0, None), 320, 3, "NVIDIA T4 Tensor Core GPU datasheet"),
-    _gpu("RTX-5090-32GB", 32122, 170, (104.8, 104.8, 209.5, 209.5, 419.0), 1792, 5,
+    _gpu("A100-PCIe-80GB", 81039, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1935, 4, _A100, matmul_efficiency=0.811),
+    _gpu("A100-PCIe-40GB", 40326, 108, 8.0, (19.5, 156.0, 312.0, 312.0, None), 1555, 4, _A100, matmul_efficiency=0.811),
+    _gpu("L40S-48GB", 45402, 142, 8.9, (91.6, 183.0, 362.0, 362.0, 733.0), 864, 4, "NVIDIA L40S datasheet"),
+    _gpu("L4-24GB", 22559, 58, 8.9, (30.3, 60.0, 121.0, 121.0, 242.5), 300, 4, "NVIDIA L4 Tensor Core GPU datasheet"),
+    _gpu("A10G-24GB", 22587, 80, 8.6, (35.0, 35.0, 70.0, 70.0, None), 600, 4, "NVIDIA A10G datasheet (AWS G5)"),
+    _gpu("V100-SXM-16GB", 16130, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
+    _gpu("V100-SXM-32GB", 32501, 80, 7.0, (15.7, None, None, 125.0, None), 900, 3, _V100, peer=150e9),
+    _gpu("T4-16GB", 14909, 40, 7.5, (8.1, None, None, 65.0, None), 320, 3, "NVIDIA T4 Tensor Core GPU datasheet"),
+    _gpu("RTX-5090-32GB", 32122, 170, 12.0, (104.8, 104.8, 209.5, 209.5, 419.0), 1792, 5,
          "NVIDIA RTX Blackwell GPU Architecture whitepaper", workspace_bytes=WORKSPACE_HOPPER),
-    _gpu("RTX-4090-24GB", 24217, 128, (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 4,
+    _gpu("RTX-4090-24GB", 24217, 128, 8.9, (82.6, 82.6, 165.2, 165.2, 330.3), 1008, 4,
          "NVIDIA Ada GPU Architecture whitepaper"),
-    _gpu("RTX-3090-24GB", 24259, 82, (35.6, 35.6, 71.2, 71.2, None), 936, 4,
+    _gpu("RTX-3090-24GB", 24259, 82, 8.6, (35.6, 35.6, 71.2, 71.2, None), 936, 4,
          "NVIDIA Ampere GA102 GPU Architecture whitepaper"),
-    _gpu("RTX-6000-Ada-48GB", 48622, 142, (91.1, 182.1, 364.2, 364.2, 728.5), 960, 4,
+    _gpu("RTX-6000-Ada-48GB", 48622, 142, 8.9, (91.1, 182.1, 364.2, 364.2, 728.5), 960, 4,
          "NVIDIA RTX 6000 Ada Generation datasheet"),
-    _gpu("RTX-A6000-48GB", 48676, 84, (38.7, 77.4, 154.8, 154.8, None), 768, 4,
+    _gpu("RTX-A6000-48GB", 48676, 84, 8.6, (38.7, 77.4, 154.8, 154.8, None), 768, 4,
          "NVIDIA Ampere GA102 GPU Architecture whitepaper"),
-    _gpu("MI300X-192GB", 196592, 304, (163.4, 653.7, 1307.4, 1307.4, 2614.9), 5300, 5,
+    _gpu("MI300X-192GB", 196592, 304, 9.4, (163.4, 653.7, 1307.4, 1307.4, 2614.9), 5300, 5,
          "AMD Instinct MI300X data sheet", peer=448e9, matmul_efficiency=0.514, workspace_bytes=128 * MiB),
-    _gpu("MI250X-64GB", 65520, 110, (23.95, None, 191.5, 191.5, None), 1638.4, 4,
+    _gpu("MI250X-64GB", 65520, 110, 9.0, (23.95, None, 191.5, 191.5, None), 1638.4, 4,
          "AMD Instinct MI250X data sheet, one of its two dies, which torch sees as a device",
          workspace_bytes=32 * MiB),
 )

@@ -49,6 +49,7 @@ from disthooks._tensors import Layout, bitless, is_most_of, region_of
 from disthooks._torch import StorageRef, fresh_count
 from disthooks.config.agree import check_conflicts
 from disthooks.config.plan import Plan, stores_within
+from disthooks.predict.fake.queries import DEVICE_OF, device_of
 from disthooks.predict.plans.planned_stores import PlacedBytes, PlannedStores, WatchedStore
 from disthooks.saved.attach import Saving, attach_to, chosen
 from disthooks.saved.codecs import Codec
@@ -114,6 +115,8 @@ class _Answers(_Mode):  # type: ignore[misc]
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
@@ -157,6 +160,8 @@ class _SeenCasts(_Mode):  # type: ignore[misc]
         self._sources: dict[int, tuple[StorageRef, weakref.ref[nn.Parameter]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         found = func(*args, **(kwargs or {}))
         if func is _aten._to_copy.default and found.dtype in NARROW and isinstance(args[0], nn.Parameter):
             reference = StorageRef(found.untyped_storage())

@@ -13,13 +13,15 @@
 #
 # [Note: what a distributed tensor hides]
 # A DTensor has a storage of the size of the whole tensor and no memory. Its operators run again on the local tensors,
-# and these are what is recorded. To learn the shape of a result, DTensor runs operators on fake tensors of the global
-# shape: that is computed nowhere, so the recorder looks away (`paused`).
+# and these are what is recorded. A mode is off while it handles a call, so the recorder does not make the call itself:
+# it says NotImplemented, and torch asks the DTensor, with the recorder on. To learn the shape of a result, DTensor runs
+# operators on fake tensors of the global shape: that is computed nowhere, so the recorder looks away (`paused`).
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -27,13 +29,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
-from torch.utils import _pytree as pytree
 
 from disthooks._match import canonical_name
 from disthooks._tensors import local_part
 from disthooks._torch import current_node, sequence_number
-from disthooks.predict.fake.fake_run import replaced
+from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
+from disthooks.predict.fake.state import replaced
 from disthooks.predict.recording.record import (
     CATEGORIES,
     Allocation,
@@ -99,6 +102,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._first_saved: set[int] = set()
         self._pending: list[_Pending] = []
         self._paused = 0
+        self._thread = threading.get_ident()
         self._module_at: dict[int, int] = {}  # by the number of the node
         self._operator_at: dict[int, str] = {}
         self._stack: list[int] = []
@@ -185,7 +189,7 @@ class Recorder(_Mode):  # type: ignore[misc]
 
     def adopt(self, tensors: Iterable[Any], category: str, device: Literal["device", "host"] = "device") -> None:
         """Say what the memory of ``tensors`` is for, and where it is. Unseen memory is there from now on."""
-        for tensor in tensors_in(list(tensors)):
+        for tensor in tensors_in(tensors):
             self._adopt(tensor, category, device)
 
     def assumed(self, what: str, assumed: str) -> None:
@@ -249,10 +253,12 @@ class Recorder(_Mode):  # type: ignore[misc]
     # -- modules
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return  # the hooks are there for all modules of the process
         self._stack.append(self._position.get(module, self._stack[-1] if self._stack else 0))
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
+        if self._stack and threading.get_ident() == self._thread:
             self._stack.pop()
 
     def _module(self) -> int:
@@ -270,12 +276,14 @@ class Recorder(_Mode):  # type: ignore[misc]
     # -- operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of(args[0])
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        arguments = tensors_in((args, kwargs))
+        arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):
-            return func(*args, **kwargs)  # see [Note: what a distributed tensor hides]
+            return NotImplemented  # see [Note: what a distributed tensor hides]
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
             number = sequence_number() - 1  # see [Note: operators have numbers]
@@ -286,7 +294,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             cost = (0, 0, 0, "") if self._cost is None else self._cost(func, args, kwargs, result)
             is_again = self._phase == "backward" and bool(self._stack)
             self.record.operators.append(Operator(name, self._phase, position, *cost, is_again))
-            self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in(result))
+            self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in((result,)))
         return result
 
     def _see_all(
@@ -402,8 +410,3 @@ def _resizing(seen: Callable[[torch.UntypedStorage, int], None]) -> Iterator[Non
 
     with replaced(torch.UntypedStorage, "resize_", resize_):
         yield
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors in ``values``, however deep."""
-    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -6,9 +6,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from disthooks.errors import UsageError
+from disthooks.predict.explain import explain
 from disthooks.predict.hardware.devices import DEVICES, PCIE, Device, device_named
 
 GiB = 1 << 30
@@ -80,12 +83,38 @@ def test_each_device_has_figures_that_fit_each_other(name: str) -> None:
     peaks = [peak for peak in (device.fp32, device.tf32, device.fp16, device.fp8) if peak is not None]
     assert peaks == sorted(peaks)  # the shorter a type is, the faster
     assert device.bf16 in (None, device.fp16)
+    # Tensor cores have had bfloat16 and TF32 since 8.0, and fp8 since 8.9.
+    assert (device.bf16 is not None) == (device.capability >= (8, 0))
+    assert (device.fp8 is not None) == (device.capability >= (8, 9)) or name == "MI250X-64GB"
+    assert device.has_cudnn == device.source.startswith("NVIDIA ")
     assert 30 < (device.bf16 or device.fp16 or 0) / device.bandwidth < 450  # operations for each byte
     assert device.to_device == device.to_host <= device.bandwidth
     assert device.link == "NVLink-C2C" or device.to_host in PCIE.values()
     assert device.peer >= min(device.to_host, 15.75e9)
     for share in (device.matmul_efficiency, device.memory_efficiency, device.link_efficiency):
         assert 0.5 < share < 1
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cuda", "cudnn"),  # without a name: as an H100
+        ("h100", "cudnn"),
+        ("a100", "flash"),
+        ("4090", "flash"),
+        ("mi300x", "flash"),
+        ("v100", "efficient"),  # flash needs 8.0
+    ],
+)
+def test_attention_is_that_of_the_named_device(device: str, backend: str) -> None:
+    x = torch.empty(1, 2, 32, 64, dtype=torch.float16, requires_grad=True)
+    said = explain(Attention(), x, device=device)
+    assert f"aten._scaled_dot_product_{backend}_attention" in said.by_operator
 
 
 def test_a_name_that_is_not_there_is_an_error_with_near_names() -> None:

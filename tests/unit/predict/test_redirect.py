@@ -11,7 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from disthooks.errors import UsageError
 from disthooks.predict.cuda.redirect import foreach_as_on_cuda, redirect_cuda
+from disthooks.predict.fake.fake_run import fake_run
+from disthooks.predict.hardware.devices import device_named
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -49,7 +52,7 @@ def test_a_module_moves() -> None:
 
 
 def test_contexts_of_a_device_work() -> None:
-    with FakeTensorMode(), redirect_cuda(capability=(8, 0)):
+    with FakeTensorMode(), redirect_cuda(device_named("a100")):
         with torch.device("cuda"):
             assert torch.ones(2).device == CPU
         with torch.cuda.device(1):
@@ -63,6 +66,60 @@ def test_contexts_of_a_device_work() -> None:
         assert side.record_event().elapsed_time(event) == 0
         assert torch.cuda.get_device_capability() == (8, 0)
         assert torch.cuda.is_bf16_supported()
+
+
+#: What a script's builder calls, and what it gets on a named A100.
+CALLS: dict[str, tuple[Callable[[], object], object]] = {
+    "a generator": (lambda: torch.Generator(device="cuda:1").manual_seed(3).initial_seed(), 3),
+    "its class": (lambda: isinstance(torch.Generator("cuda"), torch.Generator), True),
+    "random numbers": (lambda: torch.rand(2, device="cuda", generator=torch.Generator("cuda")).shape, (2,)),
+    "seeds": (lambda: torch.cuda.manual_seed_all(1), None),
+    "a random state": (lambda: torch.cuda.get_rng_state().dtype, torch.uint8),
+    "memory": (lambda: torch.cuda.mem_get_info()[1], 81039 << 20),
+    "properties": (lambda: torch.cuda.get_device_properties(0).total_memory, 81039 << 20),
+    "multiprocessors": (lambda: torch.cuda.get_device_properties("cuda").multi_processor_count, 108),
+    "a name": (lambda: torch.cuda.get_device_name(), "A100-SXM-80GB"),
+    "bfloat16": (lambda: torch.cuda.is_bf16_supported(including_emulation=False), True),
+    "figures": (lambda: torch.cuda.memory_stats()["allocated_bytes.all.peak"], 0),
+    "a peak": (lambda: torch.cuda.max_memory_allocated() + torch.cuda.memory.memory_reserved(), 0),
+    "a cache": (lambda: torch.cuda.empty_cache(), None),
+    "a limit": (lambda: torch.cuda.set_per_process_memory_fraction(0.9), None),
+    "nvtx": (lambda: torch.cuda.nvtx.range_push("forward") + torch.cuda.nvtx.range_pop(), 0),
+    "capturing": (lambda: torch.cuda.is_current_stream_capturing(), False),
+    "an accelerator": (lambda: torch.accelerator.synchronize(), None),
+    "a type": (lambda: torch.ones(2).type("torch.cuda.HalfTensor").dtype, torch.float16),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_scripts_ask_of_cuda_has_an_answer(call: str) -> None:
+    ask, wanted = CALLS[call]
+    with fake_run(), redirect_cuda(device_named("a100")):
+        assert ask() == wanted
+
+
+def test_random_states_can_be_forked() -> None:
+    with redirect_cuda():
+        before = torch.get_rng_state()
+        with torch.random.fork_rng(devices=[0]):
+            torch.cuda.manual_seed(5)
+            torch.rand(2)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_not_known_or_means_nothing_is_named() -> None:
+    with redirect_cuda():
+        assert torch.cuda.get_device_capability() == (9, 0)
+        with pytest.raises(UsageError, match=r'mem_get_info is not known of "cuda": name the device'):
+            torch.cuda.mem_get_info()
+        with pytest.raises(UsageError, match="total_memory is not known"):
+            _ = torch.cuda.get_device_properties(0).total_memory
+        with pytest.raises(UsageError, match=r"torch.cuda.CUDAGraph means nothing in a prediction"):
+            torch.cuda.CUDAGraph()
+        with pytest.raises(AttributeError, match="'L2_cache_size'"):
+            _ = torch.cuda.get_device_properties(0).L2_cache_size
+    with redirect_cuda(device_named("t4")):
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def test_other_devices_and_numbers_stay() -> None:
