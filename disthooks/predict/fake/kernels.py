@@ -107,6 +107,13 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
                 raise
             return self._for_real(func, args, kwargs, error)
+        corrected = self._corrected(func, args, result)
+        if key is not None and corrected is result:
+            self._shapes.learn(key, func, args, kwargs, result)
+        return corrected
+
+    def _corrected(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """``result``, or what the operator gives where torch's fake kernel differs. See [Note: kernels that differ]."""
         if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
             with self:
                 return (result[0], *(each.to(torch.float32) for each in result[1:]))
@@ -117,8 +124,6 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         elif func is aten.native_layer_norm_backward.default and result[0] is not None:
             with self:
                 return (result[0].contiguous(), *result[1:])
-        if key is not None:
-            self._shapes.learn(key, func, args, kwargs, result)
         return result
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:

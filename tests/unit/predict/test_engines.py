@@ -398,11 +398,9 @@ def test_units_are_named() -> None:
 
 
 def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another() -> None:
-    found = [trained(EngineSpec("fsdp2+tp", 4, (2, 2)), rank) for rank in (0, 3, 0)]
-    assert found[0] == found[2]
     plan = {"head": "colwise_gather_output"}  # 101 rows: 51 on the first rank, and 50 on the second
-    tp = [trained(EngineSpec("tp", 2, tp_plan=plan), rank)["backward"]["parameters"] for rank in (0, 1)]
-    assert tp[0] - tp[1] == 37 * 4
+    found = [trained(EngineSpec("tp", 2, tp_plan=plan), rank) for rank in (0, 1, 0)]
+    assert found[0] == found[2]
 
 
 def test_ddp_with_a_static_graph_builds_its_buckets_before_the_third_step() -> None:

