@@ -22,7 +22,7 @@ from disthooks.predict.cuda.substitutes import as_on_cuda
 from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, held, host_storages, state_bytes
 from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
 from disthooks.predict.fake.builder import Builder
-from disthooks.predict.fake.fake_run import as_if_real, fake_run
+from disthooks.predict.fake.fake_run import as_if_real, compiled_as_eager, fake_run
 from disthooks.predict.hardware.devices import CAPABILITY, Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
 from disthooks.predict.recording.record import StepRecord
@@ -132,6 +132,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         fakes = stack.enter_context(fake_run())
         if situation.device == "cuda":
             stack.enter_context(redirect_cuda(situation.hardware))
+        at_building: list[tuple[str, str]] = []
+        fakes.tell(lambda *each: at_building.append(each))
         with _told(f"{builder.name} cannot be built"):
             model, args, kwargs = builder.build(fakes, situation.batch, situation.seq)
             if situation.dtype is not None:
@@ -140,6 +142,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if situation.change is not None:
                 situation.change(model)
         stack.enter_context(as_if_real())  # now, because building the model may have imported the library
+        stack.enter_context(compiled_as_eager(fakes))
         if situation.device == "cuda":
             stack.enter_context(_as_on_cuda(situation))
         found: Planned | None = None
@@ -155,6 +158,8 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
             if found is not None:
                 found.begin_step()
             recorder = Recorder(model, cost)
+            for each in at_building:
+                recorder.assumed(*each)
             fakes.tell(recorder.assumed)
             if world is not None:
                 world.around_propagation = recorder.paused
@@ -284,4 +289,6 @@ def _told(what: str) -> Iterator[None]:
         own = next((each for each in reversed(frames) if "/torch/" not in each.filename), None)
         place = f" ({own.filename}:{own.lineno})" if own else ""
         text = " ".join(str(error).split())
+        if "UninitializedParameter" in text:
+            text = "a lazy module has no sizes before its first input: give the sizes to its constructor"
         raise UsageError(f"{what}: {type(error).__name__}: {text}{place}") from error

@@ -479,13 +479,21 @@ def held(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
     model: nn.Module = prepared.model
     parameters = [*model.parameters(), *_flat_parameters(model)]
     yield from (("parameters", parameter) for parameter in parameters)
-    yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
+    for parameter in parameters:
+        yield from (("gradients", each) for each in _parts(parameter.grad))
     if prepared.optimizer is not None:
         for state in prepared.optimizer.state.values():
             yield from (("optimizer", each) for each in state.values() if isinstance(each, torch.Tensor))
     reducer = getattr(model, "reducer", None)
     yield from (("communication", each) for each in (*prepared.buckets(), *getattr(reducer, "used_maps", ())))
     yield from (("buffers", buffer) for buffer in model.buffers())
+
+
+def _parts(gradient: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    """The tensors that hold the memory of a gradient: those of its indices and values if it is sparse."""
+    if gradient is None:
+        return ()
+    return (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else (gradient,)
 
 
 def _flat_parameters(model: nn.Module) -> Iterable[nn.Parameter]:

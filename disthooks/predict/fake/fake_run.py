@@ -28,7 +28,6 @@ from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
 
 
-
 @contextlib.contextmanager
 def fake_run() -> Iterator[Fakes]:
     """Inside, every new tensor is fake, and what the code changes of this process's state is put back at the end.
@@ -46,6 +45,8 @@ def fake_run() -> Iterator[Fakes]:
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
         stack.enter_context(replaced(torch, "ctc_loss", _ctc_loss))  # torch computes with lists
+        stack.enter_context(replaced(torch, "tensor", _tensor))  # torch reads the memory of tensors in lists
+        stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", _padded))  # torch writes the lengths
         stack.enter_context(mode)
         stack.enter_context(values)
         yield Fakes(mode, values)
@@ -62,6 +63,22 @@ def as_if_real() -> Iterator[None]:
         yield
         return
     with replaced(library, "is_fake_tensor", lambda tensor: False):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_as_eager(fakes: Fakes) -> Iterator[None]:
+    """Inside, compiled modules and functions run as they are written, and the prediction says so."""
+    library = sys.modules.get("torch._dynamo.eval_frame")
+    if library is None or not hasattr(library, "_callback_from_stance"):
+        yield
+        return
+
+    def no_callback(callback: Any) -> None:
+        if callable(callback):
+            fakes.mode.told("what the code of torch.compile saves", "what it saves without torch.compile")
+
+    with replaced(library, "_callback_from_stance", no_callback):
         yield
 
 
@@ -144,6 +161,35 @@ def _ctc_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(value) if isinstance(value, (list, tuple)) else value
 
     return _original_ctc_loss(*map(as_tensor, args), **{name: as_tensor(each) for name, each in kwargs.items()})
+
+
+_original_tensor: Callable[..., torch.Tensor] = torch.tensor
+
+
+def _tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.tensor`` of a list, with numbers in the place of fake tensors."""
+    if isinstance(data, (list, tuple)):
+        data = pytree.tree_map_only(FakeTensor, lambda each: each.tolist(), data)
+    return _original_tensor(data, *args, **kwargs)
+
+
+def _padded(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding: float, total: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequences of a packed sequence, and their lengths; the operators are those of torch's C++."""
+    sizes: list[int] = batch_sizes.tolist()
+    steps, begin, row = len(sizes), 0, 0
+    made = torch.full(
+        (total if total and total > steps else steps, sizes[0], *data.shape[1:]), padding, dtype=data.dtype
+    )
+    for step in range(1, steps + 1):
+        if step == steps or sizes[step] != sizes[begin]:
+            rows = (step - begin) * sizes[begin]
+            part = data[row : row + rows].view(step - begin, sizes[begin], *data.shape[1:])
+            made[begin:step, : sizes[begin]].copy_(part)
+            begin, row = step, row + rows
+    lengths = torch.tensor([sum(size > index for size in sizes) for index in range(sizes[0])])
+    return (made.transpose(0, 1) if batch_first else made), lengths
 
 
 def _filled(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

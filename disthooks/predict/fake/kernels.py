@@ -13,8 +13,10 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # [Note: kernels that differ]
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
-# contiguous. The grouped matrix product takes float32. The workspace of oneDNN's LSTM is not empty: its size is known
-# to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
+# contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
+# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of
+# oneDNN's LSTM is not empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its
+# tensors are small.
 #
 # [Note: dtypes that differ]
 # The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
@@ -23,6 +25,7 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +38,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     run_fallback_kernel,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
@@ -66,10 +70,13 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     """
 
     def __init__(self, told: Callable[[str, str], None] = lambda what, assumed: None) -> None:
-        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True)
+        # Tensors with rows of several lengths need one. No number in it may stand for a value that is not known.
+        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=True, shape_env=shapes, static_shapes=True)
         self.told = told
         self._answers = self._depth = 0
-        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT}))
+        self._thread = threading.get_ident()
+        self._shapes = ShapeCache(frozenset({*_KERNELS, *_ANY, *_NOT, *_REDUCED}))
 
     def __enter__(self) -> Any:
         self._depth += 1  # a kernel below enters the mode again
@@ -88,6 +95,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._check_thread()
         if func in _OF_ONE_DTYPE:
             _refuse_dtypes(func, args)
         own = _KERNELS.get(func)
@@ -103,17 +111,23 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             return self._assumed_value(func, args)
         except DynamicOutputShapeException:
             return self._assumed_size(func, args, kwargs)
-        except (UnsupportedOperatorException, NotImplementedError) as error:
+        except (UnsupportedOperatorException, NotImplementedError, RuntimeError) as error:
+            if type(error) is RuntimeError and "no fake impl registered" not in str(error):
+                raise
             if any(type(each) not in _PLAIN for each in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(each)):
                 raise
             return self._for_real(func, args, kwargs, error)
-        corrected = self._corrected(func, args, result)
-        if key is not None and corrected is result:
+        mended = self._mended(func, args, result)
+        if key is not None and mended is result:
             self._shapes.learn(key, func, args, kwargs, result)
-        return corrected
+        return mended
 
-    def _corrected(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """``result``, or what the operator gives where torch's fake kernel differs. See [Note: kernels that differ]."""
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            self.told("operators in a thread that the model started", "they save nothing and take no memory")
+
+    def _mended(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """``result`` as the operator gives it. See [Note: kernels that differ]."""
         if func in _STATISTICS and args[0].dtype in _NARROW and _has_wide_weight(args[1:4]):
             with self:
                 return (result[0], *(each.to(torch.float32) for each in result[1:]))
@@ -121,10 +135,30 @@ class FakeKernels(_Mode):  # type: ignore[misc]
             result.__dict__["_assumed"] = False
         elif func in _NOT and isinstance(args[0], FakeTensor):
             result.__dict__["_assumed"] = not args[0].__dict__.get("_assumed", True)
-        elif func is aten.native_layer_norm_backward.default and result[0] is not None:
-            with self:
-                return (result[0].contiguous(), *result[1:])
+        elif func in _CONTIGUOUS:
+            return self._contiguous(result)
+        elif func in _REDUCED and not result.dim():
+            return self._reduced(args)
         return result
+
+    def _contiguous(self, result: Any) -> Any:
+        """The first result in the order of its elements, or with channels last. See [Note: kernels that differ]."""
+        if isinstance(result, torch.Tensor):
+            with self:
+                return result.contiguous()
+        first = result[0]
+        if first is None or first.is_contiguous():
+            return result
+        if first.dim() in _CHANNELS_LAST and first.is_contiguous(memory_format=_CHANNELS_LAST[first.dim()]):
+            return result
+        with self:
+            return (first.contiguous(), *result[1:])
+
+    def _reduced(self, args: tuple[Any, ...]) -> torch.Tensor:
+        """A loss that is one number, over the memory of all losses. See [Note: kernels that differ]."""
+        with self:
+            losses = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype)
+            return losses.as_strided((), ()) if losses.numel() else losses.new_empty(())
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
         tensor = args[0]
@@ -179,7 +213,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         name = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
         flat, spec = pytree.tree_flatten((args, kwargs))
         tensors = [each for each in flat if isinstance(each, FakeTensor)]
-        if sum(each.nbytes for each in tensors) <= _SMALL:
+        if sum(each.numel() * each.element_size() for each in tensors) <= _SMALL:
             try:
                 return run_fallback_kernel(self, func, flat, spec, UnsupportedOperatorException(func))
             except Exception:  # the kernel may need other values than zeros
@@ -217,6 +251,23 @@ _STATISTICS = {
     )
     if hasattr(aten, name)
 }
+#: Operators whose first result torch makes contiguous. See [Note: kernels that differ].
+_CONTIGUOUS = {
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("native_layer_norm_backward", "default"),
+        ("native_batch_norm", "default"),
+        ("_native_batch_norm_legit", "default"),
+        ("_native_batch_norm_legit", "no_stats"),
+        ("native_batch_norm_backward", "default"),
+        ("mse_loss_backward", "default"),
+    )
+    if hasattr(aten, name)
+}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: Losses whose mean or sum lies over the memory of all losses.
+_REDUCED = {aten.mse_loss.default, aten.smooth_l1_loss.default}
+_ANY = {aten.any.default, aten.any.dim, aten._is_any_true.default}
 #: Operators and the positions of their tensors that must have one dtype. See [Note: dtypes that differ].
 _OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
@@ -229,7 +280,6 @@ _OF_ONE_DTYPE: dict[Any, tuple[int, ...]] = {
     aten.index_put.default: (0, 2),
     aten.index_put_.default: (0, 2),
 }
-_ANY = {aten.any.default, aten.any.dim}
 _NOT = {aten.logical_not.default, aten.bitwise_not.default}
 
 
@@ -297,6 +347,24 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
+def _embedding_bag(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bag of each index has memory for one index more, unless the bags are sums."""
+    result = list(_Mode.__torch_dispatch__(mode, func, (), args, kwargs))
+    kind = args[4] if len(args) > 4 else kwargs.get("mode", 0)
+    if kind != 0 and result[1].numel():
+        with mode:
+            result[1] = result[1].new_empty(result[1].numel() + 1)[:-1]
+    return tuple(result)
+
+
+def _embedding_bag_backward(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of the table; torch makes the bag of each index here if the forward has not."""
+    if not args[3].numel() and args[1].numel():
+        with mode:
+            args = (*args[:3], torch.empty_like(args[1]), *args[4:])
+    return _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
+
+
 def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
     with mode:
@@ -306,6 +374,8 @@ def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[st
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten._pin_memory.default: _pinned,
 }
 if hasattr(aten, "_grouped_mm"):

@@ -151,7 +151,8 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     dtype = tensor.dtype
     if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()) or tensor.is_quantized or tensor.requires_grad:
         return None
-    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    storage: Any = tensor.untyped_storage()
+    offset: Any = tensor.storage_offset()
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not all(type(each) is int for each in (*shape, *stride, offset)):
         return None  # a size is a symbol
@@ -164,7 +165,9 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     else:
         is_plain = offset == 0 and storage.nbytes() == nbytes and not func.is_view
         memory.add(storage._cdata)  # the next result of this call has to lie elsewhere
-    return _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
+    return (
+        _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
+    )
 
 
 def _make(mode: Any, output: _Output, args: tuple[Any, ...]) -> Any:

@@ -57,7 +57,7 @@ def state_put_back() -> Iterator[None]:
     """
     with _turn, contextlib.ExitStack() as stack:
         for get, put_back in _switches():
-            stack.callback(put_back, get())
+            stack.callback(_put_back, get, put_back, get())
         stack.enter_context(_no_autocast())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -75,7 +75,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
     yield torch.get_rng_state, torch.set_rng_state
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _default_device, _put_back_default_device
@@ -85,7 +85,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         yield getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
     for owner, name in ((cudnn, "benchmark"), (cudnn, "deterministic"), (cudnn, "enabled")):
-        yield functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+        yield functools.partial(getattr, owner, name), functools.partial(_put_back_flag, owner, name)
     for device in _DEVICES:
         yield (
             functools.partial(torch.is_autocast_enabled, device),
@@ -95,10 +95,21 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
 
 
+def _put_back(get: Callable[[], Any], put_back: Callable[[Any], Any], before: Any) -> None:
+    """Put back what has changed; some switches are not to be touched otherwise."""
+    if type(before) not in (bool, int, str) or get() != before:
+        put_back(before)
+
+
 def _put_back_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+def _put_back_flag(owner: Any, name: str, before: bool) -> None:
+    if getattr(owner, name) != before:  # torch refuses to set a flag after `torch.backends.disable_global_flags()`
+        setattr(owner, name, before)
 
 
 def _anomaly() -> tuple[bool, bool]:

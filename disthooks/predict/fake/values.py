@@ -7,8 +7,10 @@ a token. With their values the code runs as it would for real.
 # [Note: values beside fake tensors]
 # Positions, masks, lengths and labels are small, and they come from factories (`arange`, `ones`, `tensor`) or from the
 # user's inputs. Their operators run twice: on the fake tensors, for shapes and memory, and on the real values, on the
-# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. Tensors of
-# floating-point numbers have values only if they are single numbers.
+# side, where no recorder sees it. A value is lost where an operator mixes it with a tensor that has none. Floating-
+# point numbers have values too if they are few, because masks and rates of dropout are made of such: `linspace(0, 0.1,
+# 12)`. Random ones have none, except a single one that `rand` draws: it is taken to be 0.5. With it a model decides
+# whether it skips a layer, and a rate below one half means that it does not.
 #
 # [Note: routing is even]
 # Which experts of a mixture take which tokens depends on floating-point values, which nobody knows. So `topk` and
@@ -36,10 +38,12 @@ _without_fakes: Callable[[], Any] = unset_fake_temporarily
 _without_modes: Callable[[], Any] = no_dispatch
 aten: Any = torch.ops.aten
 
-#: A tensor with more elements has no value.
-_MOST = 1 << 20
+#: A tensor with more elements has no value: of integers and truth values, and of floating-point numbers.
+_MOST, _MOST_FLOATS = 1 << 20, 1 << 16
 #: Operators that choose, and which of their results has the positions.
-_CHOOSE = {aten.topk.default: 1, aten.argmax.default: 0}
+_CHOOSE = {aten.topk.default: 1, aten.argmax.default: 0, aten.argmin.default: 0}
+#: Operators that draw between 0 and 1.
+_DRAW = {aten.rand.default, aten.rand.generator, aten.rand_like.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
 #: Operators whose result, or its shape, depends on the elements.
 _DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -71,6 +75,11 @@ class Values(_Mode):  # type: ignore[misc]
             return device_of(args[0])
         kwargs = kwargs or {}
         leaves = tensors_in(args, kwargs)
+        if func is aten._pack_padded_sequence.default:
+            return self._packed(*args, **kwargs)
+        return self._run(func, args, kwargs, leaves)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[torch.Tensor]) -> Any:
         is_lift = "lift" in func._schema.name
         if not is_lift and any(_is_real(each) for each in leaves):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
@@ -78,21 +87,51 @@ class Values(_Mode):  # type: ignore[misc]
         if func in _INDEXED:
             args = self._by_position(args)
         is_known = all(self.value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
+        is_drawn = any(each.__dict__.get("_is_drawn") for each in leaves)
         if is_known and leaves and not _DEPENDS.isdisjoint(func.tags):
+            if is_drawn:
+                self.told("a random number that the model reads", "0.5")
             return self._with_values(self._on_values(func, args, kwargs))
         result = func(*args, **kwargs)
         made = [each for each in tensors_in((result,)) if isinstance(each, FakeTensor)]
-        if made and is_known and all(_may_have_value(each) for each in made):
+        if func in _DRAW and made[0].numel() == 1:
+            self._draw(made[0])
+        elif made and is_known and all(_may_have_value(each, func) for each in made):
             values = [each for each in pytree.tree_leaves(self._on_values(func, args, kwargs)) if torch.is_tensor(each)]
             self._keep(made, values, is_lift)
+            for each in made if is_drawn else ():
+                each.__dict__["_is_drawn"] = True
         elif made and func in _CHOOSE:
             self._choose(func, made[_CHOOSE[func]], args[0])
         elif func._schema.is_mutable:
-            for each in leaves:
-                value = each.__dict__.pop("_value", None)
-                if value is not None:
-                    self._lost[value.untyped_storage()._cdata] = value.untyped_storage()
+            self._lose(_written(func, args, kwargs))
         return result
+
+    def _lose(self, written: list[torch.Tensor]) -> None:
+        """Forget the values of tensors that an operator has overwritten with something unknown."""
+        for each in written:
+            value = each.__dict__.pop("_value", None)
+            if value is not None:
+                self._lost[value.untyped_storage()._cdata] = value.untyped_storage()
+
+    def _draw(self, made: torch.Tensor) -> None:
+        with _without_fakes(), _without_modes():
+            made.__dict__["_value"] = torch.full(made.shape, 0.5, dtype=made.dtype)
+        made.__dict__["_is_drawn"] = True
+
+    def _packed(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """A packed sequence. The batch sizes are a real tensor, because torch's C++ reads its memory."""
+        known = self.value_of(lengths)
+        steps, count = (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
+        if known is None:
+            self.told("the lengths of a packed sequence", f"all are {steps}")
+        with _without_fakes(), _without_modes():
+            known = torch.full((count,), steps) if known is None else known
+            template = torch.empty(count, steps, 1) if batch_first else torch.empty(steps, count, 1)
+            sizes = aten._pack_padded_sequence.default(template, known, batch_first)[1]
+            total = int(sizes.sum())
+        sizes.__dict__["_is_of_packed"] = True
+        return x.new_empty((total, *x.shape[2:])), sizes
 
     def _keep(self, made: list[FakeTensor], values: list[torch.Tensor], is_lift: bool) -> None:
         for fake, value in zip(made, values, strict=False):
@@ -121,6 +160,8 @@ class Values(_Mode):  # type: ignore[misc]
         if known is None:
             fake = self._mode.from_tensor(tensor)
             self.give(fake, tensor)
+            if "_is_of_packed" in tensor.__dict__:
+                return fake  # the tensor goes when the packed sequence goes
             known = self._fakes[id(tensor)] = tensor, fake
         return known[1]
 
@@ -176,8 +217,16 @@ def _is_factory(func: Any) -> bool:
     return func.namespace == "aten" and "empty" not in name and (_RANDOM not in func.tags or "randint" in name)
 
 
-def _may_have_value(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.numel() > _MOST:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The arguments that ``func`` writes into."""
+    given = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
+    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in pytree.tree_leaves([given.get(name) for name in names]) if isinstance(each, torch.Tensor)]
+
+
+def _may_have_value(tensor: torch.Tensor, func: Any = None) -> bool:
+    if tensor.layout is not torch.strided or tensor.dtype.is_complex:
         return False
-    is_whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    return is_whole or tensor.numel() <= 1
+    if tensor.dtype.is_floating_point:
+        return tensor.numel() <= _MOST_FLOATS and not (func is not None and _RANDOM in func.tags)
+    return tensor.numel() <= _MOST
