@@ -32,6 +32,7 @@ NOT_COUNTED = (
     "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
     "memory that the communication library takes (NCCL: some hundred MiB)",
     "tensors that the training loop keeps: logs, averages of weights, the outputs of the last step",
+    "with a plan on a CPU: the memory in which its hooks compute checksums (at most 1 MiB)",
 )
 
 

@@ -14,9 +14,10 @@
 # [Note: sizes that are refused]
 # A model refuses a size that is not in its table of positions, or that is not a multiple of its patches or chunks.
 # After a refusal, the search takes the largest power of two that divides a size that runs, and tries the nearest
-# multiple of it. If the model takes this size, the search goes on over multiples, and at the end it halves the unit as
-# long as the model takes the result. If the model does not take this size, the search first tries the numbers in the
-# error, because the largest size is often among them.
+# multiple of it. If the model takes this size, the search goes on over multiples, and at the end it divides the unit by
+# small primes as long as the model takes the result. If the model does not take this size, the search tries a multiple
+# of the size that it began with in the same way, and otherwise the numbers in the error, because the largest size is
+# often among them.
 
 from __future__ import annotations
 
@@ -237,7 +238,7 @@ class _Search:
         self._measure, self._most, self._progress = measure, most, progress
         self._probes: dict[int, Probe] = {}
         self._low, self._high, self._unit = 0, most + 1, 1  # low fits; high does not; both are multiples of the unit
-        self._was_refused = False
+        self._was_refused, self._start = False, 1
 
     def know(self, size: int, explanation: Explanation) -> Probe:
         """Keep what an explanation says of ``size``."""
@@ -278,6 +279,7 @@ class _Search:
     def largest(self, start: int, patience: float) -> Largest:
         """Search from the size ``start``, which runs."""
         end = time.monotonic() + patience
+        self._start = start
         self._most = max(self._most, start)
         self._high = self._most + 1
         self._settle(self.at(start))
@@ -307,21 +309,25 @@ class _Search:
             widths = [] if is_open else [*widths, self._high - self._low]
             is_slow = len(self._probes) > 5 if is_open else len(widths) > 2 and 2 * widths[-1] > widths[-3]
             yield self._next(is_open, is_slow)
-        while self._unit > 1 and self._low:
-            half = self._unit // 2
-            middle = self._low + half
-            if middle < self._high:
-                yield middle
-                if self._probes[middle].refusal:
-                    self._high = self._low + self._unit
-                    return
-            self._unit = half
+        for part in (2, 3, 5, 7) if self._low else ():
+            while self._unit % part == 0:
+                before, smaller = self._high, self._unit // part
+                while (size := self._low + smaller) < self._high:
+                    yield size
+                    if self._probes[size].refusal:
+                        break
+                if size in self._probes and self._probes[size].refusal:
+                    self._high = before
+                    break
+                self._unit = smaller
 
     def _multiple(self, refused: int) -> Iterator[int]:
         """Find whether the model takes multiples only, after it refused a size."""
-        unit = self._low & -self._low
-        if unit < 2 or refused % unit == 0:
-            return
+        for unit in dict.fromkeys((self._low & -self._low, self._start)):
+            if self._unit == 1 and unit > 1 and self._low % unit == 0 and refused % unit:
+                yield from self._multiple_of(unit, refused)
+
+    def _multiple_of(self, unit: int, refused: int) -> Iterator[int]:
         size = max(refused // unit * unit, self._low + unit)
         if size > self._most:
             return
