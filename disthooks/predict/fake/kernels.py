@@ -157,7 +157,8 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     def _reduced(self, args: tuple[Any, ...]) -> torch.Tensor:
         """A loss that is one number, over the memory of all losses. See [Note: kernels that differ]."""
         with self:
-            losses = torch.empty(torch.broadcast_shapes(args[0].shape, args[1].shape), dtype=args[0].dtype)
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+            losses = torch.empty(shape, dtype=args[0].dtype)
             return losses.as_strided((), ()) if losses.numel() else losses.new_empty(())
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:

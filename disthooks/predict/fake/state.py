@@ -68,6 +68,7 @@ def state_put_back() -> Iterator[None]:
 def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """A function that gives each part of the state, and one that puts it back."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    torch_cuda: Any = torch.cuda
     yield os.getcwd, os.chdir
     yield lambda: dict(os.environ), _put_back_environment
     yield random.getstate, random.setstate
@@ -75,7 +76,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
     yield torch.get_rng_state, torch.set_rng_state
-    if torch.cuda.is_initialized():
+    if torch_cuda.is_initialized():
         yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _default_device, _put_back_default_device

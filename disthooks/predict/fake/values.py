@@ -158,7 +158,7 @@ class Values(_Mode):  # type: ignore[misc]
             return tensor
         known = self._fakes.get(id(tensor))
         if known is None:
-            fake = self._mode.from_tensor(tensor)
+            fake: torch.Tensor = self._mode.from_tensor(tensor)
             self.give(fake, tensor)
             if "_is_of_packed" in tensor.__dict__:
                 return fake  # the tensor goes when the packed sequence goes
