@@ -46,7 +46,7 @@ def explain(
     """
     from disthooks._tensors import parse_bytes
     from disthooks.cli.workload import find
-    from disthooks.predict.answers.advice import advise, what_if
+    from disthooks.predict.answers.advice import Tried, advise, what_if
     from disthooks.predict.answers.fits import fits as find_fits
     from disthooks.predict.answers.questions import answers
     from disthooks.predict.explain import explain as predict
@@ -71,9 +71,11 @@ def explain(
             seq=seq,
         )
         begin("how far it can go")
-        far = None if limit is None else find_fits(builder, said.situation, limit, patience=_PATIENCE)
+        tried: Tried = {}  # the changes that were run: they run once
+        known: Any = {"patience": _PATIENCE, "tried": tried}
+        far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
         begin("what could be changed")
-        best = advise(builder, said, limit=limit, patience=_PATIENCE) if advice else []
+        best = advise(builder, said, limit=limit, **known) if advice else []
         compared = () if measured is None else said.beside(measured)
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
@@ -82,7 +84,7 @@ def explain(
             begin("the questions that users have")
             told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
-            told["what_if"] = what_if(builder, said, best)
+            told["what_if"] = what_if(builder, said, best, tried=tried)
     if output is not None:
         from disthooks.predict.page.page import page
 

@@ -23,6 +23,7 @@ from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, h
 from disthooks.predict.engines.worlds import FakeWorld, Rank, fake_world
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.fake.fake_run import as_if_real, compiled_as_eager, fake_run
+from disthooks.predict.fake.lazy import has_lazy
 from disthooks.predict.hardware.devices import CAPABILITY, Device
 from disthooks.predict.plans.planned import Entries, Planned, planned
 from disthooks.predict.recording.record import StepRecord
@@ -145,6 +146,9 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         stack.enter_context(compiled_as_eager(fakes))
         if situation.device == "cuda":
             stack.enter_context(_as_on_cuda(situation))
+        if has_lazy(model):  # see [Note: lazy modules]
+            with _told(f"the dry run of {type(model).__name__}"), torch.no_grad(), _autocast(situation):
+                model(*args, **kwargs)
         found: Planned | None = None
         moments: list[Callable[[], int]] = [int]  # what tells the moment: nobody until the recorder is there
         if situation.plan is not None:
@@ -215,10 +219,7 @@ class _Run:
 
     def _forward(self) -> list[torch.Tensor]:
         situation = self._situation
-        autocast: Any = contextlib.nullcontext()
-        if situation.autocast is not None:
-            autocast = torch.autocast(situation.device, situation.autocast)
-        with autocast:
+        with _autocast(situation):
             return _roots(self._prepared.model(*self._args, **self._kwargs), situation.loss)
 
     def _backward(self, roots: list[torch.Tensor]) -> None:
@@ -251,6 +252,12 @@ def _as_on_cuda(situation: Situation) -> Iterator[None]:
         backend = "flash"
     with foreach_as_on_cuda(), as_on_cuda(backend, capability=capability), cuda_autocast():
         yield
+
+
+def _autocast(situation: Situation) -> contextlib.AbstractContextManager[Any]:
+    if situation.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(situation.device, situation.autocast)
 
 
 def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -289,6 +296,4 @@ def _told(what: str) -> Iterator[None]:
         own = next((each for each in reversed(frames) if "/torch/" not in each.filename), None)
         place = f" ({own.filename}:{own.lineno})" if own else ""
         text = " ".join(str(error).split())
-        if "UninitializedParameter" in text:
-            text = "a lazy module has no sizes before its first input: give the sizes to its constructor"
         raise UsageError(f"{what}: {type(error).__name__}: {text}{place}") from error

@@ -22,19 +22,6 @@ from tests.support.predicted import beside
 
 pytestmark = pytest.mark.second_tier
 
-_LAZY = "a lazy module learns its sizes from its first input; torch's parameters without sizes cannot be fake tensors"
-#: Modules whose saved bytes cannot be predicted, and why.
-EXCLUDED: dict[str, str] = {
-    **{f"nn.Lazy{kind}{dimension}d": _LAZY for kind in ("Conv", "ConvTranspose") for dimension in (1, 2, 3)},
-    "nn.CTCLoss": "for fake tensors autograd saves the lengths too: 8 bytes each",
-}
-#: Modules some of whose inputs in a full run are predicted wrongly, and why.
-EXCLUDED_IN_FULL: dict[str, str] = {
-    "nn.MultiLabelMarginLoss": "of one row, torch's fake kernel gives a loss of shape (1,) where the real one has ()",
-    "nn.TransformerEncoder": "torch asks whether a mask of floats is causal; `explain` names its answer as assumed",
-    "nn.Transformer": "the same",
-}
-
 
 class Case:
     """A module of the database with one of its inputs.
@@ -86,14 +73,10 @@ def test_saved_bytes_are_those_of_a_real_step(info: Any) -> None:
         tested = [(number, case) for number, case in found if has_gradient(case)]
         for number, case in tested:
             try:
-                told: Any = beside(case).wrong()
+                told: Any = beside(case, peaks=False).wrong()
             except Exception as error:
                 told = f"{type(error).__name__}: {error}"
             if told:
                 wrong[f"{info.name} {number} of {len(found)}"] = told
     assert tested or not found
-    excluded = EXCLUDED | EXCLUDED_IN_FULL if FULL else EXCLUDED
-    if info.name in excluded:
-        assert wrong, f"{info.name} is right now: it is no longer excluded"
-    else:
-        assert wrong == {}
+    assert wrong == {}

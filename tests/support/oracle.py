@@ -20,7 +20,8 @@
 # Autograd adds up gradients in place where nobody else uses them. It does so only for plain tensors: with a dispatch
 # mode on, or for a fake tensor, it makes a new tensor (`isTensorSubclassLike` in torch's InputBuffer). So both
 # `LivingStorages` and `MemTracker` may see a higher peak in backward than there is without them. `allocated_peak` uses
-# no mode.
+# no mode. Some operators save other tensors with a mode on: `ctc_loss` saves its lengths. So what autograd saves is
+# counted in a forward of its own, without a mode.
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -90,6 +92,7 @@ def measure(
     autocast: MakeContext | None = None,
     optimizer: MakeOptimizer | None = None,
     tracker: bool = True,
+    peaks: bool = True,
 ) -> Measured:
     """Run a training step of ``model`` for real and say what it saved and held.
 
@@ -102,17 +105,18 @@ def measure(
         autocast: gives the context of the forward and the loss.
         optimizer: makes the optimizer; without it the step ends with the backward.
         tracker: whether to run the step once more under MemTracker.
+        peaks: whether to run the step once more under :class:`LivingStorages`; if not, ``peaks`` stays empty.
     """
     measured = Measured()
-    with (
-        unchanged(model),
-        saved_by_module(model, inputs) as saved,
-        LivingStorages(model, inputs) as living,
-    ):
-        _step(model, inputs, autocast, optimizer, saved.hooks(), measured, living)
+    with unchanged(model), saved_by_module(model, inputs) as saved, saved.hooks():
+        loss = forward(model, inputs, autocast)
+    del loss
     measured.saved_bytes, measured.by_module = saved.total(False), saved.totals(False)
     measured.saved_inputs, measured.inputs_by_module = saved.total(True), saved.totals(True)
     measured.saved_tensors = saved.tensors
+    if peaks:
+        with unchanged(model), LivingStorages(model, inputs) as living:
+            _step(model, inputs, autocast, optimizer, measured, living)
     if tracker:
         with unchanged(model):
             measured.tracked_peak, measured.by_category = tracked(model, inputs, autocast, optimizer)
@@ -124,15 +128,13 @@ def _step(
     inputs: Any,
     autocast: MakeContext | None,
     optimizer: MakeOptimizer | None,
-    hooks: contextlib.AbstractContextManager[Any],
     measured: Measured,
     living: LivingStorages,
 ) -> None:
     """A step that notes the peaks of its phases in ``measured``."""
     made = optimizer([each for each in model.parameters() if each.requires_grad]) if optimizer else None
     living.begin()
-    with hooks:
-        loss = forward(model, inputs, autocast)
+    loss = forward(model, inputs, autocast)
     _note(measured, "forward", living)
     loss.backward()
     del loss
@@ -147,6 +149,13 @@ def _step(
 def _note(measured: Measured, phase: str, living: LivingStorages) -> None:
     measured.peaks[phase], measured.held[phase] = living.peak, living.bytes
     living.begin()
+
+
+def dry_run(model: nn.Module, inputs: Any) -> None:
+    """Run a forward without gradients if ``model`` has lazy modules, so that their weights are there, as torch asks."""
+    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+        with torch.no_grad():
+            call(model, inputs)
 
 
 def forward(model: nn.Module, inputs: Any, autocast: MakeContext | None = None) -> torch.Tensor:

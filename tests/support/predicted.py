@@ -59,7 +59,9 @@ def saved(predicted: Explanation) -> tuple[collections.Counter[str], int]:
     return own, of_inputs
 
 
-def beside(build: Any, autocast: MakeContext | None = None, optimizer: MakeOptimizer | None = None) -> Beside:
+def beside(
+    build: Any, autocast: MakeContext | None = None, optimizer: MakeOptimizer | None = None, peaks: bool = True
+) -> Beside:
     """Predict a step of what ``build`` builds, and run it.
 
     Args:
@@ -67,12 +69,14 @@ def beside(build: Any, autocast: MakeContext | None = None, optimizer: MakeOptim
         autocast: gives the context of the real forward; the prediction takes autocast to bfloat16 then.
         optimizer: makes the optimizer; None for no step. Its state is there from the beginning, as in every step but
             the first.
+        peaks: whether to measure the peaks too.
     """
     dtype = torch.bfloat16 if autocast is not None else None
     predicted = dh.explain(build, device="cpu", autocast=dtype, optimizer=optimizer, loss=oracle.loss_of)
     model, inputs = build()
+    oracle.dry_run(model, inputs)
     stepped = None if optimizer is None else functools.partial(_stepped, optimizer)
-    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, tracker=False))
+    return Beside(predicted, oracle.measure(model, inputs, autocast, stepped, tracker=False, peaks=peaks))
 
 
 def _stepped(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

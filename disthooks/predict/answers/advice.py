@@ -36,7 +36,7 @@ from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import Device, device_named
 from disthooks.predict.hardware.roofline import cost_for_record, seconds_of
 from disthooks.predict.recording.record import StepRecord
-from disthooks.predict.run import Situation, record_step
+from disthooks.predict.run import Situation, Step, record_step
 
 #: The device whose times are told if none is named.
 USUAL = "a100"
@@ -101,6 +101,10 @@ class _Candidate:
     stays: int = 0  # bytes that the store keeps on the device
 
 
+#: What was tried: for the title of each change its advice, and its step; None if it did not run.
+Tried = dict[str, tuple[list[Advice], Step | None]]
+
+
 @dataclass(frozen=True)
 class Group:
     """Modules of one class that stand side by side, such as the layers of a decoder.
@@ -127,6 +131,7 @@ def advise(
     limit: int | None = None,
     patience: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    tried: Tried | None = None,
 ) -> list[Advice]:
     """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
 
@@ -140,6 +145,8 @@ def advise(
         limit: bytes that the step shall need at most: then there is also advice that keeps what fits on the device.
         patience: seconds after which no further change is tried.
         progress: called with a line of text after each change.
+        tried: the changes of this explanation that were run before, which are not run again, and those that are run
+            here.
 
     >>> def build():
     ...     return nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), torch.empty(1 << 20, 256)
@@ -149,7 +156,7 @@ def advise(
     >>> best.saves == explanation.peak_bytes - best.nbytes > 0
     True
     """
-    found = changes(builder, explanation, device=device, limit=limit, patience=patience, progress=progress)
+    found = changes(builder, explanation, device=device, limit=limit, patience=patience, progress=progress, tried=tried)
     chosen: list[Advice] = []
     for each in found:
         if len(chosen) < top and all(each.kind != other.kind for other in chosen):
@@ -168,13 +175,14 @@ def cheapest(
     measure: Callable[[Explanation], int] = lambda explanation: explanation.peak_bytes,
     progress: Callable[[str], None] | None = None,
     device: Device | None = None,
+    tried: Tried | None = None,
 ) -> Advice | None:
     """The change with which the step needs at most ``limit`` bytes and takes the least time more; None without any.
 
     A change with other gradients is taken only if no exact change is enough, and one that was not tried only if there
     is no other.
     """
-    found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress)
+    found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
     return min(enough, key=lambda each: (each.is_estimate, not each.is_exact, each.seconds), default=None)
 
@@ -188,21 +196,22 @@ def changes(
     measure: Callable[[Explanation], int] = lambda explanation: explanation.peak_bytes,
     patience: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    tried: Tried | None = None,
 ) -> list[Advice]:
     """All changes that save something, the best first. The arguments are those of :func:`advise`."""
-    trial = _Trial(builder, explanation, device, measure, progress)
+    trial = _Trial(builder, explanation, device, measure, progress, {} if tried is None else tried)
     end = time.monotonic() + patience
-    tried: list[Advice] = []
+    found: list[Advice] = []
     for each in _candidates(explanation):
-        tried += trial.of(each)
+        found += trial.of(each)
         if time.monotonic() > end:
             break
     if limit is not None and measure(explanation) > limit:
-        offloaded = [advice for advice in tried if advice.kind == "offload" and advice.nbytes < limit]
+        offloaded = [advice for advice in found if advice.kind == "offload" and advice.nbytes < limit]
         if offloaded:
-            tried += trial.of(_kept(explanation.situation, limit - offloaded[0].nbytes))
-    tried += trial.estimates()
-    return sorted(tried, key=trial.worth, reverse=True)
+            found += trial.of(_kept(explanation.situation, limit - offloaded[0].nbytes))
+    found += trial.estimates()
+    return sorted(found, key=trial.worth, reverse=True)
 
 
 # -- trying
@@ -218,8 +227,9 @@ class _Trial:
         device: Device | None,
         measure: Callable[[Explanation], int],
         progress: Callable[[str], None] | None,
+        tried: Tried,
     ) -> None:
-        self._builder, self._explanation, self._progress = builder, explanation, progress
+        self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
         self._measure, self._before = measure, measure(explanation)
         self._device = device or device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
         self._record = explanation.record
@@ -228,18 +238,23 @@ class _Trial:
         self._seconds = step_seconds(self._record, self._device)
 
     def of(self, candidate: _Candidate) -> list[Advice]:
-        """The advice, if the candidate runs and saves something."""
+        """The advice, if the candidate runs and saves something. It runs once."""
+        if candidate.title not in self._tried:
+            self._tried[candidate.title] = self._run(candidate)
+        return self._tried[candidate.title][0]
+
+    def _run(self, candidate: _Candidate) -> tuple[list[Advice], Step | None]:
         try:
             step = record_step(self._builder, candidate.situation, cost_for_record)
         except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
-            return []
+            return [], None
         nbytes = self._measure(Explanation(self._builder.name, candidate.situation, step))
         record, stored = step.record, 0 if step.planned is None else step.planned.report().stored
         saves = self._before - nbytes
         self._say(f"{candidate.title}: {format_bytes(nbytes)}")
         if saves < LEAST * self._before:
-            return []
+            return [], step
         compute = step_seconds(record, self._device) - self._seconds
         if candidate.kind == "batch":
             compute = 0.0  # as many steps more as there are samples less
@@ -260,19 +275,18 @@ class _Trial:
             + (f" (times are those of {self._device.name})" if cost else "")
             + (f"; {candidate.note}" if candidate.note else "")
         )
-        return [
-            Advice(
-                candidate.title,
-                text,
-                saves,
-                nbytes,
-                more,
-                candidate.yaml,
-                candidate.code,
-                candidate.kind,
-                candidate.is_exact,
-            )
-        ]
+        advice = Advice(
+            candidate.title,
+            text,
+            saves,
+            nbytes,
+            more,
+            candidate.yaml,
+            candidate.code,
+            candidate.kind,
+            candidate.is_exact,
+        )
+        return [advice], step
 
     def estimates(self) -> list[Advice]:
         """The changes that cannot be run here. See [Note: how advice is made]."""
@@ -527,7 +541,11 @@ def _flow(value: Any) -> str:
 
 
 def what_if(
-    builder: Builder, explanation: Explanation, advice: Sequence[Advice], points: int = 300
+    builder: Builder,
+    explanation: Explanation,
+    advice: Sequence[Advice],
+    points: int = 300,
+    tried: Tried | None = None,
 ) -> list[dict[str, Any]]:
     """For each advice that is a hooks file: the step with its plan, as a document for the page.
 
@@ -536,16 +554,24 @@ def what_if(
         explanation: the step without the plan.
         advice: what :func:`advise` gave.
         points: how many points the curve of memory has at most.
+        tried: the changes that :func:`advise` tried, which are not run again.
     """
     position = {row.name: number for number, row in enumerate(explanation.modules)}
     found = []
     for each in advice:
         if each.yaml:
-            with tempfile.TemporaryDirectory() as folder:
-                file = pathlib.Path(folder) / "hooks.yaml"
-                file.write_text(each.yaml, encoding="utf-8")
-                plan = from_config(file)
-            step = record_step(builder, replace(explanation.situation, plan=plan), cost_for_record)
+            _, step = (tried or {}).get(each.title, ([], None))
+            if step is None:
+                step = _step_with(each.yaml, builder, explanation.situation)
             memory = Memory(step, explanation.situation)
             found.append({"name": each.title, "yaml": each.yaml, **memory.to_dict(position.__getitem__, points)})
     return found
+
+
+def _step_with(yaml: str, builder: Builder, situation: Situation) -> Step:
+    """The step with the plan of these lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "hooks.yaml"
+        file.write_text(yaml, encoding="utf-8")
+        plan = from_config(file)
+    return record_step(builder, replace(situation, plan=plan), cost_for_record)

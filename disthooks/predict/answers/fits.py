@@ -30,11 +30,11 @@ import torch
 
 from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
-from disthooks.predict.answers.advice import Advice, cheapest
+from disthooks.predict.answers.advice import Advice, Tried, cheapest
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder, What
-from disthooks.predict.run import Situation
+from disthooks.predict.run import Situation, record_step
 
 #: No larger size is tried.
 MOST = 1 << 20
@@ -165,6 +165,8 @@ def fits(
     most: int = MOST,
     patience: float = 120.0,
     progress: Progress | None = None,
+    explanation: Explanation | None = None,
+    tried: Tried | None = None,
 ) -> Fits:
     """Say whether a step fits in ``limit`` bytes, the largest batch, and the longest sequence.
 
@@ -181,6 +183,8 @@ def fits(
         most: the search ends at this size.
         patience: seconds after which each of the two searches ends, with the largest size that was found by then.
         progress: called with a line of text after each step.
+        explanation: the step in ``situation``, if it was explained before; None to run it.
+        tried: the changes that were run before, and those that are run here.
 
     Raises:
         UsageError: if the step does not run as it was asked for, or the limit is not positive.
@@ -193,7 +197,8 @@ def fits(
     """
     if limit < 1:
         raise UsageError(f"the limit of memory must be positive, not {limit}")
-    explanation = explain_built(builder, situation)
+    if explanation is None:
+        explanation = explain_built(builder, situation)
     given = measure(explanation)
     if progress is not None:
         progress(f"as it is: {format_bytes(given)}")
@@ -209,7 +214,7 @@ def fits(
         largest[what] = search.largest(start, patience)
     change = None
     if given > limit:
-        change = cheapest(builder, explanation, limit, measure, progress)
+        change = cheapest(builder, explanation, limit, measure, progress, tried=tried)
     return Fits(limit, explanation, given, largest.get("batch"), largest.get("seq"), change)
 
 
@@ -238,7 +243,8 @@ class _Search:
         moments: tuple[int, ...] = (nbytes,)
         if self._measure is peak:
             moments = tuple(each.total for each in explanation.timeline.samples)
-        probe = Probe(size, nbytes, "", moments, len(explanation.record.operators))
+        step = explanation.with_plan or explanation.step
+        probe = Probe(size, nbytes, "", moments, len(step.record.operators))
         self._probes[size] = probe
         return probe
 
@@ -249,13 +255,19 @@ class _Search:
             return found
         try:
             wanted: dict[str, Any] = {self._what: size}
-            found = self.know(size, explain_built(self._builder, replace(self._situation, **wanted), None))
+            found = self.know(size, self._explained(replace(self._situation, **wanted)))
         except UsageError as error:
             found = self._probes[size] = Probe(size, 0, str(error))
         if self._progress is not None:
             said = found.refusal or f"{format_bytes(found.nbytes)}, {'fits' if self.does_fit(found) else 'too much'}"
             self._progress(f"{_CALLED[self._what]} {size}: {said}")
         return found
+
+    def _explained(self, situation: Situation) -> Explanation:
+        """The step; only as it is with the plan, unless a measure of the user's may ask for more than the peak."""
+        if self._measure is peak:
+            return Explanation(self._builder.name, situation, record_step(self._builder, situation))
+        return explain_built(self._builder, situation, None)
 
     def does_fit(self, probe: Probe) -> bool:
         """Whether the step ran and its bytes are within the limit."""

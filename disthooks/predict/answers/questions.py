@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -129,7 +130,8 @@ class _Answers:
         if self._builder is None or time.monotonic() > self._end:
             return None
         ran = None
-        with contextlib.suppress(DisthooksError):
+        with contextlib.suppress(DisthooksError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says of this engine is not about the user's step
             step = record_step(self._builder, situation)
             ran = Memory(step, situation).peak_bytes, step
         self._known.append((changes, ran))

@@ -2,8 +2,9 @@
 
 The rest of DDP is torch's own Python code. Counted: each bucket, as one flat tensor, from the construction on; the new
 buckets after the first step, in the order in which gradients came; gradients that become views of their bucket; the
-two maps of the parameters that a step uses; the flat copy of the buffers before each forward. Not counted: the copies of 250 MiB with which the first rank sends its
-parameters at construction, and what the communication library allocates for itself.
+two maps of the parameters that a step uses; the flat copy of the buffers before each forward. Not counted: the copies
+of 250 MiB with which the first rank sends its parameters at construction, and what the communication library allocates
+for itself.
 """
 
 # [Note: DDP's reducer]

@@ -63,7 +63,6 @@ _MESH_METHODS = (
     "_unflatten",
     "from_group",
     "get_all_groups",
-    "get_coordinate",
     "get_local_rank",
 )
 #: The function that makes the mesh of `reshard_after_forward=8`.
@@ -212,8 +211,20 @@ def patch_meshes(stack: ExitStack) -> None:
             patch(stack, kind, name, staticmethod(_without_modes(method.__func__)))
         elif callable(method):
             patch(stack, kind, name, _without_modes(method))
+    true_coordinate = _without_modes(kind.get_coordinate)
+
+    def get_coordinate(self: Any) -> Any:
+        known = vars(self).get("_coordinate_on_dim")  # DTensor asks at each operator
+        return known or true_coordinate(self)
+
+    patch(stack, kind, "get_coordinate", get_coordinate)
     if isinstance(vars(kind).get("mesh"), property):
         patch(stack, kind, "mesh", property(_without_modes(kind.mesh.fget)))
+    _patch_smaller_mesh(stack)
+
+
+def _patch_smaller_mesh(stack: ExitStack) -> None:
+    """Let FSDP2 make the mesh of ``reshard_after_forward=8`` of real numbers."""
     for name in ("_fsdp_init", "_fully_shard"):
         module: Any = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{name}")
         if hasattr(module, _SMALLER_MESH):

@@ -8,11 +8,17 @@ The private parts of torch that this needs are in this file.
 # `Module.to()` fails in torch, because it swaps tensors that have weak references, and a deep copy of a fake parameter
 # does not know its own storage. Both are replaced while the fake mode is on. Nothing of the user's is changed: a module
 # that is given is copied without its memory, and the state of the process is put back (state.py).
+#
+# [Note: the lengths of a CTC loss]
+# `torch.ctc_loss` takes lengths as lists or as tensors. For real tensors it makes lists of them, which autograd does
+# not save. For fake tensors it keeps them as tensors, which autograd saves, and given lists it makes a real tensor. So
+# the function is replaced by the same steps in Python, always with lists.
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,12 +26,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
-from disthooks.predict.fake.kernels import FakeKernels
+from disthooks.predict.fake.kernels import FakeKernels, lengths_of_targets
+from disthooks.predict.fake.lazy import copy_lazy, new_buffer, new_parameter
 from disthooks.predict.fake.state import replaced, state_put_back
 from disthooks.predict.fake.values import Values
+
+#: torch's numbers of reductions.
+_MEAN, _SUM = 1, 2
 
 
 @contextlib.contextmanager
@@ -43,8 +54,11 @@ def fake_run() -> Iterator[Fakes]:
         stack.enter_context(state_put_back())
         stack.enter_context(replaced(nn.Module, "_apply", _apply))
         stack.enter_context(replaced(FakeTensor, "__deepcopy__", _deepcopy))
+        for kind, new in ((UninitializedParameter, new_parameter), (UninitializedBuffer, new_buffer)):
+            stack.enter_context(replaced(kind, "__new__", new))
+            stack.enter_context(replaced(kind, "__deepcopy__", copy_lazy))
         stack.enter_context(replaced(nn.init, "_no_grad_trunc_normal_", _filled))  # it looks at what it draws
-        stack.enter_context(replaced(torch, "ctc_loss", _ctc_loss))  # torch computes with lists
+        stack.enter_context(replaced(torch, "ctc_loss", functools.partial(_ctc_loss, mode)))
         stack.enter_context(replaced(torch, "tensor", _tensor))  # torch reads the memory of tensors in lists
         stack.enter_context(replaced(torch._VF, "_pad_packed_sequence", _padded))  # torch writes the lengths
         stack.enter_context(mode)
@@ -101,6 +115,7 @@ class Fakes(NamedTuple):
 
         def one(real: torch.Tensor) -> torch.Tensor:
             if isinstance(real, FakeTensor):
+                self.values.doubt(real)
                 return real
             if real.device.type != "cpu":
                 return torch.empty_strided(
@@ -151,16 +166,31 @@ def _to_cpu(model: nn.Module) -> None:
         module._buffers.update({name: one(buffer) for name, buffer in module._buffers.items()})
 
 
-_original_ctc_loss: Callable[..., torch.Tensor] = torch.ctc_loss
-
-
-def _ctc_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """``torch.ctc_loss`` with lengths as tensors, because torch makes a real tensor of a list."""
-
-    def as_tensor(value: Any) -> Any:
-        return torch.tensor(value) if isinstance(value, (list, tuple)) else value
-
-    return _original_ctc_loss(*map(as_tensor, args), **{name: as_tensor(each) for name, each in kwargs.items()})
+def _ctc_loss(
+    mode: FakeKernels,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """``torch.ctc_loss`` as for real tensors. See [Note: the lengths of a CTC loss]."""
+    is_batched = log_probs.dim() == 3
+    rows = log_probs if is_batched else log_probs.unsqueeze(1)
+    of_targets = lengths_of_targets(mode, targets, target_lengths)
+    of_inputs = [rows.shape[0]] * rows.shape[1]  # their values change no shape
+    losses: torch.Tensor = torch._ctc_loss(rows, targets.to(torch.int64), of_inputs, of_targets, blank, zero_infinity)[
+        0
+    ]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), losses.new_zeros(()), losses)
+    if reduction == _MEAN:
+        return (losses / torch.tensor(of_targets, dtype=losses.dtype).clamp_min(1)).mean()
+    if reduction == _SUM:
+        return losses.sum()
+    return losses if is_batched else losses.squeeze(0)
 
 
 _original_tensor: Callable[..., torch.Tensor] = torch.tensor
@@ -210,7 +240,9 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
                 if weight.grad is not None:
                     weight.grad = fn(weight.grad)
     for name, buffer in self._buffers.items():
-        if buffer is not None:
+        if buffer is not None and is_lazy(buffer):
+            buffer.data = fn(buffer)  # it stays without a size
+        elif buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
 

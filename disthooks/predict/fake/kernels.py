@@ -14,9 +14,9 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
 # half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
 # contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
-# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The workspace of
-# oneDNN's LSTM is not empty: its size is known to oneDNN alone, so this operator runs for real, on zeros, if its
-# tensors are small.
+# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The multilabel margin
+# loss of one row has no dimension. The workspace of oneDNN's LSTM is not empty: its size is known to oneDNN alone, so
+# this operator runs for real, on zeros, if its tensors are small.
 #
 # [Note: dtypes that differ]
 # The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
@@ -43,6 +43,7 @@ from torch.utils import _pytree as pytree
 
 from disthooks.errors import UsageError
 from disthooks.predict.fake.shape_cache import ShapeCache
+from disthooks.predict.fake.values import value_of
 
 aten: Any = torch.ops.aten
 _Mode: Any = fake_tensor.FakeTensorMode
@@ -105,6 +106,10 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         known = None if key is None else self._shapes.result(self, key, args)
         if known is not None:
             return known[0]
+        return self._computed(func, types, args, kwargs, key)
+
+    def _computed(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """The result by torch's kernels, or by an assumption. A result without an assumption is remembered."""
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -157,8 +162,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
     def _reduced(self, args: tuple[Any, ...]) -> torch.Tensor:
         """A loss that is one number, over the memory of all losses. See [Note: kernels that differ]."""
         with self:
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-            losses = torch.empty(shape, dtype=args[0].dtype)
+            losses = torch.empty(_broadcast(args[0].shape, args[1].shape), dtype=args[0].dtype)
             return losses.as_strided((), ()) if losses.numel() else losses.new_empty(())
 
     def _assumed_value(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -229,6 +233,7 @@ class FakeKernels(_Mode):  # type: ignore[misc]
         return made[0] if len(made) == 1 else made
 
 
+_broadcast: Callable[..., Any] = torch.broadcast_shapes
 _PLAIN = (FakeTensor, torch.Tensor, torch.nn.Parameter)
 
 
@@ -332,17 +337,23 @@ def _each_its_own(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: d
     return tuple(result)
 
 
+def lengths_of_targets(mode: FakeKernels, targets: torch.Tensor, lengths: Any) -> list[int]:
+    """How long each target of a CTC loss is, from a list or a tensor; if nobody knows, as long as it can be."""
+    if not isinstance(lengths, torch.Tensor):
+        return list(lengths)
+    value = value_of(lengths)
+    if value is not None:
+        found: list[int] = value.reshape(-1).tolist()
+        return found
+    longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
+    mode.told("the lengths of the targets of a CTC loss", f"the longest has {longest}")
+    return [longest] * lengths.numel()
+
+
 def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The losses, and the table of torch's CTC loss, which is as wide as the longest target asks for."""
     log_probs, targets, lengths = args[0], args[1], args[3]
-    if isinstance(lengths, torch.Tensor):
-        value = lengths.__dict__.get("_value")  # see values.py
-        lengths = None if value is None else value.reshape(-1).tolist()
-    if lengths is None:
-        longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
-        mode.told("the lengths of the targets of a CTC loss", f"the longest has {longest}")
-    else:
-        longest = max(lengths, default=0)
+    longest = max(lengths_of_targets(mode, targets, lengths), default=0)
     batch = log_probs.shape[1] if log_probs.dim() > 2 else 1
     with mode:
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
@@ -366,6 +377,15 @@ def _embedding_bag_backward(mode: FakeKernels, func: Any, args: tuple[Any, ...],
     return _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
 
 
+def _multilabel_margin_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The loss, without a dimension if the input is one row, and which elements are targets."""
+    loss, is_target = _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
+    if args[0].dim() > 1 or not loss.dim():
+        return loss, is_target
+    with mode:
+        return loss.new_empty(()), is_target
+
+
 def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
     with mode:
@@ -377,6 +397,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten._pin_memory.default: _pinned,
 }
 if hasattr(aten, "_grouped_mm"):

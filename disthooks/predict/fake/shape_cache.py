@@ -1,12 +1,12 @@
 """``ShapeCache``: the shapes of what operators give, so that equal layers of a model are computed once."""
 
 # [Note: equal calls give equal shapes]
-# torch's fake mode has a cache of the same kind, and its keys cost most of the time of a prediction: they hold all that
-# any tensor may have. Here only plain tensors are known: strided ones of this fake mode, without a constant, a conjugate
-# or a negative bit. Of these, size, stride, offset, dtype, device and `requires_grad` decide what an operator of aten
-# gives, unless its result depends on elements or it changes the shape of its argument. What is learned is checked: a
-# result must lie at the beginning of memory of its own and fill it, or over the memory of the first argument of a view,
-# or be an argument itself. All other calls go to torch.
+# torch's fake mode has a cache of the same kind, and its keys cost most of the time of a prediction: they hold all
+# that any tensor may have. Here only plain tensors are known: strided ones of this fake mode, without a constant, and
+# without the bits of a conjugate or a negative. Of these, size, stride, offset, dtype, device and `requires_grad`
+# decide what an operator of aten gives, unless its result depends on elements or it changes the shape of its
+# argument. What is learned is checked: a result must lie at the beginning of memory of its own and fill it, or over
+# the memory of the first argument of a view, or be an argument itself. All other calls go to torch.
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     dtype = tensor.dtype
     if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()) or tensor.is_quantized or tensor.requires_grad:
         return None
-    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    storage: Any = tensor.untyped_storage()
+    offset: Any = tensor.storage_offset()
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not all(type(each) is int for each in (*shape, *stride, offset)):
         return None  # a size is a symbol
@@ -164,9 +165,10 @@ def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) ->
     else:
         is_plain = offset == 0 and storage.nbytes() == nbytes and not func.is_view
         memory.add(storage._cdata)  # the next result of this call has to lie elsewhere
-    return (
-        _Output(-1, nbytes if is_view else None, shape, stride, offset, dtype, tensor.fake_device) if is_plain else None
-    )
+    if not is_plain:
+        return None
+    reach = int(nbytes) if is_view else None
+    return _Output(-1, reach, shape, stride, int(offset), dtype, tensor.fake_device)
 
 
 def _make(mode: Any, output: _Output, args: tuple[Any, ...]) -> Any:

@@ -68,7 +68,6 @@ def state_put_back() -> Iterator[None]:
 def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """A function that gives each part of the state, and one that puts it back."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    torch_cuda: Any = torch.cuda
     yield os.getcwd, os.chdir
     yield lambda: dict(os.environ), _put_back_environment
     yield random.getstate, random.setstate
@@ -76,7 +75,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
     yield torch.get_rng_state, torch.set_rng_state
-    if torch_cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _default_device, _put_back_default_device
@@ -86,7 +85,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         yield getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
     for owner, name in ((cudnn, "benchmark"), (cudnn, "deterministic"), (cudnn, "enabled")):
-        yield functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+        yield functools.partial(getattr, owner, name), functools.partial(_put_back_flag, owner, name)
     for device in _DEVICES:
         yield (
             functools.partial(torch.is_autocast_enabled, device),
@@ -106,6 +105,11 @@ def _put_back_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+def _put_back_flag(owner: Any, name: str, before: bool) -> None:
+    if getattr(owner, name) != before:  # torch refuses to set a flag after `torch.backends.disable_global_flags()`
+        setattr(owner, name, before)
 
 
 def _anomaly() -> tuple[bool, bool]:
@@ -146,7 +150,8 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
     Open it inside :func:`state_put_back`. See [Note: one prediction at a time].
     """
-    original, is_own, thread = getattr(owner, name), name in vars(owner), threading.get_ident()
+    original, thread = getattr(owner, name), threading.get_ident()
+    own = vars(owner).get(name)  # as it is there: a static method, not its function
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (new if threading.get_ident() == thread else original)(*args, **kwargs)
@@ -155,7 +160,7 @@ def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        if is_own:
-            setattr(owner, name, original)
+        if own is not None:
+            setattr(owner, name, own)
         else:
             delattr(owner, name)

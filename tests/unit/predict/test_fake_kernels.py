@@ -12,6 +12,7 @@ from disthooks import explain
 from disthooks.errors import UsageError
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake import kernels
+from tests.support.predicted import beside
 
 
 class Asking(nn.Module):
@@ -86,3 +87,25 @@ def test_ctc_loss_has_the_table_that_its_targets_ask_for() -> None:
     x, targets, lengths = torch.randn(10, 2, 5, requires_grad=True), torch.ones(2, 7, dtype=torch.int64), [3, 4]
     said = explain(Loss(), x, targets, torch.tensor(lengths), device="cpu")
     assert (2, 10, 2 * max(lengths) + 1) in [each.shape for each in said.record.saved]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_ctc_loss_saves_what_a_real_one_saves(reduction: str, kind: Callable[[list[int]], object]) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.ctc_loss(
+                x.log_softmax(-1), targets, kind([10, 10]), kind([3, 4]), reduction=reduction, zero_infinity=True
+            )
+
+    def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return Loss(), (torch.ones(10, 2, 5, requires_grad=True), torch.ones(2, 7, dtype=torch.int32))
+
+    assert beside(build, peaks=False).wrong() == {}
+
+
+def test_a_multilabel_margin_loss_of_one_row_has_no_dimension() -> None:
+    def build() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return nn.MultiLabelMarginLoss(), (torch.ones(5, requires_grad=True), torch.tensor([3, 0, -1, 1, 2]))
+
+    assert beside(build, peaks=False).wrong() == {}

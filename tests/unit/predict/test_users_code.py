@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from disthooks import explain
-from disthooks.errors import UsageError
 from disthooks.predict.explanation import Explanation
 from tests.support import oracle
 from tests.support.predicted import Beside
@@ -143,11 +142,6 @@ def test_operators_of_other_threads_are_named() -> None:
         return made[0].tanh()
 
     assert named(explain(Model(forward, lin()), X, device="cpu")) == {"operators in a thread that the model started"}
-
-
-def test_a_lazy_module_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UsageError, match="a lazy module has no sizes before its first input"):
-        explain(lambda: nn.LazyLinear(4), X, device="cpu")
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])

@@ -8,7 +8,8 @@ from torch import nn
 from disthooks import explain
 from disthooks.predict.fake.fake_run import fake_run
 from disthooks.predict.fake.kernels import FakeKernels
-from disthooks.predict.fake.values import Values
+from disthooks.predict.fake.values import Values, value_of
+from tests.support.predicted import beside
 
 
 class Masked(nn.Module):
@@ -40,13 +41,13 @@ def test_a_single_float_of_the_users_can_be_copied() -> None:
 
 
 def test_a_value_that_is_overwritten_by_an_unknown_is_lost() -> None:
-    with fake_run() as fakes:
+    with fake_run():
         known = torch.zeros(3, dtype=torch.int64)
         view = known[:2]
-        assert fakes.values.value_of(view) is not None
+        assert value_of(view) is not None
         known.copy_(torch.randn(3))
-        assert fakes.values.value_of(known) is None
-        assert fakes.values.value_of(view) is None
+        assert value_of(known) is None
+        assert value_of(view) is None
 
 
 def test_what_is_chosen_is_chosen_evenly_and_named() -> None:
@@ -54,7 +55,7 @@ def test_what_is_chosen_is_chosen_evenly_and_named() -> None:
     with fake_run() as fakes:
         fakes.tell(lambda what, assumed: told.append((what, assumed)))
         chosen = torch.randn(8, 4).topk(2).indices
-        assert fakes.values.value_of(chosen) is not None
+        assert value_of(chosen) is not None
         assert chosen.flatten().bincount(minlength=4).tolist() == [4, 4, 4, 4]
     assert told == [("what topk chooses", "each of 4 equally often")]
 
@@ -65,3 +66,26 @@ def test_writing_by_a_mask_keeps_the_values() -> None:
         tokens = torch.arange(12).view(2, 6)
         tokens[(tokens < 3) | (tokens >= 9)] = 0
         assert tokens.sum().item() == sum(range(3, 9))
+
+
+def test_torch_knows_whether_a_mask_is_causal() -> None:
+    """A causal mask is not given to attention, so another one saves more."""
+    causal = nn.Transformer.generate_square_subsequent_mask(4)
+    for mask in (causal, causal.clone().fill_diagonal_(float("-inf"))[:, [1, 0, 2, 3]]):
+
+        def build(mask: torch.Tensor = mask) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            return nn.TransformerEncoder(layer, 1), {"src": torch.ones(2, 4, 8), "mask": mask}
+
+        found = beside(build, peaks=False)
+        assert found.wrong() == {}
+        assert found.predicted.unknown == ()
+
+
+def test_a_tensor_of_one_number_may_be_a_placeholder() -> None:
+    with fake_run() as fakes:
+        assert value_of(fakes.like(torch.zeros(3))) is None
+        assert value_of(fakes.like(torch.tensor([0.0, float("-inf")]))) is not None
+        made = torch.zeros(3)
+        assert value_of(made) is not None
+        assert value_of(fakes.like(made)) is None
