@@ -53,6 +53,7 @@ _DRAW = {aten.rand.default, aten.rand.generator, aten.rand_like.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
 #: Operators whose result, or its shape, depends on the elements.
 _DEPENDS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_PINNED = aten._pin_memory.default  # it needs an accelerator
 _RANDOM = torch.Tag.nondeterministic_seeded
 #: Operators that take from a tensor its shape alone and fill a new one with a number, and the number.
 _FILL: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
@@ -100,7 +101,7 @@ class Values(_Mode):  # type: ignore[misc]
         if func in _INDEXED:
             args = self._by_position(args)
         is_known = all(value_of(each) is not None for each in leaves) if leaves else _is_factory(func)
-        is_known = is_known and not (leaves and _is_random(func))
+        is_known = is_known and func is not _PINNED and not (leaves and _is_random(func))
         is_drawn = any(each.__dict__.get("_is_drawn") for each in leaves)
         if is_known and leaves and not _DEPENDS.isdisjoint(func.tags):
             if is_drawn:
@@ -157,7 +158,8 @@ class Values(_Mode):  # type: ignore[misc]
         if fake.shape != value.shape:
             return
         if self._is_telling(value):
-            fake.__dict__["_value"] = value
+            # Only memory that can be given back can tell that a value is lost.
+            fake.__dict__["_value"] = value if value.untyped_storage().resizable() else self._copied(value)
         else:
             _lose(fake)  # an operator may have written into it
 

@@ -492,7 +492,7 @@ def test_explain_shows_equal_layers_as_one_line_and_a_page(tmp_path: pathlib.Pat
     assert re.search(r"0–1 × 2 +│ Block", told)
     assert "optimizer state" in told
     assert "time on H100-SXM-80GB, roughly: forward" in told
-    assert told.count("not counted: ") == 3
+    assert told.count("not counted: ") == 4
     assert "<html" in page.read_text()
     assert f"wrote {page}" in told
 
