@@ -82,6 +82,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         lambda: Model(lambda parts, x: parts[1](parts[0](x.mT).mT), nn.BatchNorm1d(16), lin()),
         (torch.randn(4, 6, 16),),
     ),
+    "a CTC loss": (
+        lambda: Model(lambda parts, x, *rest: F.ctc_loss(parts[0](x).log_softmax(-1), *rest), lin()),
+        (torch.randn(20, 2, 16), torch.randint(1, 10, (2, 5)), torch.full((2,), 20), torch.tensor([5, 3])),
+    ),
     "a list of tensors": (
         lambda: Model(lambda parts, x, n: parts[0](x) * torch.tensor([n[0], n[1]]).sum(), lin()),
         (X, INT[0]),
