@@ -19,12 +19,15 @@ All other files use public torch. The comments about torch hold for 2.9 to 2.13,
 # saved tensor, and a Python weak reference may still find a storage that is being destroyed. So disthooks asks torch's
 # counts. `holders` is the number of tensors over a storage, and `StorageRef` is a weak reference that torch counts.
 # `fresh_count` distinguishes a tensor that only the operator knows from a tensor that a user's code holds.
+# On torch 2.9 a `StorageRef` keeps the Python object of a storage alive after the storage's memory is gone, and a
+# Python weak reference is told too late. `storage_refs_keep_objects` finds out whether this torch does that.
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
@@ -207,6 +210,25 @@ class StorageRef:
     @uncompiled()
     def __del__(self, _free: Callable[[Any], Any] = torch.UntypedStorage._free_weak_ref) -> None:
         _free(self._ref)
+
+
+#: How many tensors, and others in C++, use the storage at an address. 0: its memory is gone. Only for an address whose
+#: storage object still exists, because a Python object or a `StorageRef` of it does.
+users_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+@functools.cache
+def storage_refs_keep_objects() -> bool:
+    """Whether the Python object of a storage outlives its memory, if there is a :class:`StorageRef`: so on torch 2.9.
+
+    See [Note: torch's own counts].
+    """
+    tensor = torch.empty(1, device="cpu")
+    storage = tensor.untyped_storage()
+    seen, _ref = weakref.ref(storage), StorageRef(storage)
+    del storage  # now the tensor alone holds the Python object
+    del tensor
+    return seen() is not None
 
 
 #: Whether this build of torch has CUDA graphs. Builds without them do not have the function that `capturing` calls.

@@ -1,10 +1,15 @@
-"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits. Nothing runs."""
+"""``disthooks explain``: what a model saves for backward, the memory of a step, and whether it fits in a limit."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import pathlib
+import sys
 import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -12,51 +17,60 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds after which no further change is tried; and seconds after which no question is answered by further steps.
+#: Seconds after which a search tries no new size or change; and seconds after which no new step runs for an answer.
 _PATIENCE, _PATIENCE_FOR_ANSWERS = 30.0, 120.0
 
 if TYPE_CHECKING:
+    from disthooks.predict.answers.advice import Advice
+    from disthooks.predict.answers.fits import Fits
     from disthooks.predict.explanation import Explanation, ModuleRow
+    from disthooks.predict.measured import Measured
 
 
 def explain(
     model: str = typer.Argument(..., help="package.module:function or file.py:function, returning (module, inputs)."),
-    file: str | None = typer.Argument(None, help="A hooks file: what its plan makes of the saved bytes."),
+    file: str | None = typer.Argument(None, help="A hooks file: the step is predicted with its plan, too."),
     device: str = typer.Option("cuda", help="Whose operators run: cuda (as on an H100), cpu, or a GPU's name."),
-    backend: str | None = typer.Option(None, help="Of attention: flash, efficient, cudnn or math."),
+    backend: str | None = typer.Option(None, help="The kernels of attention: flash, efficient, cudnn or math."),
     dtype: str | None = typer.Option(None, help="Convert the model to this dtype, such as bf16."),
     autocast: str | None = typer.Option(None, help="Run the forward under autocast to this dtype."),
-    optimizer: str | None = typer.Option(None, help="With a step of this optimizer, such as adamw."),
+    optimizer: str | None = typer.Option(None, help="Add the step of this optimizer, such as adamw."),
     engine: str | None = typer.Option(None, help="ddp, fsdp1, fsdp2, hsdp, tp, fsdp2+tp, or zero0 to zero3."),
     world: int = typer.Option(1, min=1, help="The number of ranks."),
     batch: int | None = typer.Option(None, min=1, help="The batch size of one rank."),
     seq: int | None = typer.Option(None, min=1, help="The length of a sequence."),
     measured: str | None = typer.Option(
-        None, help="The log of a run with this hooks file, to compare with.", metavar="LOG"
+        None, help="Compare with the log of a run that had this hooks file.", metavar="LOG"
     ),
-    fits: str | None = typer.Option(None, help="Does it fit into so much memory (80GiB), and how far can it go?"),
-    advice: bool = typer.Option(True, help="Try changes, and name the best three."),
+    fits: str | None = typer.Option(
+        None, help="Say whether the step fits in this memory (80GiB), and find the largest sizes that fit."
+    ),
+    advice: bool = typer.Option(True, help="Try changes, and show the best three."),
     output: str | None = typer.Option(None, "--output", "-o", help="Write a page to this file (.html)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
 ) -> None:
-    """PREDICT what one training step of the model saves and needs. It needs no GPU and no memory: nothing runs.
+    """PREDICT what one training step of the model saves, and how much memory it needs. It needs no GPU: nothing runs.
 
-    The step runs on tensors that have shapes and no memory, so a model of any size takes seconds. Each memory counts
-    once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and without.
+    The step is predicted with tensors that have shapes but no memory, so a large model needs seconds and no GPU. Each
+    storage counts once, and weights do not count as saved. With a hooks file, the step is predicted with its plan and
+    without it.
     """
-    from disthooks._tensors import parse_bytes
-    from disthooks.cli.workload import find
-    from disthooks.predict.answers.advice import Tried, advise, what_if
-    from disthooks.predict.answers.fits import fits as find_fits
-    from disthooks.predict.answers.questions import answers
-    from disthooks.predict.explain import explain as predict
-    from disthooks.predict.fake.builder import Builder
+    _check_folder(output)
+    with _warned_once(), progress(5) as begin:
+        begin("importing torch and the model")
+        # The imports take a second or more, so they stand behind the first line of progress.
+        from disthooks._tensors import parse_bytes
+        from disthooks.cli.workload import find
+        from disthooks.predict.answers.advice import Tried, advise, what_if
+        from disthooks.predict.answers.fits import fits as find_fits
+        from disthooks.predict.answers.questions import answers
+        from disthooks.predict.explain import explain as predict
+        from disthooks.predict.fake.builder import Builder
+        from disthooks.predict.page.page import page
 
-    limit = None if fits is None else parse_bytes(fits, "--fits")
-    with progress(5) as begin:
-        begin("importing the model")
+        limit = None if fits is None else parse_bytes(fits, "--fits")
         builder = Builder(find(model), name=model)
-        begin("one step on tensors without memory")
+        begin("predicting one step")
         said = predict(
             builder,
             plan=file,
@@ -70,39 +84,76 @@ def explain(
             batch=batch,
             seq=seq,
         )
-        begin("how far it can go")
-        tried: Tried = {}  # the changes that were run: they run once
-        known: Any = {"patience": _PATIENCE, "tried": tried}
-        far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
-        begin("what could be changed")
-        best = advise(builder, said, limit=limit, **known) if advice else []
         compared = () if measured is None else said.beside(measured)
+        begin("looking for the largest sizes")
+        detail = functools.partial(begin, is_step=False)
+        tried: Tried = {}  # the changes that were run: they run once
+        known: Any = {"patience": _PATIENCE, "progress": detail, "tried": tried}
+        far = None if limit is None else find_fits(builder, said.situation, limit, explanation=said, **known)
+        begin("trying changes")
+        best = advise(builder, said, limit=limit, **known) if advice else []
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
+        begin("answering questions")
         if output is not None or as_json:
-            begin("the questions that users have")
             told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best, tried=tried)
-    if output is not None:
-        from disthooks.predict.page.page import page
-
-        pathlib.Path(output).write_text(page(told), encoding="utf-8")
+            pathlib.Path(output).write_text(page(told), encoding="utf-8")
     if as_json:
         document(told)
-        return
-    show(said, told)
-    for each in compared:
-        line(str(each))
-    for number, change in enumerate(best, 1):
-        line(f"advice {number}: {change.title}: {change.text}")
-        if change.yaml:
-            line(textwrap.indent(change.yaml.rstrip(), "    "))
-    if far is not None:
-        line(str(far))
-    if output is not None:
+    else:
+        show(said, told)
+        _show_answers(compared, best, far)
+    if output is not None and not as_json:
         line(f"wrote {output}")
+
+
+def _show_answers(compared: tuple[Measured, ...], best: list[Advice], far: Fits | None) -> None:
+    for each in compared:
+        _say(str(each))
+    for number, change in enumerate(best, 1):
+        _say(f"advice {number}: {change.title}: {change.text}")
+        if change.yaml or change.code:
+            line(textwrap.indent((change.yaml or change.code).rstrip(), "    "))
+    for text in () if far is None else str(far).splitlines():
+        _say(text)
+
+
+def _check_folder(output: str | None) -> None:
+    """Refuse a page that could not be written, before anything takes time."""
+    if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
+        raise UsageError(f"--output={output!r}: there is no folder {str(pathlib.Path(output).parent)!r}; make it first")
+    if output is not None and pathlib.Path(output).is_dir():
+        raise UsageError(f"--output={output!r} is a folder: give the name of a file, such as {output}/page.html")
+
+
+@contextlib.contextmanager
+def _warned_once() -> Iterator[None]:
+    """Show each warning of the user's code once, although the model is built many times."""
+    show_warning, shown = warnings.showwarning, set()
+
+    def show_new(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        if (key := (str(message), filename, lineno)) not in shown:
+            shown.add(key)
+            show_warning(message, category, filename, lineno, *rest, **more)
+
+    warnings.showwarning = show_new
+    try:
+        yield
+    finally:
+        warnings.showwarning = show_warning
+
+
+def _say(text: str, colour: str = "") -> None:
+    """Print a sentence: on a terminal in lines that break between words, and otherwise in one line."""
+    if sys.stdout.isatty():
+        text = textwrap.fill(
+            text, max(40, console().width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    for each in text.splitlines():
+        line(each, colour)
 
 
 # -- the tree of modules
@@ -127,11 +178,11 @@ class Branch(NamedTuple):
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """The classes and names inside, which modules in a row have in common."""
+        """The class, and the names and classes inside. Modules in a row with equal structures become one branch."""
         return self.kind, tuple((child.label, child.times, child.structure) for child in self.children)
 
     def with_next(self, other: Branch) -> Branch:
-        """This branch, with ``other``, of the same structure, in it."""
+        """A branch for the modules of this one and of ``other``, which has the same structure."""
         first = self.label.partition("–")[0]
         label = self.label if other.label == self.label else f"{first}–{other.label.rpartition('–')[2]}"
         children = tuple(a.with_next(b) for a, b in zip(self.children, other.children, strict=True))
@@ -140,7 +191,7 @@ class Branch(NamedTuple):
 
 
 def folded(rows: tuple[ModuleRow, ...]) -> Branch:
-    """The tree of the modules. Neighbours in a list that have one structure are one branch.
+    """The tree of the modules. Numbered modules in a row with equal structures are one branch.
 
     >>> from disthooks.predict.explanation import ModuleRow
     >>> layers = [ModuleRow(f"layers.{i}", "Layer", 1, 8, 8) for i in range(3)]
@@ -170,7 +221,8 @@ def folded(rows: tuple[ModuleRow, ...]) -> Branch:
     return branch(0)
 
 
-_BAR = 24
+#: Columns of a bar, and of one on a narrow terminal.
+_BAR, _LEAST_BAR = 24, 8
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -185,26 +237,81 @@ def bar(part: float, width: int = _BAR) -> str:
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[tuple[str, str, str, str]]:
-    """The lines of the tree: name, class, bytes and share. Parts below ``smallest`` of the whole are one line."""
-    lines: list[tuple[str, str, str, str]] = []
+class TreeLine(NamedTuple):
+    """A line of the tree.
+
+    Attributes:
+        name: the label, indented by two columns a level.
+        kind: the name of the class.
+        nbytes: the saved bytes.
+        share: their part of all saved bytes; None for a line that stands for small parts.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    share: float | None
+
+
+def tree_lines(top: Branch, whole: int, smallest: float = 0.01) -> list[TreeLine]:
+    """The lines of the tree. The parts of a module that are below ``smallest`` of the whole share one line."""
+    lines: list[TreeLine] = []
 
     def add(each: Branch, depth: int) -> None:
         many = f" × {each.times}" if each.times > 1 else ""
         name = "  " * depth + (each.label or "(model)") + many
-        share = each.total / whole
-        lines.append((name, each.kind, size(each.total), f"{bar(share)} {share:6.1%}"))
+        lines.append(TreeLine(name, each.kind, each.total, each.total / whole))
         inside = sorted((child for child in each.children if child.total), key=lambda child: -child.total)
         small = [child for child in inside if child.total < smallest * whole]
         for child in inside[: len(inside) - len(small)]:
             add(child, depth + 1)
         if small:
             rest = sum(child.total for child in small)
-            lines.append(("  " * (depth + 1) + f"{len(small)} smaller", "", size(rest), ""))
+            lines.append(TreeLine("  " * (depth + 1) + f"{len(small)} smaller", "", rest, None))
 
     if whole:
         add(top, 0)
     return lines
+
+
+def tree_table(lines: list[TreeLine], columns: int) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The tree as heads and rows of a table that is at most ``columns`` wide.
+
+    A narrow terminal first gets shorter bars, then no classes, and then shorter names.
+
+    >>> lines = [TreeLine("(model)", "Model", 2048, 1.0), TreeLine("  a_long_name", "Linear", 1024, 0.5)]
+    >>> for columns in (80, 50, 38):
+    ...     print(tree_table(lines, columns)[1][1])
+    ('  a_long_name', 'Linear', '1.0 KiB', '████████████              50.0%')
+    ('  a_long_name', '1.0 KiB', '██████▌        50.0%')
+    ('  a_lo…_name', '1.0 KiB', '████      50.0%')
+    """
+    names, kinds = max(len(each.name) for each in lines), max(len("class"), *(len(each.kind) for each in lines))
+    numbers = max(len("saved"), *(len(size(each.nbytes)) for each in lines)) + len(" 100.0%")
+    edges = 13  # of four columns; three columns have 3 less
+    room = columns - edges - numbers - names - kinds
+    has_kinds = room >= _LEAST_BAR
+    if not has_kinds:
+        room += kinds + 3
+    width = max(_LEAST_BAR, min(_BAR, room))
+    longest = max(12, names + min(0, room - width))
+    rows = []
+    for each in lines:
+        share = "" if each.share is None else f"{bar(each.share, width)} {each.share:6.1%}"
+        kind = (each.kind,) if has_kinds else ()
+        rows.append((_shorter(each.name, longest), *kind, size(each.nbytes), share))
+    return ("module", *(("class",) if has_kinds else ()), "saved", "share"), rows
+
+
+def _shorter(name: str, most: int) -> str:
+    """``name`` in at most ``most`` columns, without a part of its middle."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    start = most - 1 - end
+    indent = min(len(name) - len(name.lstrip()), start - 1)
+    inside = name.lstrip()
+    return " " * indent + inside[: start - indent] + "…" + inside[len(inside) - end :]
 
 
 # -- the curve
@@ -229,10 +336,12 @@ def curve_lines(said: Explanation, width: int = 72, height: int = 8) -> list[str
         lines.append(f"{scale:>10} │{text}")
     names = [""] * width
     for phase, begin in record.phases.items():
-        place = min(width - len(phase) - 1, begin * width // moments)
-        for offset, letter in enumerate(f"│{phase}"):
+        place = max(0, min(width - len(phase) - 1, begin * width // moments))
+        for offset, letter in enumerate(f"│{phase}"[:width]):
             names[place + offset] = letter
     lines.append(" " * 12 + "".join(name or " " for name in names).rstrip())
+    mark, place = "▼ peak", columns.index(top)
+    lines.insert(0, " " * 12 + (" " * place + mark if place + len(mark) <= width else f"{'peak ▼':>{place + 1}}"))
     return lines
 
 
@@ -250,24 +359,37 @@ def show(said: Explanation, told: dict[str, Any]) -> None:
         said: the explanation.
         told: the same as a document, with what the command adds to it.
     """
+    columns = console().width
     lines = tree_lines(folded(said.modules), said.saved_bytes)
-    if not lines:
-        raise UsageError(f"{said.model}: autograd saves nothing, so there is nothing to explain")
-    heads = ("module", "class", "saved", "share")
-    console().print(table(lines, heads, right=(2,), title="saved for backward, by module"))
-    rows = [(name, size(nbytes)) for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes]
-    console().print(table(rows, ("operator", "saved"), right=(1,), title="by operator"))
-    console().print("\n".join(curve_lines(said)))
+    if lines:
+        heads, rows = tree_table(lines, columns)
+        console().print(table(rows, heads, right=(len(heads) - 2,), title="saved for backward, by module"))
+        operators = {name: nbytes for name, nbytes in said.by_operator.items() if nbytes * 100 >= said.saved_bytes}
+        console().print(_bars(operators, said.saved_bytes, "operator", "saved for backward, by operator", columns))
+    line("memory over the step")
+    console().print("\n".join(curve_lines(said, max(24, min(72, columns - 13)))))
     peak = said.peak
-    rows = [(name, size(nbytes)) for name, nbytes in peak.by_category.items()]
-    console().print(table(rows, ("at the peak", "bytes"), right=(1,)))
+    console().print(_bars(peak.by_category, peak.nbytes, "what", "in memory at the peak", columns))
     if told["plan"] is not None:
         _show_plan(told)
     _show_notes(said, told)
     low, high = said.peak_range
-    where = f"in the {peak.phase} of {peak.module or 'the model'} ({peak.operator})"
-    line(f"the peak is {size(peak.nbytes)}, {where}; the range is {size(low)} to {size(high)}")
-    line(f"autograd saves {size(said.saved_bytes)}, weights not counted")
+    line(f"autograd saves {size(said.saved_bytes)} for backward (weights are not counted)")
+    with_plan = "" if told["plan"] is None else f" with {told['file']}"
+    _say(f"the peak{with_plan} is {size(peak.nbytes)} ({size(low)} to {size(high)}), {peak.where} ({peak.operator})")
+    if told["plan"] is not None:
+        _say(f"the peak without {told['file']} is {size(told['peak']['nbytes'])}")
+
+
+def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:
+    """A table of bytes with a bar for each."""
+    names = max([len(head), *map(len, figures)])
+    width = max(_LEAST_BAR, min(_BAR, columns - names - 10 - len(" 100.0%") - 10))
+    rows = []
+    for name, nbytes in sorted(figures.items(), key=lambda pair: -pair[1]):
+        share = nbytes / whole if whole else 0.0
+        rows.append((name, size(nbytes), f"{bar(share, width)} {share:6.1%}"))
+    return table(rows, (head, "bytes", "share"), right=(1,), title=title)
 
 
 def _show_plan(told: dict[str, Any]) -> None:
@@ -275,10 +397,10 @@ def _show_plan(told: dict[str, Any]) -> None:
     rows = [(name, to, *map(size, figures)) for name, to, *figures in _alike(plan["modules"], keys)]
     total = ("all", "", *(size(sum(each[key] for each in plan["modules"])) for key in keys))
     heads = ("module", "goes to", *keys)
-    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"under {told['file']}"))
-    line(f"without the plan the peak is {size(told['peak']['nbytes'])}")
-    held = {"in the host's memory": plan["host"], "on disk": plan["disk"]}
-    line("with it " + ", ".join(f"{size(nbytes)} {where}" for where, nbytes in held.items() if nbytes))
+    console().print(table([*rows, total], heads, right=(2, 3, 4, 5, 6), title=f"what {told['file']} does"))
+    for where, nbytes in {"in the host's memory": plan["host"], "on disk": plan["disk"]}.items():
+        if nbytes:
+            line(f"the plan keeps at most {size(nbytes)} {where}")
 
 
 def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[Any, ...]]:
@@ -297,13 +419,17 @@ def _alike(modules: list[dict[str, Any]], keys: tuple[str, ...]) -> list[tuple[A
 def _show_notes(said: Explanation, told: dict[str, Any]) -> None:
     for each in told["unknown"]:
         where = each["module"] or "the model"
-        line(f"unknown: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
+        _say(f"not known: {each['what']} in {where}; assumed: {each['assumed']}", "yellow")
     for text in told["warnings"]:
-        line(f"warning: {text}", "yellow")
+        _say(f"warning: {text}", "yellow")
     for text in told["not_counted"]:
-        line(f"not counted: {text}")
+        _say(f"not counted: {text}")
     if said.seconds:
-        parts = ", ".join(f"{phase} {duration:.3g} s" for phase, duration in said.seconds.items())
-        line(f"time on {told['situation']['hardware']}, roughly: {parts}")
+        parts = ", ".join(f"{phase} {_time(duration)}" for phase, duration in said.seconds.items())
+        _say(f"time on {told['situation']['hardware']}, roughly: {parts}")
     if said.link_or_compute is not None:
-        line(f"offload or compute again: {said.link_or_compute}")
+        _say(f"offload or compute again: {said.link_or_compute}")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -7,8 +7,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 _WIDE = 100_000  # columns if stdout is no terminal, so that no line is folded
 _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
@@ -70,18 +70,25 @@ def line(text: str, colour: str = "", error: bool = False) -> None:
     print(f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if shown else text, file=stream)
 
 
+class Begin(Protocol):
+    """Tells a progress bar what is done now."""
+
+    def __call__(self, text: str, is_step: bool = True) -> None: ...
+
+
 @contextlib.contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
+def progress(steps: int) -> Iterator[Begin]:
     """Show a progress bar if stderr is a terminal; nothing otherwise.
 
     Args:
         steps: how many steps there are.
 
     Returns:
-        A function to call before each step, with a text that says what the step does.
+        A function to call before each step, with a text that says what the step does. With ``is_step=False`` it
+        changes the text of the step that runs.
     """
     if not sys.stderr.isatty():
-        yield lambda text: None
+        yield lambda text, is_step=True: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -90,9 +97,9 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
     with Progress(SpinnerColumn(), BarColumn(), text, console=Console(stderr=True), transient=True) as bar:
         task, begun = bar.add_task("", total=steps), [0]
 
-        def begin(text: str) -> None:
-            bar.update(task, completed=begun[0], description=text)
-            begun[0] += 1
+        def begin(text: str, is_step: bool = True) -> None:
+            begun[0] += is_step
+            bar.update(task, completed=begun[0] - 1, description=text)
 
         yield begin
 

@@ -1,4 +1,4 @@
-"""``Explanation``: what one step of a model saves and needs, before anything runs."""
+"""``Explanation``: what one training step of a model saves, and the memory that it needs, as predicted."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ from disthooks.predict.run import Situation, Step
 from disthooks.saved.report import SavedReport
 
 # [Note: a range]
-# What is counted is every tensor that Python or autograd holds, as torch's allocator rounds it. `peak_range` says how
-# far the truth may be away. Its lower end is the bytes of the tensors. Its upper end is the least memory in which the
-# allocator gets through the step, with what it cannot use because it is in pieces, and the workspaces of cuBLAS. What
-# is in neither is in `not_counted`.
+# The peak counts every tensor that Python or autograd holds, with its size rounded as torch's allocator rounds it. The
+# real peak may differ, so there is `peak_range`. Its lower end is the bytes of the tensors without rounding. Its upper
+# end is the least memory with which the allocator completes the step: it contains fragmentation and the workspaces of
+# cuBLAS. `NOT_COUNTED` names the memory that is in no figure.
 
-#: What no figure of a prediction contains.
+#: How many shares of the peak a document has at most: enough for each module of a large model.
+_SHARES = 1000
+#: Memory that no figure of a prediction contains.
 NOT_COUNTED = (
     "memory that an operator takes for itself while it runs, such as the workspace of a convolution",
-    "what the communication library takes (NCCL: some hundred MiB)",
-    "tensors that the training loop keeps besides: logs, averages of weights, outputs of the last step",
+    "memory that the communication library takes (NCCL: some hundred MiB)",
+    "tensors that the training loop keeps: logs, averages of weights, the outputs of the last step",
+    "with a plan on a CPU: the memory in which its hooks compute checksums (at most 1 MiB)",
 )
 
 
@@ -68,7 +71,7 @@ class Peak:
         module: the name of the module that ran.
         operator: the operator that ran.
         by_category: bytes for each category that has any.
-        shares: whose bytes they are: module and category, the largest first.
+        shares: bytes for each pair of a module and a category, the largest first.
     """
 
     nbytes: int
@@ -77,6 +80,12 @@ class Peak:
     operator: str
     by_category: Mapping[str, int]
     shares: tuple[Share, ...]
+
+    @property
+    def where(self) -> str:
+        """The moment as text, such as "in the backward of layers.3"."""
+        alone = {"before": "before the forward", "optimizer": "in the optimizer's step"}
+        return alone.get(self.phase) or f"in the {self.phase} of {self.module or 'the model'}"
 
 
 class Memory:
@@ -98,7 +107,7 @@ class Memory:
 
     @functools.cached_property
     def allocator(self) -> AllocatorReport | None:
-        """What torch's caching allocator makes of the step; None for a device that has none."""
+        """How torch's caching allocator would serve the step; None on a CPU, which has no such allocator."""
         return simulate(events_of(self._record)) if self._situation.device == "cuda" else None
 
     @property
@@ -126,7 +135,7 @@ class Memory:
 
     @functools.cached_property
     def peak(self) -> Peak:
-        """Where the most bytes are in use, and whose they are."""
+        """The moment at which most bytes are in use, and what they are."""
         sample, operators = self.timeline.peak_sample, self._record.operators
         running = operators[sample.moment].name if operators else ""
         categories, rest = _categories(sample), self.peak_bytes - sample.total
@@ -154,7 +163,7 @@ class Memory:
                 "module": peak.module,
                 "operator": peak.operator,
                 "categories": dict(peak.by_category),
-                "shares": [each._asdict() for each in peak.shares[:50]],
+                "shares": [each._asdict() for each in peak.shares[:_SHARES]],
             },
             "held": self.held_bytes,
             "host": self.host,
@@ -171,7 +180,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one training step saves for backward and needs in memory, predicted.
+    """What one training step saves for backward, and the memory that it needs, as predicted.
 
     Attributes:
         model: the name of what was explained.
@@ -256,7 +265,7 @@ class Explanation:
 
     @property
     def link_or_compute(self) -> Verdict | None:
-        """Whether sending all saved bytes to the host and back is worth more than a second forward would be."""
+        """Whether it is quicker to send all saved bytes to the host and back, or to compute the forward again."""
         hardware = self.situation.hardware
         return None if hardware is None else verdict(self.saved_bytes, self.seconds.get("forward", 0.0), hardware)
 
@@ -309,7 +318,7 @@ class Explanation:
 
     @property
     def peak(self) -> Peak:
-        """Where the most bytes are in use, and whose they are; with the plan if there is one."""
+        """The moment at which most bytes are in use, and what they are; with the plan if there is one."""
         return (self.planned or self.memory).peak
 
     @property
@@ -319,20 +328,20 @@ class Explanation:
 
     @property
     def unknown(self) -> tuple[Unknown, ...]:
-        """What could not be known, and what was assumed instead."""
+        """Values that cannot be known without real data, and what was assumed instead."""
         steps = [self.step] if self.with_plan is None else [self.step, self.with_plan]
         return tuple(dict.fromkeys(each for step in steps for each in step.record.unknown))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should know about the plan."""
+        """Warnings about the plan."""
         found = None if self.with_plan is None else self.with_plan.planned
         return () if found is None else (*found.warnings, *found.unknown)
 
     def beside(
         self, run: SavedReport | str | os.PathLike[str] | None = None, peak: int | None = None
     ) -> tuple[Measured, ...]:
-        """The figures of a real run beside the predicted ones.
+        """Compare the predicted figures with those of a real run.
 
         Args:
             run: what the run's ``saving.report()`` gave, after any number of whole steps with the same plan; or the
@@ -397,15 +406,14 @@ class Explanation:
         return {"modules": modules, "warnings": list(self.warnings), **self.planned.to_dict(position.__getitem__)}
 
     def to_html(self) -> str:
-        """The explanation as one HTML page that needs no network, with its figures and pictures."""
+        """The explanation as one HTML page, with its figures and pictures. The page needs no network."""
         return page(self.to_dict())
 
     def __str__(self) -> str:
-        where = f"in the {self.peak.phase} of {self.peak.module or 'the model'}"
         low, high = self.peak_range
         lines = [
             f"{self.model}: autograd saves {format_bytes(self.saved_bytes)}; the peak is "
-            f"{format_bytes(self.peak_bytes)} ({format_bytes(low)} to {format_bytes(high)}), {where}"
+            f"{format_bytes(self.peak_bytes)} ({format_bytes(low)} to {format_bytes(high)}), {self.peak.where}"
         ]
         lines += [f"  {name}: {format_bytes(nbytes)}" for name, nbytes in self.peak.by_category.items()]
         if self.planned is not None:

@@ -1,9 +1,9 @@
-"""``beside``: a prediction beside what a real run measured, with the difference."""
+"""``beside``: compares a prediction with the figures that a real run measured."""
 
 # [Note: law 19]
-# A prediction is compared with what happened, and the difference is shown. A run measures what its hooks count, and the
-# memory that torch counts. The hooks count from the first step on, so a figure is divided by the number of steps before
-# it is compared. A log has differences by step already (`saved/moved_per_step`).
+# A prediction is compared with a real run, and the difference is shown. In a run, the hooks count bytes, and torch
+# counts memory. The hooks count from the first step on, so each of their figures is divided by the number of steps
+# before it is compared. A log already has figures for each step (`saved/moved_per_step`).
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disthooks._tensors import format_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.report import SavedReport
 
-#: The figures of hooks that a prediction has.
+#: The figures of hooks that are predicted.
 _FIGURES = ("stored", "moved", "shared", "recomputed", "recast", "kept")
 
 
@@ -25,7 +25,8 @@ class Measured(NamedTuple):
     """One figure, predicted and measured, in bytes.
 
     Attributes:
-        name: "stored", "moved", ... as in :class:`~disthooks.SavedReport`, by step; or "peak".
+        name: "peak", or the name of a figure in :class:`~disthooks.SavedReport`, such as "moved"; that one is for one
+            step.
         predicted: what the explanation says.
         measured: what the run says.
 
@@ -39,7 +40,7 @@ class Measured(NamedTuple):
 
     @property
     def difference(self) -> int:
-        """Bytes that the run had more than was predicted."""
+        """How many bytes more the run measured than were predicted; negative if it measured less."""
         return self.measured - self.predicted
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ def beside(
     run: SavedReport | str | os.PathLike[str] | None = None,
     peak: int | None = None,
 ) -> tuple[Measured, ...]:
-    """The figures of a real run beside predicted ones. See [Note: law 19].
+    """Compare predicted figures with those of a real run. See [Note: law 19].
 
     Args:
         hooks: what the hooks of the run's plan would count in one step; None without a plan.
@@ -77,7 +78,7 @@ def beside(
     found: list[Measured] = []
     if run is not None:
         if hooks is None:
-            raise UsageError("there is nothing to compare with: explain the model with the plan that the run had")
+            raise UsageError("there is no plan to compare with: explain the model with the plan that the run had")
         measured = _by_step(run, hooks) if isinstance(run, SavedReport) else _from_log(pathlib.Path(run))
         found += [Measured(name, getattr(hooks, name), measured[name]) for name in _FIGURES if name in measured]
     if peak is not None:

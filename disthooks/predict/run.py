@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +40,8 @@ _CATEGORY = {
     "communication": "communication",
     "buffers": "buffers",
 }
+#: The folder of this library.
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 #: Engines whose optimizer's state can be made by a step with gradients that nobody computed.
 _TAKES_GRADIENTS = ("plain", "fsdp2", "hsdp", "tp", "fsdp2+tp")
 
@@ -157,7 +161,7 @@ def record_step(builder: Builder, situation: Situation, cost: CostOf | None = No
         with _told(f"{spec.kind} cannot take {type(model).__name__}"):
             prepared = apply_engine(model, spec, situation.optimizer)
         run = _Run(prepared, args, kwargs, situation)
-        with _told(f"one step of {type(model).__name__}"):
+        with _told(f"one step of {type(model).__name__}", model):
             run.warm_up(is_whole=found is not None or spec.kind not in _TAKES_GRADIENTS)
             if found is not None:
                 found.begin_step()
@@ -280,20 +284,45 @@ def _roots(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> list[torc
         return [given]
     found = [each for each in pytree.tree_leaves(output) if isinstance(each, torch.Tensor) and each.requires_grad]
     if not found:
-        raise UsageError("nothing in what the model returned requires a gradient, so there is no backward")
+        raise UsageError(
+            "no tensor that the model returns requires a gradient, so there is no backward: let the forward return the "
+            "loss or its outputs, and let some parameter require a gradient"
+        )
     return found
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Raise an error of the user's code as a UsageError of one line."""
+def _told(what: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Raise an error of the user's code as a UsageError of one line.
+
+    Args:
+        what: what was done.
+        model: names the module that was running.
+    """
     try:
         yield
     except DisthooksError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = next((each for each in reversed(frames) if "/torch/" not in each.filename), None)
+        frames = [each for each, _ in traceback.walk_tb(error.__traceback__)]
+        lines = traceback.extract_tb(error.__traceback__)
+        where = "" if model is None else _running(model, frames)
+        own = next((each for each in reversed(lines) if not _is_library(each.filename)), None)
         place = f" ({own.filename}:{own.lineno})" if own else ""
         text = " ".join(str(error).split())
-        raise UsageError(f"{what}: {type(error).__name__}: {text}{place}") from error
+        raise UsageError(f"{what}{where}: {type(error).__name__}: {text}{place}") from error
+
+
+def _is_library(filename: str) -> bool:
+    """Whether a file is torch's or disthooks' own: its lines tell users nothing about their code."""
+    return filename.startswith(("<", _PACKAGE)) or "/torch/" in filename
+
+
+def _running(model: nn.Module, frames: list[FrameType]) -> str:
+    """The innermost part of ``model`` whose code is in ``frames``, as text; "" if none is."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    for frame in reversed(frames):
+        module = frame.f_locals.get("self")
+        if id(module) in names:
+            return f", in {names[id(module)]} ({type(module).__name__})"
+    return ""

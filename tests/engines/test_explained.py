@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {"kind": "ddp"},
     "ddp small buckets": {"kind": "ddp", "options": {"bucket_cap_mb": 0.02}},
     "ddp views": {"kind": "ddp", "options": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.02}},
+    "ddp static graph": {"kind": "ddp", "options": {"static_graph": True, "bucket_cap_mb": 0.02}},
+    "ddp find unused": {"kind": "ddp", "options": {"find_unused_parameters": True, "bucket_cap_mb": 0.02}},
     "fsdp1": {"kind": "fsdp1"},
     "fsdp1 flat": {"kind": "fsdp1", "options": {"use_orig_params": False}},
     "fsdp1 grad op": {"kind": "fsdp1", "options": {"sharding_strategy": "SHARD_GRAD_OP"}},

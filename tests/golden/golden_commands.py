@@ -129,7 +129,7 @@ def documents() -> dict[str, Any]:
         found = {
             "check": told("check", hooks),
             "check --model": told("check", hooks, "--model", model),
-            "explain": told("explain", model),
+            "explain": told("explain", model, "--device", "cpu"),
             "explain with a file": told("explain", model, hooks),
             "report": told("report", str(log)),
         }

@@ -1,6 +1,6 @@
 """What one real training step on the CPU saves and holds: the truth that ``disthooks explain`` is compared with.
 
-:func:`measure` runs the step for real and counts in three ways, none of which uses ``disthooks.predict``:
+:func:`measure` runs the step for real and counts in three ways:
 
 - ``saved_bytes``: the memory under the tensors that autograd holds after the forward, by saved-tensor hooks;
 - ``peaks``: living storages, by a dispatch mode (:class:`LivingStorages`);
@@ -18,8 +18,9 @@
 #
 # [Note: a mode is seen]
 # Autograd adds up gradients in place where nobody else uses them. It does so only for plain tensors: with a dispatch
-# mode on, or for a fake tensor, it makes a new tensor (`isTensorSubclassLike` in torch's InputBuffer). So both
-# `LivingStorages` and `MemTracker` may see a higher peak in backward than there is without them. `allocated_peak` uses
+# mode on, or for a fake tensor, it makes a new tensor (`isTensorSubclassLike` in torch's InputBuffer). So MemTracker
+# may see a higher peak in backward than there is without it. `LivingStorages` adds in place itself, and asks
+# `disthooks.predict.recording.engine_sums` where. That this is right is tested against `allocated_peak`, which uses
 # no mode. Some operators save other tensors with a mode on: `ctc_loss` saves its lengths. So what autograd saves is
 # counted in a forward of its own, without a mode.
 
@@ -41,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 import disthooks as dh
+from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
 from tests.support.stores.copies import Copies
 
 PHASES = ("forward", "backward", "optimizer")
@@ -311,6 +313,8 @@ class LivingStorages(TorchDispatchMode):
         super().__init__()
         self.bytes = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._makers: dict[int, int] = {}  # the number of the autograd node that made a storage
+        counts_of_one_holder()
         self._resizing: Any = None
         for each in there:
             self._see(_tensors_of(each))
@@ -330,15 +334,21 @@ class LivingStorages(TorchDispatchMode):
         self._resizing.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and adds_in_place(args, self._maker(args)):
+            func = torch.ops.aten.add_.Tensor  # see [Note: a mode is seen]
         result = func(*args, **(kwargs or {}))
         # Arguments too: an operator that writes into one may give it another size.
         self._see((args, kwargs, result))
         return result
 
+    def _maker(self, args: tuple[Any, ...]) -> int:
+        is_plain = isinstance(args[0], torch.Tensor) and _has_storage(args[0])
+        return self._makers.get(args[0].untyped_storage()._cdata, NO_NODE) if is_plain else NO_NODE
+
     def _see(self, tensors: Any) -> None:
         for address, storage in _storages([tensors]).items():
             if address not in self._sizes:
-                self._sizes[address] = 0
+                self._sizes[address], self._makers[address] = 0, node_number()
                 weakref.finalize(storage, self._gone, address).atexit = False
             self._change(address, storage.nbytes())
 
@@ -349,6 +359,7 @@ class LivingStorages(TorchDispatchMode):
 
     def _gone(self, address: int) -> None:
         self.bytes -= self._sizes.pop(address)
+        del self._makers[address]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._sizes:

@@ -2,15 +2,15 @@
 
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
-# smaller batch. Each is run on fake tensors: what it saves is the peak of the step less the peak of the changed step. A
-# few changes need code that is not there, such as an optimizer of 8 bits. What these save is estimated from the record,
-# and the advice says so.
+# smaller batch. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few changes
+# need code that is not installed, such as an optimizer with 8-bit state. Their savings are estimated from the record,
+# and the text says "about".
 #
 # [Note: what advice costs]
-# Compute is the time of the operators by the table of devices, with the change less without it. The link works beside
-# the computation, so it costs only what it takes longer than the step. Candidates are sorted by the bytes that they
-# save for each second of the step as it will be. If a change gives other gradients, its bytes count half, and so do
-# estimated bytes.
+# A change may add computation. Its time is the time of the operators with the change, minus the time without it; both
+# come from the table of devices. A transfer runs beside the computation, so it costs only the time by which it is
+# longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step. Bytes
+# count half if the change gives other gradients, or if they are estimated.
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from disthooks.predict.hardware.roofline import cost_for_record, seconds_of
 from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
 
-#: The device whose times are told if none is named.
+#: The device whose times are used if the user names none.
 USUAL = "a100"
 #: The directory in YAML: it exists. The user may have a faster disk.
 DISK = tempfile.gettempdir()
-#: No advice is given that saves less than this part of the peak.
+#: Advice that saves a smaller part of the peak than this is not given.
 LEAST = 0.02
 #: Ranks of the advice to shard.
 RANKS = 8
-#: Bytes of saved tensors above which a part of them is advised to go to a disk.
+#: If the saved tensors have more bytes than this, the advice is to move a part of them to a disk.
 HOST = 256 << 30
 
 
@@ -57,11 +57,11 @@ class Advice:
     Attributes:
         title: what to do, in a few words.
         text: what it saves and costs, in plain English.
-        saves: bytes that the step needs less.
-        nbytes: bytes that the step needs then.
+        saves: by how many bytes the peak becomes lower.
+        nbytes: the peak with the change, in bytes.
         seconds: how much longer a step takes, in seconds: approximate.
-        yaml: the lines of ``hooks.yaml`` that do it; "" if it is nothing for that file.
-        code: the lines of Python, or what to look for, if it is nothing for that file.
+        yaml: the lines of ``hooks.yaml`` that do it; "" if a hooks file cannot do it.
+        code: the lines of Python, or the name of a package, if a hooks file cannot do it.
         kind: what kind of change it is, such as "offload".
         is_exact: whether gradients stay the same bits.
         is_estimate: whether ``saves`` was estimated from the record, and not by another run on fake tensors.
@@ -135,15 +135,17 @@ def advise(
 ) -> list[Advice]:
     """The best ``top`` changes, at most one of each kind. See [Note: what advice costs].
 
-    The exact change with the lowest peak is among them, as the last if its time puts it further down.
+    The exact change with the lowest peak is always among them. If its time makes it a bad choice, it is the last one.
 
     Args:
         builder: builds the model of ``explanation``.
         explanation: the step as it is.
-        device: whose compute and link are told; None for an A100, or the CPU for a step on the CPU.
+        device: whose compute and link are told; None for the device that the step runs on. If that has no name, it is
+            an A100, or the CPU for a step on the CPU.
         top: how many.
-        limit: bytes that the step shall need at most: then there is also advice that keeps what fits on the device.
-        patience: seconds after which no further change is tried.
+        limit: the limit of memory, in bytes. If the step is above it, a plan is tried, too, that keeps on the device
+            what fits there, and moves the rest.
+        patience: no new change is tried after this many seconds.
         progress: called with a line of text after each change.
         tried: the changes of this explanation that were run before, which are not run again, and those that are run
             here.
@@ -177,10 +179,10 @@ def cheapest(
     device: Device | None = None,
     tried: Tried | None = None,
 ) -> Advice | None:
-    """The change with which the step needs at most ``limit`` bytes and takes the least time more; None without any.
+    """The change that brings the step within ``limit`` bytes and adds the least time; None if no change is enough.
 
-    A change with other gradients is taken only if no exact change is enough, and one that was not tried only if there
-    is no other.
+    A change with other gradients is chosen only if no exact change is enough. An estimated change is chosen only if no
+    change that was tried is enough.
     """
     found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
@@ -198,7 +200,7 @@ def changes(
     progress: Callable[[str], None] | None = None,
     tried: Tried | None = None,
 ) -> list[Advice]:
-    """All changes that save something, the best first. The arguments are those of :func:`advise`."""
+    """All changes that make the peak lower, the best first. :func:`advise` describes the arguments."""
     trial = _Trial(builder, explanation, device, measure, progress, {} if tried is None else tried)
     end = time.monotonic() + patience
     found: list[Advice] = []
@@ -231,7 +233,8 @@ class _Trial:
     ) -> None:
         self._builder, self._explanation, self._progress, self._tried = builder, explanation, progress, tried
         self._measure, self._before = measure, measure(explanation)
-        self._device = device or device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
+        usual = device_named(USUAL if explanation.situation.device == "cuda" else "cpu")
+        self._device = device or explanation.situation.hardware or usual
         self._record = explanation.record
         if not any(each.flops or each.read for each in self._record.operators):
             self._record = record_step(builder, explanation.situation, cost_for_record).record
@@ -263,16 +266,16 @@ class _Trial:
             moved = max(0, stored - candidate.stays)
             link = self._device.offload_seconds(moved)
             cost = (
-                f"{format_bytes(moved)} go out and come back, which takes {_time(link)} of link "
-                f"({self._device.link}) beside {_time(self._seconds)} of compute"
+                f"{format_bytes(moved)} go out and come back; that takes {_time(link)} on the link "
+                f"({self._device.link}), and the computation beside it {_time(self._seconds)}"
             )
         elif compute > 0.001 * self._seconds:
-            cost = f"a step computes {_time(compute)} more, where it took {_time(self._seconds)}"
+            cost = f"a step computes for {_time(self._seconds + compute)} instead of {_time(self._seconds)}"
         more = max(0.0, compute) + max(0.0, link - self._seconds - max(0.0, compute))
         text = (
             f"the peak falls from {format_bytes(self._before)} to {format_bytes(nbytes)}"
             + (f"; {cost}" if cost else "")
-            + (f" (times are those of {self._device.name})" if cost else "")
+            + (f" (times of {self._device.name}, roughly)" if cost else "")
             + (f"; {candidate.note}" if candidate.note else "")
         )
         advice = Advice(
@@ -318,11 +321,14 @@ def _time(seconds: float) -> str:
 
 
 def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
-    """The changes that are worth a try, the most promising first."""
+    """The changes to try. Those that usually save most come first, because the time may be over before the last."""
     situation, at_peak = explanation.situation, explanation.peak
     group = largest_group(explanation)
-    if _movable(explanation) > 0.1 * at_peak.nbytes:
-        yield from _plans(explanation, group)
+    if at_peak.phase == "optimizer" and situation.optimizer is not None:
+        made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
+        changed = replace(situation, optimizer=made)
+        note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
+        yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
     if group is not None:
         code = (
             "from torch.utils.checkpoint import checkpoint\n"
@@ -332,6 +338,8 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         title = f"checkpoint each of the {len(group.names)} {group.kind}"
         change = _after(situation.change, checkpointed(group.names))
         yield _Candidate("checkpoint", title, replace(situation, change=change), code=code)
+    if _movable(explanation) > 0.1 * at_peak.nbytes:
+        yield from _plans(explanation, group)
     if situation.backend == "math":
         code = "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION): ..."
         changed = replace(situation, backend="flash")
@@ -340,19 +348,14 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         code = 'with torch.autocast("cuda", torch.bfloat16): ...'
         changed = replace(situation, autocast=torch.bfloat16)
         yield _Candidate("autocast", "autocast to bfloat16", changed, code=code, is_exact=False, note=_ROUNDING)
-    if at_peak.phase == "optimizer" and situation.optimizer is not None:
-        made: Any = functools.partial(situation.optimizer, foreach=False)  # type: ignore[call-arg]  # if it is torch's
-        changed = replace(situation, optimizer=made)
-        note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
-        yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
     batch = _batch(explanation)
     if batch > 1:
         changed, code = replace(situation, batch=batch // 2), f"batch size {batch // 2}, two backwards for each step"
-        note = "accumulate the gradients of two micro-batches; statistics of a batch norm are then of half a batch"
+        note = "accumulate the gradients of two halves of the batch; a batch norm then has the statistics of each half"
         yield _Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
 
 
-_ROUNDING = "gradients are rounded in another way"
+_ROUNDING = "gradients are rounded differently"
 
 
 def _plans(explanation: Explanation, group: Group | None) -> Iterator[_Candidate]:
@@ -375,12 +378,14 @@ def _plans(explanation: Explanation, group: Group | None) -> Iterator[_Candidate
     if 2 * wide > explanation.saved_bytes:
         codecs = [{"kind": "Cast", "dtype": "bfloat16"}]
         yield _planned(situation, "cast", "keep saved tensors as bfloat16", "*", codecs=codecs, store=stays)
+    small = [{"kind": "Quantize", "bits": 8}]
+    yield _planned(situation, "quantize", "keep saved tensors in 8 bits", "*", codecs=small, store=stays)
 
 
 def _planned(situation: Situation, kind: str, title: str, modules: str, **entry: Any) -> _Candidate:
     document = {"save": [{"modules": modules, **entry}]}
     is_lossy = "codecs" in entry
-    note = "the codec is lossy, so gradients change; docs/saved-tensors.md has its error" if is_lossy else ""
+    note = "the codec is lossy, so gradients change a little (docs/saved-tensors.md has its error)" if is_lossy else ""
     changed = replace(situation, plan=from_config(document))
     return _Candidate(kind, title, changed, as_yaml(document), is_exact=not is_lossy, note=note)
 
@@ -477,7 +482,7 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
     at_peak = explanation.peak.by_category
     logits = explanation.by_operator.get("aten._log_softmax", 0)
     if logits and explanation.peak.phase != "optimizer":
-        text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward makes as much again"
+        text = f"the loss saves {format_bytes(logits)} of probabilities, and its backward needs as many bytes again"
         title = "compute the loss in chunks, or with a fused linear cross entropy"
         yield _estimate("loss", title, text, logits, before, "a loss that has the last linear layer in it")
     scores = sum(
@@ -486,20 +491,16 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
         if each.operator == "aten._softmax" and len(each.shape) > 2 and each.shape[-1] == each.shape[-2]
     )
     if scores and explanation.peak.phase != "optimizer":
-        text = f"attention saves its {format_bytes(scores)} of scores; flash attention saves none"
+        text = f"attention saves {format_bytes(scores)} of scores; flash attention saves none of them"
         code = 'F.scaled_dot_product_attention, or attn_implementation="sdpa"'
         yield _estimate("attention", "use flash attention", text, scores, before, code)
-    wide = sum(each.nbytes for each in explanation.record.counted() if each.dtype == "float32")
-    if wide and explanation.peak.phase != "optimizer":
-        text = f"{format_bytes(wide)} of saved tensors are float32, and take about a quarter; the codec is lossy"
-        entry = {"modules": "*", "codecs": [{"kind": "Quantize", "bits": 8}], "store": {"kind": "OnDevice"}}
-        saves = min(wide, at_peak.get("saved for backward", 0)) * 73 // 100
-        made = _estimate("quantize", "keep saved tensors in 8 bits", text, saves, before, "")
-        yield replace(made, yaml=as_yaml({"save": [entry]}))
     moments = at_peak.get("optimizer state", 0)
     if moments:
-        text = f"its state takes {format_bytes(moments)}; with 8 bits for 32 it takes a quarter"
-        yield _estimate("optimizer", "an optimizer with 8-bit state", text, moments * 3 // 4, before, "bitsandbytes")
+        # An optimizer makes its state in the dtype of the parameters.
+        is_wide = explanation.situation.dtype in (None, torch.float32)
+        part, saves = ("a quarter", moments * 3 // 4) if is_wide else ("half", moments // 2)
+        text = f"the optimizer's state takes {format_bytes(moments)}; with 8 bits for each number it takes {part}"
+        yield _estimate("optimizer", "use an optimizer with 8-bit state", text, saves, before, "bitsandbytes")
     sharded = sum(at_peak.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
     if 2 * sharded > before:
         text = f"parameters, gradients and the optimizer's state are {format_bytes(sharded)} of the peak"

@@ -7,16 +7,17 @@
 # peak of any size; the peak itself is no polynomial, because another moment may become the highest. If the moments of
 # two probes differ, the peaks alone are used.
 #
-# The prediction only chooses the next probe. The answer is proven by two probes: one of the largest size, which fits,
-# and one of the next size, which does not. If the memory does not grow with the size everywhere (an allocator rounds,
-# and a kernel may be another one at another size), there may be a larger size, beyond those that do not fit, that fits
-# again. That is not looked for.
+# The prediction only chooses the next probe. Two probes prove the answer: the largest size fits, and the next size
+# does not. The memory may become less at a larger size, because an allocator rounds, or because another kernel runs.
+# Then a still larger size may fit again. The search does not look for it.
 #
 # [Note: sizes that are refused]
-# A model refuses a size that its tables of positions do not have, or that is no multiple of its patches or chunks. When
-# a size is refused, the nearest multiple of the largest power of two in a size that runs is tried: if the model takes
-# that, the search goes on over multiples, and the unit is halved at the end as long as the model takes it. Otherwise
-# the numbers in the error are tried first, because the largest size often stands there.
+# A model refuses a size that is not in its table of positions, or that is not a multiple of its patches or chunks.
+# After a refusal, the search takes the largest power of two that divides a size that runs, and tries the nearest
+# multiple of it. If the model takes this size, the search goes on over multiples, and at the end it divides the unit by
+# small primes as long as the model takes the result. If the model does not take this size, the search tries a multiple
+# of the size that it began with in the same way, and otherwise the numbers in the error, because the largest size is
+# often among them.
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder, What
 from disthooks.predict.run import Situation, record_step
 
-#: No larger size is tried.
+#: The search tries no larger size than this.
 MOST = 1 << 20
 #: Bytes of an explanation that have to fit into the limit.
 MeasureOf = Callable[[Explanation], int]
@@ -47,7 +48,7 @@ _CALLED: dict[What, str] = {"batch": "batch", "seq": "sequence"}
 
 
 def peak(explanation: Explanation) -> int:
-    """The peak of the step, in bytes: what :func:`fits` compares with the limit if it is told nothing else."""
+    """The peak of the step, in bytes. :func:`fits` compares it with the limit, unless ``measure`` is given."""
     return explanation.peak_bytes
 
 
@@ -80,8 +81,8 @@ class Largest:
         nbytes: the bytes that it needs; 0 if there is none.
         next_size: the next size, which was tried too; None if there is none.
         next_nbytes: the bytes that the next size needs; None if it did not run.
-        end: why no larger size is given: the "limit" of memory; the model "refused" the next size; the search has an
-            end there ("most"); its time was over ("patience"); or the size cannot be set ("unset").
+        end: why there is no larger size: it is above the "limit" of memory; the model "refused" it; the search goes no
+            further ("most"); its time was over ("patience"); or the size cannot be set ("unset").
         text: the same in a sentence.
         probes: how many steps were run.
     """
@@ -145,13 +146,15 @@ class Fits:
         }
 
     def __str__(self) -> str:
-        word = "fits" if self.does_fit else "does not fit"
-        lines = [f"{format_bytes(self.nbytes)}: it {word} in {format_bytes(self.limit)}"]
+        word, apart = ("fits", "are free") if self.does_fit else ("does not fit", "are missing")
+        rest = format_bytes(abs(self.limit - self.nbytes))
+        needs, limit = format_bytes(self.nbytes), format_bytes(self.limit)
+        lines = [f"the step {word} in {limit}: it needs {needs}, and {rest} {apart}"]
         lines += [each.text for each in (self.batch, self.seq) if each is not None]
         if self.change is not None:
             lines.append(f"cheapest change: {self.change.title}: {self.change.text}")
         elif not self.does_fit:
-            lines.append("no single change that disthooks knows makes it fit")
+            lines.append("disthooks knows no single change that makes it fit")
         return "\n".join(lines)
 
 
@@ -168,11 +171,11 @@ def fits(
     explanation: Explanation | None = None,
     tried: Tried | None = None,
 ) -> Fits:
-    """Say whether a step fits in ``limit`` bytes, the largest batch, and the longest sequence.
+    """Find out whether a step fits in ``limit`` bytes, and find the largest batch and the longest sequence that fit.
 
-    The largest batch has the sequence length of ``situation``, and the longest sequence its batch. Each is proven: the
-    size fits, and the next one does not. If the measure grows with the size, no larger size fits; see [Note: how a size
-    is found] for where it does not.
+    The batch is searched with the sequence length of ``situation``, and the sequence with its batch. Each answer is
+    proven: this size fits, and the next one does not. If the measure grows with the size, no larger size fits. See
+    [Note: how a size is found] for models whose measure does not always grow.
 
     Args:
         builder: builds the model and its inputs.
@@ -235,7 +238,7 @@ class _Search:
         self._measure, self._most, self._progress = measure, most, progress
         self._probes: dict[int, Probe] = {}
         self._low, self._high, self._unit = 0, most + 1, 1  # low fits; high does not; both are multiples of the unit
-        self._was_refused = False
+        self._was_refused, self._start = False, 1
 
     def know(self, size: int, explanation: Explanation) -> Probe:
         """Keep what an explanation says of ``size``."""
@@ -276,6 +279,7 @@ class _Search:
     def largest(self, start: int, patience: float) -> Largest:
         """Search from the size ``start``, which runs."""
         end = time.monotonic() + patience
+        self._start = start
         self._most = max(self._most, start)
         self._high = self._most + 1
         self._settle(self.at(start))
@@ -305,21 +309,25 @@ class _Search:
             widths = [] if is_open else [*widths, self._high - self._low]
             is_slow = len(self._probes) > 5 if is_open else len(widths) > 2 and 2 * widths[-1] > widths[-3]
             yield self._next(is_open, is_slow)
-        while self._unit > 1 and self._low:
-            half = self._unit // 2
-            middle = self._low + half
-            if middle < self._high:
-                yield middle
-                if self._probes[middle].refusal:
-                    self._high = self._low + self._unit
-                    return
-            self._unit = half
+        for part in (2, 3, 5, 7) if self._low else ():
+            while self._unit % part == 0:
+                before, smaller = self._high, self._unit // part
+                while (size := self._low + smaller) < self._high:
+                    yield size
+                    if self._probes[size].refusal:
+                        break
+                if size in self._probes and self._probes[size].refusal:
+                    self._high = before
+                    break
+                self._unit = smaller
 
     def _multiple(self, refused: int) -> Iterator[int]:
         """Find whether the model takes multiples only, after it refused a size."""
-        unit = self._low & -self._low
-        if unit < 2 or refused % unit == 0:
-            return
+        for unit in dict.fromkeys((self._low & -self._low, self._start)):
+            if self._unit == 1 and unit > 1 and self._low % unit == 0 and refused % unit:
+                yield from self._multiple_of(unit, refused)
+
+    def _multiple_of(self, unit: int, refused: int) -> Iterator[int]:
         size = max(refused // unit * unit, self._low + unit)
         if size > self._most:
             return
@@ -417,21 +425,22 @@ class _Search:
             text = f"no {called} fits" + ("" if above is None or above.refusal else ", not even 1")
         if is_unfinished:
             end: Literal["limit", "refused", "most", "patience", "unset"] = "patience"
-            text += "; the search took too long, so a larger one may fit"
+            text += "; the time of the search was over, so a larger one may fit"
         elif above is None:
             end = "most"
             if len(ran) > 1 and len({each.nbytes for each in ran}) == 1:
                 text = f"the {called} does not change the memory: {format_bytes(nbytes)} at {low}"
             else:
-                text += ", and no larger one was tried"
+                text += ", and the search tries no larger one"
         elif above.refusal:
             end = "refused"
-            text += f"; {above.size} is refused: {above.refusal}"
+            text += f"; the model refuses {above.size}: {above.refusal}"
         else:
             end = "limit"
-            text += f"{'; ' if low else ': '}{above.size} needs {_exact(above.nbytes, nbytes)}"
+            over = format_bytes(above.nbytes - self._limit)
+            text += f"{'; ' if low else ': '}{above.size} needs {_exact(above.nbytes, nbytes)}, {over} too much"
         if self._unit > 1:
-            text += f" (the model takes multiples of {self._unit})"
+            text += f" (the model takes only multiples of {self._unit})"
         return Largest(what, low, nbytes, next_size, next_nbytes, end, text, len(self._probes))
 
 

@@ -84,7 +84,7 @@ def answers(
 
     Args:
         explanation: the step.
-        fits: what is known of its largest sizes; None if nothing.
+        fits: the largest sizes that fit; None if they were not searched.
         builder: builds the model of ``explanation``, for further steps; None to run none.
         patience: seconds after which no further step begins.
         ranks: the ranks of one machine, and of several; a situation with more ranks takes the place of the second.
@@ -168,7 +168,7 @@ class _Answers:
         at = self._explanation.peak
         largest = next(iter(at.by_category), "nothing")
         text = (
-            f"{format_bytes(at.nbytes)}, in the {at.phase} of {at.module or 'the model'}; most of it, "
+            f"{format_bytes(at.nbytes)}, {at.where}; most of it, "
             f"{format_bytes(at.by_category.get(largest, 0))}, is {largest}."
         )
         return Answer("What is the expected peak memory?", text, {"peak": at.nbytes, **at.by_category})
@@ -190,7 +190,9 @@ class _Answers:
 
     def _size(self, question: str, what: str, largest: Largest | None) -> Answer:
         if largest is None or largest.size is None:
-            how = f"Ask with a limit: disthooks explain ... --fits 80GiB (the {what} has to be one that can be set)."
+            how = "Ask with a limit: disthooks explain ... --fits 80GiB."
+            if largest is not None:
+                how = f"{largest.text[:1].upper()}{largest.text[1:]}."
             return Answer(question, how, {}, "ask")
         assert self._fits is not None
         text = f"In {format_bytes(self._fits.limit)}: {largest.text}."

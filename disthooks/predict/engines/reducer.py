@@ -141,7 +141,7 @@ class FakeReducer:
     def _rebuild_buckets(self) -> bool:
         self._expects_gradients = False
         should_rebuild = self.is_static or not self.find_unused_parameters
-        order = list(dict.fromkeys([*self._unused, *self._order]))
+        order = list(dict.fromkeys([*self._order, *self._unused]))
         if self._has_rebuilt or not should_rebuild or len(order) != len(self.params):
             return False
         self._has_rebuilt = True

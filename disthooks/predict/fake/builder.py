@@ -47,7 +47,9 @@ class Builder:
 
     def __init__(self, source: nn.Module | Callable[..., Any], inputs: tuple[Any, ...] = (), name: str = "") -> None:
         if not isinstance(source, nn.Module) and not callable(source):
-            raise UsageError(f"explain takes a module, or a function that builds one, not {source!r}")
+            raise UsageError(
+                f"{f'{name}: ' if name else ''}explain takes a module, or a function that builds one, not {source!r}"
+            )
         self._source, self._inputs = source, inputs
         self.name = name or getattr(source, "__qualname__", "") or type(source).__name__
 
@@ -101,7 +103,8 @@ class Builder:
             model = fakes.copy(model)
         if inputs is None:
             raise UsageError(
-                f"{self.name} gave a module alone: it has to return (module, example inputs), or give inputs to explain"
+                f"{self.name} has no example inputs: a function has to return (module, example inputs); for a module "
+                "alone, give the inputs to dh.explain(module, *inputs)"
             )
         args, kwargs = _as_arguments(inputs)
         args, kwargs = fakes.like(args), fakes.like(kwargs)
@@ -119,6 +122,7 @@ class Builder:
             name = self.takes(names)
             if value is not None and name is not None:
                 wanted[name] = value
+        self._check_arguments(wanted)
         made = self._source(**wanted)
         model, given = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module):
@@ -126,6 +130,30 @@ class Builder:
                 f"{self.name} gave {type(made).__name__}: it has to return a module, or (module, example inputs)"
             )
         return model, given
+
+    def _check_arguments(self, wanted: Mapping[str, int]) -> None:
+        """Refuse a function that takes arguments which nobody gives.
+
+        Raises:
+            UsageError: with their names, and what to do.
+        """
+        try:
+            parameters = inspect.signature(self._source).parameters.values()
+        except (TypeError, ValueError):
+            return
+        is_open = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        missing = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind not in is_open and each.name not in wanted
+        ]
+        if missing:
+            sizes = [what for what, names in _NAMES.items() if set(names) & set(missing)]
+            ask = f", or say {' and '.join(f'{what}=' for what in sizes)} (--{' and --'.join(sizes)})" if sizes else ""
+            raise UsageError(
+                f"{self.name} cannot be called: it needs {', '.join(map(repr, missing))}, and explain gives a function "
+                f"no arguments but a batch size and a length; let each argument have a default{ask}"
+            )
 
 
 def _as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,10 +174,14 @@ def _sized(values: Any, what: What) -> tuple[int, list[torch.Tensor]]:
         sized = [each for each in sized if not each.is_floating_point()]
     sizes = {each.shape[dimension] for each in sized}
     if len(sizes) != 1:
-        found = f"dimension {dimension} has the sizes {sorted(sizes)}" if sizes else "no input is known to have it"
+        called = "batch size" if what == "batch" else "length of a sequence"
+        if sizes:
+            why = f"dimension {dimension} of the example inputs has the sizes {', '.join(map(str, sorted(sizes)))}"
+        else:
+            why = "no example input is a tensor" + (" of integers with two dimensions" if dimension else "")
         raise UsageError(
-            f"the {what} size of these inputs is not plain ({found}): let the function that builds the model take an "
-            f"argument {what!r}"
+            f"the {called} cannot be changed, because {why}: let the function that builds the model take an argument "
+            f"{what!r}"
         )
     return sizes.pop(), sized
 

@@ -11,12 +11,13 @@ assumed answer here, and an operator without a fake kernel an assumed shape. Eac
 # assumption in it names it. A loop that waits for another answer would never end, so there is a limit.
 #
 # [Note: kernels that differ]
-# Some of torch's fake kernels give other shapes or dtypes than the operators. The statistics of a normalisation of
-# half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's input is
-# contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies over the
-# memory of the single losses, which torch makes first. The grouped matrix product takes float32. The multilabel margin
-# loss of one row has no dimension. The workspace of oneDNN's LSTM is not empty: its size is known to oneDNN alone, so
-# this operator runs for real, on zeros, if its tensors are small.
+# Some of torch's fake kernels give other shapes, dtypes or formats than the operators. The statistics of a
+# normalisation of half-precision input with float32 weights are float32 on every device. The gradient of a layer norm's
+# input is contiguous, and so are the results of a batch norm that are not channels last. A mean or a sum of losses lies
+# over the memory of the single losses, which torch makes first. The grouped matrix product takes float32. The
+# multilabel margin loss of one row has no dimension. Padding by reflection or replication on the CPU keeps the format
+# channels last, which the fake kernels of torch 2.9 and 2.11 lose. The workspace of oneDNN's LSTM is not empty: its
+# size is known to oneDNN alone, so this operator runs for real, on zeros, if its tensors are small.
 #
 # [Note: dtypes that differ]
 # The products of matrices, the convolutions and `index_put` refuse tensors of different dtypes. Their fake kernels take
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -392,6 +394,16 @@ def _multilabel_margin_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...],
         return loss.new_empty(()), is_target
 
 
+def _pad2d(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The result of a padding of two dimensions, in the format of its input. See [Note: kernels that differ]."""
+    made: torch.Tensor = _Mode.__torch_dispatch__(mode, func, (), args, kwargs)
+    is_channels_last = args[0].dim() == 4 and suggest_memory_format(args[0]) is torch.channels_last
+    if not is_channels_last or made.is_contiguous(memory_format=torch.channels_last):
+        return made
+    with mode:
+        return torch.empty_like(made, memory_format=torch.channels_last)
+
+
 def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A copy in memory that a device can read; the machine of the prediction may have no such memory."""
     with mode:
@@ -406,6 +418,8 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
+    aten.reflection_pad2d.default: _pad2d,
+    aten.replication_pad2d.default: _pad2d,
     aten._pin_memory.default: _pinned,
 }
 if hasattr(aten, "_grouped_mm"):

@@ -143,12 +143,18 @@ function sentence(plan) {
   if (plan.saved !== undefined && !peak) parts.push("Autograd saves ", element("b", {}, bytes(plan.saved)), " for backward.");
   if (!peak) return parts;
   parts.push(chosen.plan ? `With ${chosen.plan === asked ? "the plan" : `“${plan.name}”`}, one training step needs ` : "One training step needs ",
-    element("b", {}, bytes(peak.nbytes)), ` at its peak, ${PHASES[peak.phase] ?? "at a moment"} of `, element("b", {}, called(peak.module)), ". ");
+    element("b", {}, bytes(peak.nbytes)), ` at its peak, ${PHASES[peak.phase] ?? "at a moment"}`, ...(isOfModule(peak) ? [" of ", element("b", {}, called(peak.module))] : []), ". ");
   const [first, second] = Object.entries(peak.categories ?? {}).sort((a, b) => b[1] - a[1]).filter(([, count], rank) => !rank || count > 0.04 * peak.nbytes);
   if (first) parts.push(`Of it, ${percent(first[1], peak.nbytes)} is ${owned(first[0])}`, second ? ` and ${percent(second[1], peak.nbytes)} is ${owned(second[0])}. ` : ". ");
   if (limit !== null) parts.push(element("b", { class: fit(plan) ? "good" : "bad" }, fit(plan) ? `It fits in ${bytes(limit)}.` : `It does not fit in ${bytes(limit)}.`));
+  const best = (given.advice ?? []).find((each) => each.nbytes < peak.nbytes);
+  if (best && chosen.plan === asked) parts.push(element("span", { class: "best" }, `${limit === null || fit(plan) ? "To need less" : "What to do"}: `,
+    element("a", { href: "#advice" }, best.title), ` (about ${bytes(best.nbytes)} at the peak).`));
   return parts;
 }
+
+// A module runs in the forward and in the backward alone.
+const isOfModule = (peak) => !["before", "optimizer"].includes(peak.phase);
 
 const owned = (category) => ({ "saved for backward": "what autograd saved for backward", temporary: "temporary memory" })[category] ?? category;
 
@@ -173,7 +179,7 @@ function tiles(plan) {
   if (peak) {
     const range = peak.range;
     found.push(tile("Most memory at one moment", bytes(peak.nbytes), against("peak", peak.nbytes), range && range[0] < range[1] ? `between ${bytes(range[0])} and ${bytes(range[1])}` : null));
-    found.push(tile("Where that is", peak.phase ?? "unknown", `in ${called(peak.module)}`, peak.operator ? `while ${peak.operator} runs` : null));
+    found.push(tile("Where that is", peak.phase ?? "unknown", isOfModule(peak) ? `in ${called(peak.module)}` : null, peak.operator ? `while ${peak.operator} runs` : null));
   }
   if (limit !== null && peak) {
     const room = limit - needed(plan);
@@ -197,7 +203,7 @@ function fitTiles() {
   return Object.entries(fits).filter(([key, value]) => !["limit", "nbytes", "does_fit"].includes(key) && value !== null).map(([key, value]) => {
     const title = titles[key] ?? sentenceCase(words(key));
     if (typeof value !== "object") return tile(title, anything(key, value), null, null, typeof value === "number" ? null : "words");
-    if (value.title) return tile(title, value.title, value.saves ? `saves ${bytes(value.saves)}` : null, null, "words");
+    if (value.title) return tile(title, sentenceCase(value.title), value.saves ? `saves ${bytes(value.saves)}` : null, null, "words");
     if (typeof value.size !== "number") return null;
     const next = value.next_size && value.next_nbytes ? `${grouped(value.next_size)} would need ${bytes(value.next_nbytes)}` : value.text;
     return tile(title, value.size ? grouped(value.size) : "none", value.size ? `needs ${bytes(value.nbytes)}` : null, next);
@@ -277,7 +283,7 @@ function showPlans() {
   byId("plans").hidden = false;
   document.querySelector(".plans").append(...plans.map((plan, number) => element("label", {},
     element("input", { type: "radio", name: "plan", value: number, checked: number === chosen.plan, onchange: () => { chosen.plan = number; showAll(); } }),
-    element("b", {}, plan.name ?? `Plan ${number}`),
+    element("b", {}, sentenceCase(plan.name ?? `Plan ${number}`)),
     element("small", {}, plan.peak ? `peak ${bytes(plan.peak.nbytes)}` : "", plan.saved !== undefined ? `, saves ${bytes(plan.saved)}` : plan.held !== undefined ? `, holds ${bytes(plan.held)}` : ""),
     element("span", { class: "gauge" }, element("span", { style: { width: `${(100 * (plan.peak?.nbytes ?? 0)) / highest}%` } })))));
 }
@@ -332,12 +338,12 @@ function showShares() {
     row.count += 1;
     rows.set(`${name}\n${category}`, row);
   }
-  const sorted = [...rows.values()].sort((a, b) => b.nbytes - a.nbytes).slice(0, 10);
+  const sorted = [...rows.values()].sort((a, b) => b.nbytes - a.nbytes).slice(0, 12);
   byId("shares").hidden = !sorted.length;
   document.querySelector("#shares .bars").replaceChildren(...sorted.map((row) =>
     bar(called(row.name), `${row.category}${row.count > 1 ? ` × ${row.count}` : ""}`, row.nbytes, sorted[0].nbytes, colour(row.category))));
   const rest = peak ? peak.nbytes - sum(sorted.map((row) => row.nbytes)) : 0;
-  document.querySelector("#shares .note").textContent = rest > 0 ? `The rest, ${bytes(rest)}, is in smaller shares.` : "";
+  document.querySelector("#shares .note").textContent = rest > 0 ? `The other ${bytes(rest)} are in smaller parts.` : "";
 }
 
 function showOperators() {
@@ -354,7 +360,7 @@ function showTexts() {
   const change = fits.change && !(given.advice ?? []).some((each) => each.title === fits.change.title) ? [fits.change] : [];
   fill("advice", ".cards", [...change, ...(given.advice ?? [])].map((each) => element("article", { class: "card" },
     each.saves ? element("span", { class: "saves" }, `saves ${bytes(each.saves)}`) : null,
-    element("h3", {}, each.title ?? ""), element("p", {}, each.text ?? ""), each.yaml ? yamlBlock(each.yaml) : null)));
+    element("h3", {}, sentenceCase(each.title ?? "")), element("p", {}, each.text ? `${sentenceCase(each.text)}.` : ""), each.yaml || each.code ? yamlBlock(each.yaml || each.code) : null)));
   fill("answers", ".answers", (given.answers ?? []).map((each) => element("div", {}, element("dt", {}, each.question ?? ""), element("dd", {}, each.answer ?? ""))));
   fill("measured", ".wide", (given.measured ?? []).length ? [measuredTable()] : []);
   fill("unknown", "div", [

@@ -5,6 +5,8 @@
 # live as long as the real ones would: Python and autograd hold them in the same way. So a weak reference to the storage
 # tells when its memory would go. FSDP frees memory in another way: it gives a storage the size zero and keeps it. No
 # dispatch mode sees that, so `UntypedStorage.resize_` is replaced while a recorder is on.
+# On torch 2.9 the weak reference tells nothing while a plan's hooks hold a `StorageRef` of the storage. There the
+# recorder asks before each operator whether the results of earlier ones still have users (`_look_for_gone`).
 #
 # [Note: operators have numbers]
 # torch numbers the nodes of the autograd graph. An operator makes its node, then saves its inputs, then runs, then
@@ -34,9 +36,10 @@ from torch.utils import _python_dispatch
 
 from disthooks._match import canonical_name
 from disthooks._tensors import local_part
-from disthooks._torch import current_node, sequence_number
+from disthooks._torch import current_node, sequence_number, storage_refs_keep_objects, users_of_storage
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
 from disthooks.predict.fake.state import replaced
+from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
 from disthooks.predict.recording.record import (
     CATEGORIES,
     Allocation,
@@ -58,15 +61,17 @@ CostOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[int, int, i
 
 _RANK = {category: position for position, category in enumerate(CATEGORIES)}
 _NARROW = (torch.bfloat16, torch.float16)
+_ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 _COMMUNICATION = ("c10d", "_c10d_functional", "_dtensor", "fsdp")
 
 
 class _Watched(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that knows the storage's address and its allocation."""
+    """A weak reference to a storage that knows the storage's address, its allocation, and the node that made it."""
 
-    __slots__ = ("address", "allocation", "nbytes")
+    __slots__ = ("address", "allocation", "nbytes", "node")
     address: int
     allocation: int
+    node: int
     nbytes: int
 
 
@@ -98,6 +103,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._cost = cost
         self._phase: Phase = "before"
         self._watched: dict[int, _Watched] = {}  # by the address of the storage
+        self._looked_for: dict[int, _Watched] | None = {} if storage_refs_keep_objects() else None
         self._weights: dict[int, SavedKind] = {}  # what the allocation of a weight, or of a copy of one, is to autograd
         self._first_saved: set[int] = set()
         self._pending: list[_Pending] = []
@@ -109,6 +115,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._position: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._owner: dict[int, int] = {}  # the module of a parameter, by its identity
         self._exits = contextlib.ExitStack()
+        counts_of_one_holder()  # now, because it runs a backward
         self._add_modules(model)
         for weight in model.parameters():
             self._adopt(weight, "parameters")
@@ -152,6 +159,7 @@ class Recorder(_Mode):  # type: ignore[misc]
         for watched in self._watched.values():
             watched.allocation = -1  # what goes from now on is not recorded
         self._watched.clear()
+        self._looked_for = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,6 +178,7 @@ class Recorder(_Mode):  # type: ignore[misc]
             has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
                 and all memory of the forward that is there when the backward begins counts as saved.
         """
+        self._look_for_gone()
         if phase == "backward":
             self._name_saved()
             for watched in self._watched.values() if has_plan else ():
@@ -225,8 +234,10 @@ class Recorder(_Mode):  # type: ignore[misc]
         if watched is None:
             watched = _Watched(storage, self._gone)
             watched.address, watched.allocation = address, len(self.record.allocations)
-            watched.nbytes = storage.nbytes()
+            watched.nbytes, watched.node = storage.nbytes(), node_number()
             self._watched[address] = watched
+            if operator and self._looked_for is not None:
+                self._looked_for[address] = watched
             self.record.allocations.append(Allocation(watched.nbytes, "temporary", operator, self._module()))
             self._change(watched.allocation, watched.nbytes)
         elif watched.nbytes != (nbytes := storage.nbytes()):
@@ -236,7 +247,15 @@ class Recorder(_Mode):  # type: ignore[misc]
     def _gone(self, watched: _Watched) -> None:
         if self._watched.get(watched.address) is watched:
             del self._watched[watched.address]
+            if self._looked_for is not None:
+                self._looked_for.pop(watched.address, None)
             self._change(watched.allocation, -watched.nbytes)
+
+    def _look_for_gone(self) -> None:
+        """See [Note: what tells that memory goes]: on torch 2.9, note the memory that has gone by now."""
+        gone = [each for each in (self._looked_for or {}).values() if not users_of_storage(each.address)]
+        for watched in gone:
+            self._gone(watched)
 
     def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         watched = self._watched.get(storage._cdata)
@@ -281,9 +300,12 @@ class Recorder(_Mode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is _ADD and self._phase == "backward" and adds_in_place(args, self._maker(args)):
+            func = _ADD_IN_PLACE
         arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):
             return NotImplemented  # see [Note: what a distributed tensor hides]
+        self._look_for_gone()
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
             number = sequence_number() - 1  # see [Note: operators have numbers]
@@ -296,6 +318,14 @@ class Recorder(_Mode):  # type: ignore[misc]
             self.record.operators.append(Operator(name, self._phase, position, *cost, is_again))
             self._see_all(func.namespace in _COMMUNICATION, name, arguments, tensors_in((result,)))
         return result
+
+    def _maker(self, args: tuple[Any, ...]) -> int:
+        """The number of the autograd node that made the storage of the first argument."""
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not _has_storage(first):
+            return NO_NODE
+        watched = self._watched.get(first.untyped_storage()._cdata)
+        return NO_NODE if watched is None else watched.node
 
     def _see_all(
         self, is_communication: bool, name: str, arguments: list[torch.Tensor], results: list[torch.Tensor]

@@ -27,6 +27,8 @@ from disthooks.cli import doctor
 from disthooks.cli import env as env_command
 from disthooks.cli.app import app
 from disthooks.cli.doctor import problems
+from disthooks.cli.explain import folded, tree_lines, tree_table
+from disthooks.predict.explanation import ModuleRow
 from tests.support import ROOT
 from tests.support.models import Tiny, step, tokens
 
@@ -409,12 +411,78 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
     assert [line for line in told.stdout.splitlines() if line.startswith("autograd saves 220 B")]
-    assert [line for line in told.stdout.splitlines() if line.startswith("with it 4.0 KiB on disk")]
+    assert [line for line in told.stdout.splitlines() if line.startswith("the plan keeps at most 4.0 KiB on disk")]
     found = json.loads(run("explain", f"{BUILT}:small", file, "--device", "cpu", "--json").stdout)
     assert found["saved"] == 220
     assert [(each["module"], each["own"]) for each in found["modules"]] == [("", 0), ("0", 60), ("1", 160), ("2", 0)]
     assert [(each["module"], each["stored"]) for each in found["plan"]["modules"]] == [("1", 160)]
-    assert "it has to return (module, example inputs)" in run("explain", f"{BUILT}:alone", code=1).stderr
+    alone = run("explain", f"{BUILT}:alone", code=1).stderr
+    assert "alone has no example inputs: a function has to return (module, example inputs)" in alone
+
+
+def test_explain_fits_into_narrow_terminals() -> None:
+    """Also with names that are longer than the terminal."""
+    names = ["", *(f"{'long' * 20}.{'name' * 15}{i}" for i in range(4))]
+    parents = [
+        ModuleRow(name, "Model", min(i, 1) - 1, 64 * i, 640 if not i else 64 * i) for i, name in enumerate(names)
+    ]
+    lines = tree_lines(folded(tuple(parents)), 640)
+    for columns in (60, 80, 120, 200):
+        heads, rows = tree_table(lines, columns)
+        for row in (heads, *rows):
+            assert sum(map(len, row)) + 3 * len(row) + 1 <= columns
+    assert len(set(row[0] for row in rows)) == 5
+    whole = tree_table(lines, 100_000)[1]
+    assert [row[0].strip() for row in whole[1:]] == sorted(names[1:], reverse=True), "a pipe gets whole names"
+
+
+ARGUMENTS = """
+import warnings
+from torch import empty, nn
+
+def needs(width):
+    return nn.Linear(width, 4), empty(2, width)
+
+def sized(batch, seq=8):
+    return nn.Linear(4, 4), empty(batch, seq, 4)
+
+def careless():
+    return nn.Sequential(nn.Identity(), nn.Linear(5, 4)), empty(2, 4)
+
+def frozen():
+    return nn.Linear(4, 4).requires_grad_(False), empty(2, 4)
+
+def warns():
+    warnings.warn("this model is old")
+    return nn.Linear(4, 4), empty(2, 4)
+
+number = 5
+"""
+
+
+def test_explain_says_what_is_wrong_where_and_what_to_do(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "models.py"
+    file.write_text(ARGUMENTS)
+    for name, options, told in (
+        ("needs", (), "needs cannot be called: it needs 'width'"),
+        ("needs", (), "let each argument have a default"),
+        ("sized", (), "or say batch= (--batch)"),
+        ("careless", (), "one step of Sequential, in 1 (Linear): RuntimeError"),
+        ("frozen", (), "let some parameter require a gradient"),
+        ("number", (), "number: explain takes a module, or a function that builds one, not 5"),
+        ("warns", ("-o", tmp_path / "none" / "page.html"), "make it first"),
+    ):
+        error = run("explain", f"{file}:{name}", "--device", "cpu", *options, code=1).stderr
+        assert told in error, error
+        assert "kernels.py" not in error, "a line of disthooks is no place in the user's code"
+
+
+def test_explain_shows_a_warning_once(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "models.py"
+    file.write_text(ARGUMENTS)
+    told = process("explain", f"{file}:warns", "--device", "cpu", "--fits", "1 MiB")
+    assert told.stderr.count("UserWarning: this model is old") == 1
+    assert "the step fits in 1.0 MiB" in told.stdout
 
 
 def test_explain_shows_equal_layers_as_one_line_and_a_page(tmp_path: pathlib.Path) -> None:

@@ -76,7 +76,7 @@ def test_the_tables_name_every_operator_that_torch_casts_on_cuda() -> None:
         if name.startswith("aten::") and has_kernel(name.removeprefix("aten::"), "AutocastCUDA")
     } - named
     float32 = {entry[0] for entry in AutocastTestLists("cpu").torch_fp32 + AutocastTestLists("cpu").nn_fp32}
-    for name in others - {autocast.BANNED}:
+    for name in others - {autocast.BANNED, autocast.RNN}:  # builds for CUDA have a kernel of the RNN
         assert autocast.cuda_policy(name) is autocast._float32
     assert {"exp", "layer_norm", "mse_loss"} <= others
     assert len(float32 & {name.partition(".")[0] for name in others}) > 25

@@ -395,3 +395,34 @@ def test_units_are_named() -> None:
                 "layers.0.attention",
                 "layers.1.attention",
             )
+
+
+def test_what_dtensor_remembers_of_one_rank_is_not_used_for_another() -> None:
+    plan = {"head": "colwise_gather_output"}  # 101 rows: 51 on the first rank, and 50 on the second
+    found = [trained(EngineSpec("tp", 2, tp_plan=plan), rank) for rank in (0, 1, 0)]
+    assert found[0] == found[2]
+
+
+def test_ddp_with_a_static_graph_builds_its_buckets_before_the_third_step() -> None:
+    options = {"static_graph": True, "bucket_cap_mb": 0.02}
+    with fake_world(2), fake_run():
+        prepared = apply_engine(Decoder(), EngineSpec("ddp", 2, options=options), torch.optim.SGD)
+        counts = []
+        for _ in range(3):
+            backward(prepared)
+            counts.append(len(prepared.buckets()))
+            prepared.step()
+        assert state_bytes(prepared)["communication"] == 4 * TOTAL + 8 * len(SHAPES)
+    assert counts[0] == counts[1] == 1 < counts[2]
+
+
+def test_fsdp1_that_offloads_is_explained() -> None:
+    from torch.distributed.fsdp import CPUOffload
+
+    found = trained(EngineSpec("fsdp1", 4, options={"cpu_offload": CPUOffload(True)}))["backward"]
+    assert found["host"] == found["parameters"] + found["gradients"] + found["optimizer"] > 0
+
+
+def test_the_mixed_precision_of_ddp_is_refused() -> None:
+    with pytest.raises(UsageError, match="mixed precision"):
+        trained(EngineSpec("ddp", 2, options={"mixed_precision": object()}))

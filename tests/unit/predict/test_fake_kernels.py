@@ -12,6 +12,7 @@ from disthooks import explain
 from disthooks.errors import UsageError
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake import kernels
+from disthooks.predict.fake.fake_run import fake_run
 from tests.support.predicted import beside
 
 
@@ -109,3 +110,16 @@ def test_a_multilabel_margin_loss_of_one_row_has_no_dimension() -> None:
         return nn.MultiLabelMarginLoss(), (torch.ones(5, requires_grad=True), torch.tensor([3, 0, -1, 1, 2]))
 
     assert beside(build, peaks=False).wrong() == {}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_two_dtypes_is_refused_as_in_a_run(bias: bool) -> None:
+    def run() -> None:
+        torch.nn.functional.linear(
+            torch.ones(2, 4), torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(4) if bias else None
+        )
+
+    with pytest.raises(RuntimeError, match="dtype"):
+        run()
+    with fake_run(), pytest.raises(RuntimeError, match="dtype"):
+        run()

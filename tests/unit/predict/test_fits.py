@@ -204,3 +204,28 @@ def test_the_largest_batch_is_the_one_that_bisection_over_real_steps_finds(name:
     assert found is not None
     assert found.size is not None
     assert found.size == oracle.largest_batch(lambda batch: zoo.build(name, batch=batch), limit, most=64)
+
+
+class Dozens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] % 12:
+            raise ValueError("give a multiple of twelve")
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("start", [12, 36])
+def test_a_model_that_takes_multiples_of_no_power_of_two_has_its_largest(start: int) -> None:
+    situation = Situation(device="cpu", loss=oracle.loss_of)
+    found = fits(Builder(Dozens(), (torch.empty(start, 64),)), situation, 1_000_000, sizes=["batch"]).batch
+    assert found is not None
+    assert found.size is not None
+    assert (found.size % 12, found.next_size, found.end) == (0, found.size + 12, "limit")
+    peaks = [
+        oracle.measure(Dozens(), torch.ones(size, 64), tracker=False).peak_bytes
+        for size in (found.size, found.size + 12)
+    ]
+    assert peaks == [found.nbytes, found.next_nbytes]

@@ -26,6 +26,7 @@ from disthooks.predict.plans.planned import in_hooks, planned
 from disthooks.saved.codecs import Codec
 from disthooks.saved.module_class import site_of
 from disthooks.saved.stores.base import Store
+from tests.support import shows_saved
 
 #: Every figure of a report that does not depend on time, nor on the bits of tensors.
 FIGURES = [
@@ -346,6 +347,7 @@ class Misleading(nn.Module):
         return self.linear(F.layer_norm(y, (64,), self.norm.weight, self.norm.bias, 0.1))
 
 
+@shows_saved
 def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathlib.Path) -> None:
     to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
     model, x = Misleading(), torch.randn(512, 64)
@@ -584,3 +586,27 @@ def test_errors_are_those_of_disthooks() -> None:
         built, _ = MODELS["decoder"]()
         with pytest.raises(DisthooksError), planned(built, [("*", "disk")]):
             pass
+
+
+@pytest.mark.parametrize("pipeline", ["OnDevice", "OnDisk", "Tiered", "OnCpu kept"])
+def test_the_figures_of_stores_are_those_of_one_step_under_the_names_of_the_run(
+    pipeline: str, tmp_path: pathlib.Path
+) -> None:
+    to = dh.pipeline(GATE, dh.OnCpu(keep="20 KiB")) if pipeline == "OnCpu kept" else PIPELINES[pipeline](tmp_path)
+    said = dh.explain(lambda: MODELS["decoder"](), plan=[("*", to)], device="cpu")
+    names = [tier.name for tier in real("decoder", to).tiers]
+    (report,) = said.reports
+    assert [tier.name for tier in report.tiers] == names
+    if pipeline == "OnDisk":
+        assert report.tiers[0].written <= report.stored
+        assert report.tiers[0].read <= report.loaded
+
+
+def test_recompute_beside_a_dispatch_mode_takes_a_number_that_is_saved() -> None:
+    """A dispatch mode gets a number of Python's in place of the tensor that torch made of it."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with FlopCounterMode(display=False), dh.saving(dh.pipeline(dh.AtLeast(0), dh.Recompute(), dh.OnDevice())):
+        (x.sin().sigmoid() * 2).exp().sum().backward()
+    assert x.grad is not None

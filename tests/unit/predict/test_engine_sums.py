@@ -1,0 +1,146 @@
+"""The peak of the backward is that of torch's allocator: gradients are added in place where autograd does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from disthooks import explain
+from disthooks.predict.fake.fake_run import fake_run
+from disthooks.predict.recording.recorder import Recorder
+from disthooks.predict.recording.timeline import Timeline
+from tests.support import oracle
+
+ROWS, WIDE = 512, 128
+#: Operators take a few bytes for themselves (a scalar, the state of the random generator).
+SMALL = 16 << 10
+
+
+class Adds(torch.autograd.Function):
+    """Adds two gradients in its own code, which torch's engine does not do in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad + grad * 2
+
+
+def fan(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    return sum((y * float(scale)).sum() for scale in range(1, 5))
+
+
+def residual(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = x + (x * 2.0) * 3.0
+    return x.sum()
+
+
+def twice(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 2.0
+    return (y + y).sum() + (y * y).sum()
+
+
+def tied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (((x @ weight) @ weight.t() @ weight) * 1.0).sum()  # a product copies a gradient that `sum` has expanded
+
+
+def tied_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = nn.functional.linear(x, weight)
+    return (x * 1.0).sum()
+
+
+def views(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 2.0
+    return (y.t() * 2.0).sum() + (y[: ROWS // 2] * 3.0).sum() + (y.reshape(-1) * 4.0).sum() + (y * 5.0).sum()
+
+
+def broadcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 2.0
+    return y.sum() + y.mean() + (y * 3.0).sum()
+
+
+def reentrant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    made: torch.Tensor = checkpoint(residual, y, weight, use_reentrant=True)
+    return made + fan(y, weight)
+
+
+def held_by_a_hook(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    y = x * 1.0
+    first = y * 4.0
+    y.register_hook(lambda grad: kept.append(grad))
+    first.register_hook(lambda grad: kept.append(grad + 1.0))
+    return (first * 2.0).sum() + (y * 3.0).sum()
+
+
+def own_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x * 1.0
+    return (Adds.apply(y * 2.0) * 3.0).sum() + y.sum()
+
+
+NETS = (fan, residual, twice, views, broadcast, reentrant, held_by_a_hook, own_sum)
+PRODUCTS = (tied, tied_linear)
+#: A product in bfloat16 takes memory for itself on the CPU, so it cannot be compared with the allocator.
+CASES = [(net, dtype) for net in NETS for dtype in (torch.float32, torch.bfloat16)]
+CASES += [(net, torch.float32) for net in PRODUCTS]
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.body = nn.Parameter(torch.ones(WIDE, WIDE, dtype=dtype)), body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x, self.weight)
+
+
+@pytest.mark.parametrize(("body", "dtype"), CASES)
+def test_the_peak_of_the_backward_is_that_of_the_allocator(
+    body: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    def build() -> tuple[nn.Module, tuple[torch.Tensor]]:
+        return Net(body, dtype), (torch.ones(ROWS, WIDE, dtype=dtype, requires_grad=True),)
+
+    said = explain(build, device="cpu", loss=oracle.loss_of)
+    predicted = max(each.total for each in said.timeline.samples if each.phase == "backward")
+    assert abs(predicted - oracle.allocated_peak(*build())["backward"]) < SMALL
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("body", [tied, tied_linear, fan, own_sum])
+def test_gradients_that_are_there_already_are_added_to(body: Callable[..., torch.Tensor], set_to_none: bool) -> None:
+    """In a second step, without ``zero_grad`` in between or with zeros, AccumulateGrad adds in place."""
+
+    def begun() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = Net(body, torch.float32), torch.ones(ROWS, WIDE, requires_grad=True)
+        model(x).backward()
+        model.zero_grad(set_to_none)
+        return model, x
+
+    with fake_run():
+        model, x = begun()
+        recorder = Recorder(model)
+        recorder.adopt([x, x.grad, *(each.grad for each in model.parameters() if each.grad is not None)], "gradients")
+        with recorder:
+            recorder.begin("forward")
+            loss = model(x)
+            recorder.begin("backward")
+            loss.backward()
+            del loss
+    samples = Timeline(recorder.record).samples
+    predicted = max(each.total for each in samples if each.phase == "backward")
+    model, x = begun()
+    there = 0 if x.grad is None else x.grad.nbytes  # the oracle knows the gradients of the model alone
+    assert abs(predicted - there - oracle.allocated_peak(model, (x,))["backward"]) < SMALL
