@@ -93,10 +93,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-def compared(name: str) -> Beside:
+def compared(name: str, autocast: oracle.MakeContext | None = None) -> Beside:
     make, inputs = MODELS[name]
-    said = explain(make, *inputs, device="cpu", loss=oracle.loss_of)
-    return Beside(said, oracle.measure(make(), inputs, tracker=False))
+    said = explain(make, *inputs, device="cpu", loss=oracle.loss_of, autocast=autocast and torch.bfloat16)
+    return Beside(said, oracle.measure(make(), inputs, autocast, tracker=False))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,6 +105,13 @@ def test_saved_bytes_and_peak_are_those_of_a_real_step(name: str) -> None:
     assert found.wrong() == {}
     assert found.peak_off == 0 or name == "rows of several lengths"  # of which the oracle sees no wrapper
     assert found.predicted.unknown == ()
+
+
+@pytest.mark.parametrize("name", ["a CTC loss", "a mean of losses", "a mask of floats"])
+def test_saved_bytes_and_peak_are_those_of_a_real_step_under_autocast(name: str) -> None:
+    found = compared(name, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert found.wrong() == {}
+    assert found.peak_off == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
