@@ -361,6 +361,12 @@ def _ctc_loss(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[
         return log_probs.new_empty(batch), log_probs.new_empty(batch, log_probs.shape[0], 2 * longest + 1)
 
 
+def _ctc_loss_backward(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The gradient of the logarithms of the probabilities; torch has no fake kernel for it."""
+    with mode:
+        return torch.empty_like(args[1], memory_format=torch.contiguous_format)
+
+
 def _embedding_bag(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bag of each index has memory for one index more, unless the bags are sums."""
     result = list(_Mode.__torch_dispatch__(mode, func, (), args, kwargs))
@@ -407,6 +413,8 @@ def _pinned(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: dict[st
 _KERNELS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,

@@ -82,6 +82,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         lambda: Model(lambda parts, x: parts[1](parts[0](x.mT).mT), nn.BatchNorm1d(16), lin()),
         (torch.randn(4, 6, 16),),
     ),
+    "a CTC loss": (
+        lambda: Model(lambda parts, x, *rest: F.ctc_loss(parts[0](x).log_softmax(-1), *rest), lin()),
+        (torch.randn(20, 2, 16), torch.randint(1, 10, (2, 5)), torch.full((2,), 20), torch.tensor([5, 3])),
+    ),
     "a list of tensors": (
         lambda: Model(lambda parts, x, n: parts[0](x) * torch.tensor([n[0], n[1]]).sum(), lin()),
         (X, INT[0]),
@@ -89,10 +93,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-def compared(name: str) -> Beside:
+def compared(name: str, autocast: oracle.MakeContext | None = None) -> Beside:
     make, inputs = MODELS[name]
-    said = explain(make, *inputs, device="cpu", loss=oracle.loss_of)
-    return Beside(said, oracle.measure(make(), inputs, tracker=False))
+    said = explain(make, *inputs, device="cpu", loss=oracle.loss_of, autocast=autocast and torch.bfloat16)
+    return Beside(said, oracle.measure(make(), inputs, autocast, tracker=False))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -101,6 +105,13 @@ def test_saved_bytes_and_peak_are_those_of_a_real_step(name: str) -> None:
     assert found.wrong() == {}
     assert found.peak_off == 0 or name == "rows of several lengths"  # of which the oracle sees no wrapper
     assert found.predicted.unknown == ()
+
+
+@pytest.mark.parametrize("name", ["a CTC loss", "a mean of losses", "a mask of floats"])
+def test_saved_bytes_and_peak_are_those_of_a_real_step_under_autocast(name: str) -> None:
+    found = compared(name, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert found.wrong() == {}
+    assert found.peak_off == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
