@@ -2,15 +2,15 @@
 
 # [Note: how advice is made]
 # A candidate is a change of the situation: a plan of disthooks' hooks, a checkpoint around blocks, another dtype, a
-# smaller batch. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few changes
-# need code that is not installed, such as an optimizer with 8-bit state. Their savings are estimated from the record,
-# and the text says "about".
+# smaller batch, FSDP2. The changed step runs on fake tensors. The change saves the difference of the two peaks. A few
+# changes need code that is not installed, such as an optimizer with 8-bit state. Their savings are estimated from the
+# record, and the text says "about".
 #
 # [Note: what advice costs]
 # A change may add computation. Its time is the time of the operators with the change, minus the time without it; both
 # come from the table of devices. A transfer runs beside the computation, so it costs only the time by which it is
 # longer than the step. Candidates are sorted by the saved bytes, divided by the seconds of the changed step. Bytes
-# count half if the change gives other gradients, or if they are estimated.
+# count half if the change gives other gradients or needs more devices, or if they are estimated.
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import math
 import pathlib
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from disthooks._tensors import format_bytes
 from disthooks.config.locate import from_config
 from disthooks.errors import DisthooksError
+from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explanation import Explanation, Memory
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.hardware.devices import Device, device_named
@@ -181,12 +183,16 @@ def cheapest(
 ) -> Advice | None:
     """The change that brings the step within ``limit`` bytes and adds the least time; None if no change is enough.
 
-    A change with other gradients is chosen only if no exact change is enough. An estimated change is chosen only if no
-    change that was tried is enough.
+    A change with other gradients is chosen only if no exact change is enough, and one with more devices only if no
+    other exact change is enough. An estimated change is chosen only if no change that was tried is enough.
     """
     found = changes(builder, explanation, device=device, limit=limit, measure=measure, progress=progress, tried=tried)
     enough = [each for each in found if each.nbytes <= limit]
-    return min(enough, key=lambda each: (each.is_estimate, not each.is_exact, each.seconds), default=None)
+
+    def order(each: Advice) -> tuple[bool, bool, bool, float]:
+        return each.is_estimate, not each.is_exact, each.kind == "shard", each.seconds
+
+    return min(enough, key=order, default=None)
 
 
 def changes(
@@ -248,7 +254,9 @@ class _Trial:
 
     def _run(self, candidate: _Candidate) -> tuple[list[Advice], Step | None]:
         try:
-            step = record_step(self._builder, candidate.situation, cost_for_record)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what torch says of this change is not about the user's step
+                step = record_step(self._builder, candidate.situation, cost_for_record)
         except (DisthooksError, TypeError) as error:  # an optimizer of the user's may have no foreach
             self._say(f"{candidate.title}: not possible: {error}")
             return [], None
@@ -259,8 +267,8 @@ class _Trial:
         if saves < LEAST * self._before:
             return [], step
         compute = step_seconds(record, self._device) - self._seconds
-        if candidate.kind == "batch":
-            compute = 0.0  # as many steps more as there are samples less
+        if candidate.kind in ("batch", "shard"):
+            compute = 0.0  # as many steps more as there are samples less; several devices compute at the same time
         link, cost = 0.0, ""
         if stored and candidate.kind in ("offload", "tiers"):
             moved = max(0, stored - candidate.stays)
@@ -300,7 +308,8 @@ class _Trial:
 
     def worth(self, advice: Advice) -> float:
         """Bytes saved for each second of the step. See [Note: what advice costs]."""
-        part = 0.5 if advice.is_estimate or not advice.is_exact else 1.0
+        is_worse = advice.is_estimate or not advice.is_exact or advice.kind == "shard"  # it needs more devices
+        part = 0.5 if is_worse else 1.0
         return part * advice.saves / (self._seconds + advice.seconds or 1.0)
 
     def _say(self, text: str) -> None:
@@ -353,6 +362,13 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         changed, code = replace(situation, batch=batch // 2), f"batch size {batch // 2}, two backwards for each step"
         note = "accumulate the gradients of two halves of the batch; a batch norm then has the statistics of each half"
         yield _Candidate("batch", "half the batch, with accumulation", changed, code=code, is_exact=False, note=note)
+    sharded = sum(at_peak.by_category.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
+    if situation.engine.kind in ("plain", "ddp") and 2 * sharded > at_peak.nbytes:
+        ranks = max(RANKS, situation.engine.world)
+        changed = replace(situation, engine=EngineSpec("fsdp2", ranks))
+        code = f"disthooks explain ... --engine fsdp2 --world {ranks}"
+        note = "the batch of each rank stays the same; the time of the collectives is not counted"
+        yield _Candidate("shard", f"shard the model over {ranks} ranks (FSDP2)", changed, code=code, note=note)
 
 
 _ROUNDING = "gradients are rounded differently"
@@ -501,17 +517,11 @@ def _estimates(explanation: Explanation, before: int) -> Iterator[Advice]:
         part, saves = ("a quarter", moments * 3 // 4) if is_wide else ("half", moments // 2)
         text = f"the optimizer's state takes {format_bytes(moments)}; with 8 bits for each number it takes {part}"
         yield _estimate("optimizer", "use an optimizer with 8-bit state", text, saves, before, "bitsandbytes")
-    sharded = sum(at_peak.get(each, 0) for each in ("parameters", "gradients", "optimizer state"))
-    if 2 * sharded > before:
-        text = f"parameters, gradients and the optimizer's state are {format_bytes(sharded)} of the peak"
-        code = f"disthooks explain ... --engine fsdp2 --world {RANKS}"
-        saves = sharded - sharded // RANKS
-        yield _estimate("shard", f"shard the model over {RANKS} ranks (FSDP)", text, saves, before, code, True)
 
 
-def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: str, is_exact: bool = False) -> Advice:
+def _estimate(kind: str, title: str, text: str, saves: int, before: int, code: str) -> Advice:
     text = f"{text}; the peak falls from {format_bytes(before)} to about {format_bytes(before - saves)}"
-    return Advice(title, text, saves, before - saves, 0.0, "", code, kind, is_exact, True)
+    return Advice(title, text, saves, before - saves, 0.0, "", code, kind, is_exact=False, is_estimate=True)
 
 
 # -- YAML

@@ -12,6 +12,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.predict.answers.advice import Advice, advise, as_yaml, changes, cheapest, groups, largest_group
+from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
@@ -148,6 +149,15 @@ def test_the_temporaries_of_the_optimizer_go_without_foreach() -> None:
     advice = next(each for each in changes(builder, said) if each.kind == "optimizer" and not each.is_estimate)
     weight = 512 * 512 * 4
     assert 12 * weight <= advice.saves <= 16 * weight  # foreach has one temporary for each weight at once
+
+
+def test_the_advice_to_shard_is_a_step_with_fsdp() -> None:
+    build = Builder(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), (torch.empty(2, 256),))
+    said = explain_built(build, Situation(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False)))
+    advice = next(each for each in changes(build, said) if each.kind == "shard")
+    assert not advice.is_estimate
+    with_fsdp = replace(said.situation, engine=EngineSpec("fsdp2", 8))
+    assert advice.nbytes == explain_built(build, with_fsdp).peak_bytes == said.peak_bytes - advice.saves
 
 
 def test_yaml_of_several_lines() -> None:
