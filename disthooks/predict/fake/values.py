@@ -255,7 +255,9 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if _is_real(tensor):
         return tensor  # `torch.tensor([...])`, before it becomes fake
     value: torch.Tensor | None = tensor.__dict__.get("_value")
-    return None if value is None or (value.numel() and not value.untyped_storage().nbytes()) else value
+    if value is None or value.shape != tensor.shape:  # an engine gave the tensor other memory, by `tensor.data = ...`
+        return None
+    return None if value.numel() and not value.untyped_storage().nbytes() else value
 
 
 def _lose(tensor: torch.Tensor) -> None:

@@ -89,3 +89,13 @@ def test_a_tensor_of_one_number_may_be_a_placeholder() -> None:
         made = torch.zeros(3)
         assert value_of(made) is not None
         assert value_of(fakes.like(made)) is None
+
+
+def test_a_tensor_with_other_memory_has_no_value() -> None:
+    """DeepSpeed takes the memory of a parameter in this way."""
+    with fake_run():
+        known = torch.ones(4096)
+        assert value_of(known) is not None
+        known.data = torch.empty(0)
+        assert value_of(known) is None
+        assert known.view(-1).shape == (0,)
