@@ -1,10 +1,12 @@
 """Law 19, predicted is measured: the saved bytes of every module in torch's own database, to the byte.
 
-`make test-full` takes every input, in training and in evaluation; otherwise the first two of each module, in training.
+`make test-full` takes every input, in training and in evaluation, with autocast and without; otherwise the first two of
+each module, in training and without autocast.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import random
@@ -21,6 +23,8 @@ from tests.support.ops import FULL, quiet
 from tests.support.predicted import beside
 
 pytestmark = pytest.mark.second_tier
+
+bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 class Case:
@@ -65,15 +69,16 @@ def has_gradient(case: Case) -> bool:
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(output))
 
 
+@pytest.mark.parametrize("autocast", [None, bfloat16] if FULL else [None], ids=lambda each: "autocast" if each else "")
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)
-def test_saved_bytes_are_those_of_a_real_step(info: Any) -> None:
+def test_saved_bytes_are_those_of_a_real_step(info: Any, autocast: Any) -> None:
     wrong: dict[str, Any] = {}
     with quiet():
         found = list(enumerate(cases(info)))
         tested = [(number, case) for number, case in found if has_gradient(case)]
         for number, case in tested:
             try:
-                told: Any = beside(case, peaks=False).wrong()
+                told: Any = beside(case, autocast, peaks=False).wrong()
             except Exception as error:
                 told = f"{type(error).__name__}: {error}"
             if told:

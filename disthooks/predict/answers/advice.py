@@ -103,7 +103,7 @@ class _Candidate:
     stays: int = 0  # bytes that the store keeps on the device
 
 
-#: What was tried: for the title of each change its advice, and its step; None if it did not run.
+#: The changes that were run, by title: the advice that each gave, and its step, which is None if it failed.
 Tried = dict[str, tuple[list[Advice], Step | None]]
 
 

@@ -5,8 +5,8 @@
 # torch through calls that a `TorchFunctionMode` sees, and the constructor of `torch.device` is one of them. Only what
 # names CUDA is replaced; "meta" and others stay. The functions of `torch.cuda` that wait, count or choose a device do
 # nothing. `torch.cuda.is_available()` still says False: a script that asks gets the truth. What a script reads of the
-# device (its name, its memory, its compute capability) is that of the named GPU. What has no meaning where nothing runs
-# (a CUDA graph, an allocation by address) raises an error that names it.
+# device (its name, its memory, its compute capability) is that of the named GPU. A call that means nothing in a
+# prediction (a CUDA graph, an allocation by address) raises an error that names it.
 
 from __future__ import annotations
 

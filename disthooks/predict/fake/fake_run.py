@@ -179,9 +179,8 @@ def _ctc_loss(
     """``torch.ctc_loss`` as for real tensors. See [Note: the lengths of a CTC loss]."""
     is_batched = log_probs.dim() == 3
     if torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        log_probs = (
-            log_probs.float()
-        )  # autocast of the CPU casts what `torch.ctc_loss` is given, not what is called here
+        # Autocast of the CPU casts the arguments of `torch.ctc_loss`, but not those of the operator below.
+        log_probs = log_probs.float()
     rows = log_probs if is_batched else log_probs.unsqueeze(1)
     of_targets = lengths_of_targets(mode, targets, target_lengths)
     of_inputs = [rows.shape[0]] * rows.shape[1]  # their values change no shape

@@ -340,7 +340,7 @@ def _each_its_own(mode: FakeKernels, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def lengths_of_targets(mode: FakeKernels, targets: torch.Tensor, lengths: Any) -> list[int]:
-    """How long each target of a CTC loss is, from a list or a tensor; if nobody knows, as long as it can be."""
+    """The length of each target of a CTC loss. A tensor without a value counts as the longest that is possible."""
     if not isinstance(lengths, torch.Tensor):
         return list(lengths)
     value = value_of(lengths)

@@ -5,8 +5,9 @@
 # that any tensor may have. Here only plain tensors are known: strided ones of this fake mode, without a constant, and
 # without the bits of a conjugate or a negative. Of these, size, stride, offset, dtype, device and `requires_grad`
 # decide what an operator of aten gives, unless its result depends on elements or it changes the shape of its
-# argument. What is learned is checked: a result must lie at the beginning of memory of its own and fill it, or over
-# the memory of the first argument of a view, or be an argument itself. All other calls go to torch.
+# argument. The cache learns a result only if it can make it again: the result must lie at the beginning of memory of
+# its own and fill it, or over the memory of the first argument of a view, or be an argument itself. All other calls go
+# to torch.
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class ShapeCache:
         kind, outputs = known
         for each in outputs:
             if each is not None and each.reach is not None and args[0].untyped_storage().nbytes() < each.reach:
-                return None  # FSDP has freed this memory, and a view that is made here would take it again
+                return None  # FSDP has freed this memory: torch decides whether this view takes it again
         made = [None if each is None else _make(mode, each, args) for each in outputs]
         if kind is None:
             return (None,)
@@ -142,7 +143,7 @@ def _add(mode: Any, value: Any, parts: list[Any]) -> None:
 
 
 def _learned(tensor: Any, func: Any, args: tuple[Any, ...], memory: set[int]) -> _Output | None:
-    """What is to be remembered of a tensor that ``func`` gave; None if it is no plain one."""
+    """Describe a tensor that ``func`` gave, so that another call can make it again; None if it is no plain tensor."""
     for position, each in enumerate(args):
         if each is tensor:
             return _Output(position)

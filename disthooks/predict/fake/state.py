@@ -85,7 +85,7 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         yield getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp")
     for owner, name in ((cudnn, "benchmark"), (cudnn, "deterministic"), (cudnn, "enabled")):
-        yield functools.partial(getattr, owner, name), functools.partial(_put_back_flag, owner, name)
+        yield functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
     for device in _DEVICES:
         yield (
             functools.partial(torch.is_autocast_enabled, device),
@@ -96,7 +96,10 @@ def _switches() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def _put_back(get: Callable[[], Any], put_back: Callable[[Any], Any], before: Any) -> None:
-    """Put back what has changed; some switches are not to be touched otherwise."""
+    """Put a part of the state back. A switch is set only if it has changed.
+
+    After ``torch.backends.disable_global_flags()`` torch refuses to set a flag, even to the value that it has.
+    """
     if type(before) not in (bool, int, str) or get() != before:
         put_back(before)
 
@@ -105,11 +108,6 @@ def _put_back_environment(before: dict[str, str]) -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
-
-
-def _put_back_flag(owner: Any, name: str, before: bool) -> None:
-    if getattr(owner, name) != before:  # torch refuses to set a flag after `torch.backends.disable_global_flags()`
-        setattr(owner, name, before)
 
 
 def _anomaly() -> tuple[bool, bool]:

@@ -19,8 +19,8 @@ a token. With their values the code runs as it would for real.
 # means that it does not.
 #
 # [Note: routing is even]
-# Which experts of a mixture take which tokens depends on floating-point values, which nobody knows. So `topk` and
-# `argmax` choose each one equally often. The bytes that are saved for backward are the same for any routing, as long as
+# The routing of a mixture of experts depends on floating-point values that are not known. So `topk` and `argmax` choose
+# each expert equally often. The bytes that are saved for backward are the same for any routing, as long as
 # each expert takes some token; the peak in backward rises if some experts take more than others.
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class Values(_Mode):  # type: ignore[misc]
         """Give values to what an operator made of tensors without values, or take the values of what it overwrote."""
         is_small = bool(made) and all(_may_have_value(each) for each in made)
         if func in _DRAW and made[0].numel() == 1:
-            made[0].__dict__.update(_value=self._filled(made[0], 0.5), _is_drawn=True)
+            _set_value(made[0], self._filled(made[0], 0.5))
+            made[0].__dict__["_is_drawn"] = True
         elif is_small and func in _FILL:
             self._keep(made[0], self._filled(made[0], _FILL[func](args)))
         elif made and func in _CHOOSE:
@@ -159,7 +160,7 @@ class Values(_Mode):  # type: ignore[misc]
             return
         if self._is_telling(value):
             # Only memory that can be given back can tell that a value is lost.
-            fake.__dict__["_value"] = value if value.untyped_storage().resizable() else self._copied(value)
+            _set_value(fake, value if value.untyped_storage().resizable() else self._copied(value))
         else:
             _lose(fake)  # an operator may have written into it
 
@@ -183,7 +184,8 @@ class Values(_Mode):  # type: ignore[misc]
             return
         if self._is_telling(value, fewest=2):
             with _without_fakes(), _without_modes():
-                fake.__dict__["_value"] = value.detach().clone()  # the model may write into it
+                copied = value.detach().clone()  # the model may write into it
+            _set_value(fake, copied)
 
     def doubt(self, placeholder: torch.Tensor) -> None:
         """Let an input of the user's have no value if it may be a placeholder; see :meth:`give`."""
@@ -220,7 +222,7 @@ class Values(_Mode):  # type: ignore[misc]
     def _with_values(self, values: Any) -> Any:
         def one(value: torch.Tensor) -> torch.Tensor:
             fake: torch.Tensor = self._mode.from_tensor(value)
-            fake.__dict__["_value"] = value
+            _set_value(fake, value)
             return fake
 
         return pytree.tree_map_only(torch.Tensor, one, values)
@@ -245,7 +247,8 @@ class Values(_Mode):  # type: ignore[misc]
         dimension = of.shape[-1] if of.dim() else 1
         with _without_fakes(), _without_modes():
             even = torch.arange(positions.numel()) % max(1, dimension)
-            positions.__dict__["_value"] = even.view(positions.shape)
+            even = even.view(positions.shape)
+        _set_value(positions, even)
         name = func._schema.name.rpartition("::")[2]
         self.told(f"what {name} chooses", f"each of {dimension} equally often")
 
@@ -255,9 +258,15 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if _is_real(tensor):
         return tensor  # `torch.tensor([...])`, before it becomes fake
     value: torch.Tensor | None = tensor.__dict__.get("_value")
-    if value is None or value.shape != tensor.shape:  # an engine gave the tensor other memory, by `tensor.data = ...`
+    if value is None or (value.numel() and not value.untyped_storage().nbytes()):
         return None
-    return None if value.numel() and not value.untyped_storage().nbytes() else value
+    # An engine may have given the tensor other memory, by `tensor.data = ...`.
+    is_same = value.shape == tensor.shape and tensor.untyped_storage()._cdata == tensor.__dict__["_value_at"]
+    return value if is_same else None
+
+
+def _set_value(fake: torch.Tensor, value: torch.Tensor) -> None:
+    fake.__dict__.update(_value=value, _value_at=fake.untyped_storage()._cdata)
 
 
 def _lose(tensor: torch.Tensor) -> None:
