@@ -168,6 +168,7 @@ def test_the_link_works_from_the_first_put_and_from_the_first_get_on(others: int
             tickets.append(tiers.put(torch.full((step // 4,), float(i)).to(device)))
             sent.append((moved()[0] - before[0]) // step)
             assert counted_on_device(tiers) <= limit
+        tiers.wait()  # what is still on its way out would take the room that backward begins with
         back = []
         for i in reversed(range(count)):
             assert torch.equal(tiers.get(tickets[i]).cpu(), torch.full((step // 4,), float(i)))
