@@ -307,7 +307,7 @@ class Courier(ForkSafe[Carried]):
             return self._part_of(parcel, ticket, None)
         # It is in host memory: take the copy that began before, or begin one now.
         coming = parcel.coming
-        if coming is None:
+        if coming is None or coming.tensor is None:  # an interrupted read may have taken the tensor
             coming = parcel.coming = self._link.bring(parcel.outgoing, self.back)
             self.read += parcel.nbytes
         else:
