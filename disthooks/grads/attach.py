@@ -203,8 +203,16 @@ def _open_sinks(config: GradientsConfig, engine: Engine, runner: StepRunner) -> 
     """
     writer = RecordWriter(config.also)
     failure: Exception | None = None
+    about = {
+        "engine": engine.label,
+        "ranks": len(engine.ranks),
+        "parameters": len(runner.plan.shards),
+        "every": config.every,
+        "rules": [describe(rule) for rule in config.rules],
+        "stats": [describe(stat) for stat in config.stats],
+    }
     try:
-        writer.open(config.sinks if engine.position == 0 else ())
+        writer.open(config.sinks if engine.position == 0 else (), about)
     except Exception as error:
         failure = error
     names = [shard.name for shard in runner.plan.shards]

@@ -164,6 +164,9 @@ class NonFiniteSteps:
     an optimizer makes with such gradients spoils the parameters, so that the steps that follow are not finite either:
     they count, and get no record of their own. After a step that was left out (:class:`~disthooks.SkipNonFinite`) the
     parameters are as they were, so the next such step gets a record, unless the same parameters and ranks fail again.
+
+    Attributes:
+        count: how many of the steps that were read so far were not finite.
     """
 
     def __init__(self, plan: StepPlan, ranks: Sequence[int]) -> None:
@@ -172,6 +175,7 @@ class NonFiniteSteps:
         uses = [part.always.uses.get(OwnNonFinite(), ()) for part in plan.rounds]
         self._round = next((i for i, indices in enumerate(uses) if indices), 0)
         self._indices = uses[self._round]
+        self.count = 0
         self._on_way: deque[_WatchedStep] = deque()
         self._row: _NonFiniteRow | None = None
 
@@ -218,9 +222,10 @@ class NonFiniteSteps:
         is_first = row is None or (row.is_skipped and where != row.where)
         since = watched.step if row is None or is_first else row.since
         self._row = _NonFiniteRow(since, is_skipped, where)
+        self.count += 1
         fields = self._fields(places, sizes.tolist() if has_counts else None, marks.tolist())
         fields |= {"skipped": float(is_skipped)} if watched.has_decision else {}
-        fields |= {} if is_first else {"nonfinite_since": since}
+        fields |= {"nonfinite_steps": self.count} | ({} if is_first else {"nonfinite_since": since})
         return NonFiniteStep(watched.step, fields, is_first)
 
     def _fields(self, places: Sequence[int], counts: Sequence[float] | None, marks: Sequence[float]) -> dict[str, Any]:
@@ -308,6 +313,8 @@ class StepRecords:
             for each in nonfinite:
                 if each.step == step:
                     fields, is_first = {"step": step, **each.fields, **fields}, each.is_first
+            if self._nonfinite.count:  # so the log tells how many unlogged steps were not finite
+                fields["nonfinite_steps"] = self._nonfinite.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
         return Reading(len(nonfinite), records)
 

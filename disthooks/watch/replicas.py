@@ -206,7 +206,8 @@ class Difference:
         shape = " x ".join(map(str, self.shape)) or "no dimensions"
         kind = str(self.dtype).removeprefix("torch.")
         few = "no majority: " if 2 * self.agree <= self.copies and not self.tied else ""
-        about = f"({kind}, {shape}; {few}{self.agree} of {self.copies} agree)"
+        same = f"{self.agree} of {self.copies} copies are the same" if self.agree > 1 else "no two copies are the same"
+        about = f"({kind}, {shape}; {few}{same})"
         if not self.tied:
             return f"{self.name} differs on {format_ranks(self.ranks)} {about}"
         said = [f"{format_ranks(group, ' and ')} differ, and nothing says which is right" for group in self.tied]

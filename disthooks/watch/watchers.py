@@ -34,6 +34,7 @@ class Watchers(Attachment):
         super().__init__()
         self.blamed: Blame | None = blame(model) if blames else None
         self.replicas: ReplicaReport | None = None
+        self._compared_after = 0  # the number of steps before the last comparison
         self._told = False  # whether stderr has the module that made the first non-finite output
         if self.blamed is not None:
             # The hooks on the model keep `blamed` alive, and so this object. Nothing else has to keep it.
@@ -43,7 +44,11 @@ class Watchers(Attachment):
     def numbers(self) -> Mapping[str, Any]:
         """The numbers of the last comparison, for the log."""
         found = self.replicas
-        return {"replicas/compared": found.compared, "replicas/differ": len(found.differs)} if found else {}
+        if not found:
+            return {}
+        numbers = {"replicas/compared": found.compared, "replicas/differ": len(found.differs)}
+        differs = {"replicas/at": [str(each) for each in found.differs[:_MOST]]} if found.differs else {}
+        return numbers | {"replicas/steps": self._compared_after} | differs
 
     def tell_nonfinite(self, gradients: Gradients) -> None:
         """Say on stderr when gradients become infinite or NaN, and which module's output was so first."""
@@ -70,6 +75,7 @@ class Watchers(Attachment):
             try:
                 # It finds the engine anew: since attaching, parameters may have been added to the model, or replaced.
                 report = self.replicas = check_replicas(model, None if optimizer is None else stepping)
+                self._compared_after = steps
             except DisthooksError as error:  # every rank gets the same error, so no rank waits for another
                 warnings.warn(f"check_replicas stops here, after {steps} steps: {error}", stacklevel=2)
                 handle.remove()

@@ -61,6 +61,7 @@ def test_a_step_between_logged_ones_is_recorded_once(ranks: Ranks, engine: str) 
     assert last == event
     assert log[2]["nonfinite_ranks"] == [0, 1]  # the update has spoiled the parameters of all
     assert log[2]["nonfinite_since"] == 37
+    assert (log[1]["nonfinite_steps"], log[2]["nonfinite_steps"]) == (1, 50 - 37 + 1)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp1"])

@@ -230,9 +230,9 @@ def test_four_ranks_in_a_grid_and_in_a_row(four: Ranks) -> None:
         # What most ranks have counts as right; of a tie nothing does.
         assert copied == [("scale", (0, 1), 4), ("embed.bias", (2,), 4), ("head.weight", (0, 1, 2, 3), 4)]
         assert "DDP, 4 ranks: 3 of 8 tensors differ" in text
-        assert "  embed.bias differs on rank 2 (float32, 7; 3 of 4 agree)" in text
-        assert "  scale differs on ranks 0, 1 (float32, 1 x 5; no majority: 2 of 4 agree)" in text
-        tie = "ranks 0, 1, 2 and 3 differ, and nothing says which is right (float32, 3 x 5; 2 of 4 agree)"
+        assert "  embed.bias differs on rank 2 (float32, 7; 3 of 4 copies are the same)" in text
+        assert "  scale differs on ranks 0, 1 (float32, 1 x 5; no majority: 2 of 4 copies are the same)" in text
+        tie = "ranks 0, 1, 2 and 3 differ, and nothing says which is right (float32, 3 x 5; 2 of 4 copies are the same)"
         assert f"  head.weight: {tie}" in text
 
 

@@ -327,6 +327,9 @@ def test_a_rank_that_is_not_finite_is_named(bad: float) -> None:
     assert (found["argmax"], found["outlier"]) == (12, 12)
     assert math.isnan(found["max"]) if math.isnan(bad) else found["max"] == math.inf
     assert math.isnan(found["min"]) if math.isnan(bad) else (found["min"], found["argmin"]) == (1.0, 10)
+    assert _row([1.0, bad])["outlier"] == 11
+    assert _row([1.0, bad, bad, 3.0])["outlier"] is None  # which of the two?
+    assert _row([bad, bad])["outlier"] is None
 
 
 def test_of_equal_ranks_the_first_is_named() -> None:

@@ -35,14 +35,17 @@ import posixpath
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from disthooks.errors import UsageError
 
 _LONGEST = 250  # what MLflow allows
-_LABELS = re.compile(r"(.*/)?(arg(min|max)_rank|outlier_rank|optimizer|run|restart|nonfinite_since)(/.*)?")
+_LABELS = re.compile(
+    r"(.*/)?(arg(min|max)_rank|outlier_rank|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
+)
 _COUNTS = re.compile(r"(nonfinite|nonfinite_params|skipped)(/.*)?")
-_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*")
+_TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*|nonfinite_steps")
 
 _FOREMOST = ("nonfinite_params", "grad_norm", "clip_ratio", "saved/moved_per_step", "saved/moved", "grad_max_abs")
 
@@ -185,6 +188,9 @@ AlsoLogged = Callable[[], Mapping[str, Any]]
 PER_STEP = tuple(f"saved/{name}" for name in ("stored", "moved", "loaded", "pack_seconds", "unpack_seconds"))
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class SinkSpec:
     """A sink that only says where to write, frozen and picklable. ``open()`` returns the sink that is called."""
 
@@ -202,7 +208,14 @@ class SinkSpec:
 
 
 class OpenSink:
-    """A sink that is open, until ``close()``. Its ``repr``, which warnings show, is that of the spec."""
+    """A sink that is open, until ``close()``. Its ``repr``, which warnings show, is that of the spec.
+
+    Attributes:
+        about: what is attached, in plain values: engine, number of ranks, rules and statistics. Empty if the sink was
+            opened by hand.
+    """
+
+    about: Mapping[str, Any] = _NOTHING
 
     def __init__(self, sink: object) -> None:
         self._named = repr(sink)
@@ -235,11 +248,16 @@ class RecordWriter:
         self._opened: list[Sink] = []
         self._also = list(also)
 
-    def open(self, sinks: Iterable[Sink]) -> None:
-        """Open each of ``sinks``. If one raises, close those that are open and raise its error."""
+    def open(self, sinks: Iterable[Sink], about: Mapping[str, Any] = _NOTHING) -> None:
+        """Open each of ``sinks``, with ``about`` as :attr:`OpenSink.about`.
+
+        If one raises, close those that are open and raise its error.
+        """
         try:
             for sink in sinks:
                 made = getattr(sink, "open", lambda: None)()
+                if isinstance(made, OpenSink):
+                    made.about = about
                 self._opened.append(made if isinstance(made, OpenSink) else sink)
         except BaseException:
             self.close()

@@ -84,7 +84,8 @@ class Jsonl:
 
     It is strict JSON: a number that is not finite is written as ``"nan"``, ``"inf"`` or ``"-inf"``. Each line also has
     ``run``, which tells the runs apart that write to one file (a process has one for each file), ``restart``, how
-    often the launcher had restarted it, and ``time``, the seconds since 1970 when the line was written.
+    often the launcher had restarted it, and ``time``, the seconds since 1970 when the line was written. The first line
+    of an attachment has ``about`` too: the engine, the number of ranks, the rules and the statistics.
 
     Args:
         path: of the file; the directories above it are made.
@@ -135,7 +136,8 @@ class Lines(OpenSink):
         self._run = begin(self._path)
 
     def __call__(self, record: dict[str, Any]) -> None:
-        self._sink.append(record, self._run)
+        about, self.about = self.about, {}
+        self._sink.append({**record, "about": dict(about)} if about else record, self._run)
 
     def close(self) -> None:
         end(self._path)

@@ -84,25 +84,29 @@ class _OwnGradients(Measure):
 
 @dataclass(frozen=True)
 class _OwnNorms(_OwnGradients):
-    """Four numbers that are made of the norm of this rank's own gradients. See [Note: a rank's norm]."""
+    """Numbers that are made of the norm of this rank's own gradients. See [Note: a rank's norm]."""
 
     facts: ClassVar[frozenset[Fact]] = frozenset({"own"})
     local_facts: ClassVar[frozenset[LocalFact]] = frozenset({"norms"})
 
-    def width(self, shard: Shard | None) -> int:
-        return 4
-
 
 @dataclass(frozen=True)
 class RankNorms(_OwnNorms):
-    """For each scope four sums over the ranks: of 1, of the number of micro-batches, of the norm and of its square."""
+    """For each scope five sums over the ranks.
+
+    They are the sums of 1, of the number of micro-batches, of the norm, of its square, and of 1 if the norm is finite.
+    """
 
     merge: ClassVar[Merge] = "sum"
 
     def local(self, local: Local) -> torch.Tensor:
         squares = own_squares(local, self.each)
         batches = torch.full_like(squares, micro_batches(local))
-        return torch.stack([torch.ones_like(squares), batches, squares.sqrt(), squares], dim=1).flatten()
+        finite = squares.isfinite().double()
+        return torch.stack([torch.ones_like(squares), batches, squares.sqrt(), squares, finite], dim=1).flatten()
+
+    def width(self, shard: Shard | None) -> int:
+        return 5
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,9 @@ class RankExtremes(_OwnNorms):
             with_rank(-norm, local.position),
         ]
         return torch.stack(keys, dim=1).flatten()
+
+    def width(self, shard: Shard | None) -> int:
+        return 4
 
 
 def own_squares(local: Local, each: bool) -> torch.Tensor:
@@ -302,7 +309,8 @@ class Spread(Stat):
     ``outlier`` times their standard deviation; or else the rank with the smallest norm, by the same test. The deviation
     counts as at least a tenth of the mean. The rank itself is left out of mean and deviation, because otherwise one of
     n ranks could never be further than (n - 1) / sqrt(n) deviations away. With two ranks there is no outlier, because
-    nothing tells which one is unlike the other. A rank whose norm is not finite is an outlier in any case.
+    nothing tells which one is unlike the other. If the norm of one rank alone is not finite, this rank is the outlier;
+    if those of several are not finite, there is no outlier.
 
     Hooks compute the norms in backward, in steps that are logged.
 
@@ -315,7 +323,7 @@ class Spread(Stat):
 
     >>> from disthooks.grads.collectives import with_rank, to_sortable
     >>> norms = torch.tensor([1.0, 1.1, 0.9, 5.0], dtype=torch.float64)
-    >>> sums = torch.tensor([[4.0, 4.0, float(norms.sum()), float(norms.square().sum())]])
+    >>> sums = torch.tensor([[4.0, 4.0, float(norms.sum()), float(norms.square().sum()), 4.0]])
     >>> keys = torch.stack([to_sortable(norms), to_sortable(-norms), norms.long(), norms.long()], dim=1)
     >>> for rank, norm in enumerate(norms):
     ...     keys[rank, 2:] = torch.stack([with_rank(norm, rank), with_rank(-norm, rank)])
@@ -340,7 +348,7 @@ class Spread(Stat):
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         # A rank is told by its place among the ranks here, -1 for none; `record` makes global ranks of places.
-        ranks, _, total, squares = values[0].unbind(-1)
+        ranks, _, total, squares, finite = values[0].unbind(-1)
         high, low = from_sortable(values[1][:, 0]), -from_sortable(values[1][:, 1])
         high_rank, low_rank = rank_of(values[1][:, 2]), rank_of(values[1][:, 3])
         mean = total / ranks
@@ -353,8 +361,8 @@ class Spread(Stat):
             std_of_others = ((squares - norm.square()) / others - mean_of_others.square()).clamp(min=0).sqrt()
             distance, least = (norm - mean_of_others).abs(), _LEAST_DEVIATION * mean_of_others
             is_far = distance > self.outlier * torch.maximum(std_of_others, least)
-            # With two ranks nothing tells which one is unlike the other. A norm that is not finite always counts.
-            is_outlier.append((is_far & (ranks > 2)) | ~norm.isfinite())
+            # With two ranks nothing tells which one is unlike the other, unless one norm alone is not finite.
+            is_outlier.append(torch.where(norm.isfinite(), is_far & (ranks > 2), (finite == others) & (others > 0)))
         outlier = torch.where(is_outlier[0], high_rank, torch.where(is_outlier[1], low_rank, -1))
         found = {"min": low, "max": high, "mean": mean, "std": std}
         which = dict(zip(_WHICH, (low_rank, high_rank, outlier), strict=True))
@@ -432,7 +440,7 @@ class NoiseScale(Stat):
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
         state = self.start(len(found.groups) + 1 + len(found.names) * self.per_parameter) if state is None else state
         own, final = (self.scoped(found, measure) for measure in self.measures())
-        ranks, batches, _, squares = own.unbind(-1)
+        ranks, batches, _, squares = own[:, :4].unbind(-1)
         if not bool((batches > 1).any()):  # one micro-batch on one rank: both batch sizes are the same
             if not state["warned"]:
                 state["warned"].fill_(1)

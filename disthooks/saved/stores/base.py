@@ -141,9 +141,9 @@ class StoreReport:
                 f"read {format_bytes(self.read)}{_speed(self.read, self.read_seconds, self.measured_read)}"
             )
             lines.append(
-                f"  {format_bytes(self.ahead)} read ahead ({format_bytes(self.in_vain)} in vain), "
-                f"{format_bytes(self.from_memory)} wanted while in memory, "
-                f"{format_bytes(self.never_written)} never written"
+                f"  {format_bytes(self.ahead)} read ahead ({format_bytes(self.in_vain)} of it evicted unused), "
+                f"{format_bytes(self.from_memory)} read while still in memory, "
+                f"{format_bytes(self.never_written)} read or freed before they were written"
             )
         elif self.from_memory:
             lines.append(f"  {format_bytes(self.from_memory)} stayed there until backward read them")

@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -526,15 +528,22 @@ def test_report_of_a_run(tmp_path: pathlib.Path) -> None:
     (row,) = [line.split() for line in told.splitlines() if line.startswith("│ grad_norm ")]
     wanted = records[0]["grad_norm"], norms[2], records[-1]["grad_norm"], norms[-1]
     assert row[3:10:2] == [f"{value:.4g}" for value in wanted]
-    assert row[11] == "1"
+    largest = next(record["step"] for record in records if record["grad_norm"] == norms[-1])
+    assert row[11:15] == ["step", str(largest), "│", "1"]
     assert "6 logged steps, 0 to 5" in told
+    assert "a plain module, 1 rank, 4 parameters, every 1; rules: none" in re.sub(
+        r"\d+ parameters", "4 parameters", told
+    )
+    assert "Step 3: gradients were not finite on rank 0, of 1 parameter: norm.bias." in told
+    assert told.index("Step 3: ") < told.index("│ grad_norm ")  # what went wrong comes before the figures
     assert "  step 3: norm.bias on rank 0" in told
     assert "the last line is not whole" in told
     assert "numbers of single parameters are not shown" in told
     assert run("report", file).stdout == told
     (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
     assert found["numbers"]["grad_norm"]["median"] == norms[2]
-    assert (found["counts"]["nonfinite"], found["steps"]) == ({"sum": records[3]["nonfinite"], "steps": 1}, 6)
+    assert found["counts"]["nonfinite"] == {"sum": records[3]["nonfinite"], "steps": 1, "of": 6}
+    assert (found["steps"], found["about"]["ranks"]) == (6, 1)
     assert found["run"] == records[0]["run"]
     assert found["began"] == records[0]["time"] <= found["ended"] == records[-1]["time"] <= time.time()
     assert [each["step"] for each in found["nonfinite"]] == [3]
@@ -572,9 +581,86 @@ def test_report_knows_what_numbers_are(tmp_path: pathlib.Path) -> None:
     (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
     assert list(found["numbers"]) == ["grad_norm"]
     assert found["labels"] == {"grad_norm/argmax_rank": {"3": 2, "0": 1}}
-    assert found["counts"] == {"nonfinite": {"sum": 6.0, "steps": 3}}
+    assert found["counts"] == {"nonfinite": {"sum": 6.0, "steps": 3, "of": 4}}
     assert found["totals"] == {"saved/moved": {"last": 40.0}}
-    assert "grad_norm/argmax_rank: 3 in 2, 0 in 1" in run("report", file).stdout
+    told = run("report", file).stdout
+    assert "grad_norm/argmax_rank: rank 3 in 2 of 3 logged steps, rank 0 in 1 of 3 logged steps" in told
+    assert re.search(r"saved/moved +│ +40 B", told)
+    assert "up to step 3" in told
+
+
+def said(folder: pathlib.Path, records: Sequence[dict[str, Any]]) -> list[str]:
+    """The sentences that the report begins with."""
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (found,) = json.loads(run("report", file, "--json").stdout)["runs"]
+    verdict: list[str] = found["verdict"]
+    return verdict
+
+
+def ranked(step: int, rank: int, most: float, mean: float) -> dict[str, Any]:
+    which = {"grad_norm/argmax_rank": rank, "grad_norm/max_rank": most, "grad_norm/mean_rank": mean}
+    return {"step": step, "grad_norm": 1.0, "nonfinite": 0, "replicas/compared": 9, "replicas/differ": 0, **which}
+
+
+def test_report_says_that_nothing_stands_out(tmp_path: pathlib.Path) -> None:
+    records = [ranked(10 * i, i % 2, 1.1, 1.05) for i in range(6)]
+    assert said(tmp_path, records) == ["Nothing stands out in 6 logged steps, 0 to 50."]
+
+
+def test_report_says_which_rank_leads_and_by_how_much(tmp_path: pathlib.Path) -> None:
+    """As often as another rank, but once with 5,594 where the other has 0.56."""
+    records = [ranked(i, i % 2, 0.6, 0.58) for i in range(60)]
+    records[37] = ranked(37, 1, 5594.0, 2797.28)
+    (told,) = said(tmp_path, records)
+    assert told == (
+        "Rank 1 had the largest gradient norm in 30 of 60 logged steps. Its lead is the largest at step 37: 5594, and "
+        "0.56 on the other ranks on average."
+    )
+
+
+def test_report_leaves_out_ranks_that_were_found_by_nan(tmp_path: pathlib.Path) -> None:
+    records = [ranked(i, 1, 1.1, 1.05) for i in range(3)] + [ranked(3, 0, math.nan, math.nan)]
+    said(tmp_path, records)
+    (found,) = json.loads(run("report", tmp_path, "--json").stdout)["runs"]
+    assert found["labels"]["grad_norm/argmax_rank"] == {"1": 3}
+
+
+def test_report_says_how_many_steps_were_not_finite(tmp_path: pathlib.Path) -> None:
+    """Of a row that began at step 37, two steps are in the log, and the records know of 23 steps."""
+    at = [{"param": "a.weight", "rank": 1}]
+    first = {"step": 37, "nonfinite_params": 1, "nonfinite_at": at, "nonfinite_ranks": [1], "skipped": 0.0}
+    later = {"step": 50, "nonfinite_at": at, "nonfinite_since": 37, "nonfinite_steps": 23, "replicas/compared": 1}
+    lines = said(tmp_path, [{"step": 0, "nonfinite": 0}, first, later])
+    assert lines[:2] == [
+        "Step 37: gradients were not finite on rank 1, of 1 parameter: a.weight; the step was made.",
+        "Gradients were not finite in 23 steps, 37 to 50 at least.",
+    ]
+
+
+def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Path) -> None:
+    saved = {
+        "saved/moved_per_step": 3 << 20,
+        "saved/pack_seconds_per_step": 0.003,
+        "saved/unpack_seconds_per_step": 0.0,
+    }
+    base = {"clip_ratio": 0.25, "skipped_total": 2.0, "skipped": 0.0, "grad_norm/argmax_rank": 0, **saved}
+    differs = {"replicas/differ": 1, "replicas/steps": 40, "replicas/at": ["a differs on rank 1"]}
+    records = [{"step": 10 * i, "time": i, **base, "replicas/compared": 7, **differs} for i in range(5)]
+    assert said(tmp_path, records) == [
+        "The ranks no longer have the same model, found after 40 steps: 1 of 7 tensors differ; a differs on rank 1.",
+        "Gradients were clipped in 5 of 5 logged steps; the median factor was 0.25.",
+        "2 steps were skipped.",
+        "Saving moved 3.0 MiB of saved tensors a step out of the memory they were in, on the first rank; forward and "
+        "backward waited 3 ms a step for it, 3.0% of the 100 ms from step to step.",
+    ]
+
+
+def test_report_names_the_signals_that_are_missing(tmp_path: pathlib.Path) -> None:
+    assert said(tmp_path, [{"step": 0, "grad_norm": 1.0}, {"step": 10, "grad_norm": 20.0}])[-1] == (
+        "The log does not tell gradients that are not finite in unlogged steps (SkipNonFinite, NonFinite); which rank "
+        "leads (Spread); whether the ranks still have the same model (check_replicas)."
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,15 @@ def test_what_became_of_saved_tensors_stands_in_the_log_of_the_run(tmp_path: pat
         stored = saving.report().stored
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["number"] for line in lines] == [0, 1, 2]
+    assert lines[0]["about"] == {
+        "engine": "a plain module",
+        "ranks": 1,
+        "parameters": 4,
+        "every": 1,
+        "rules": [],
+        "stats": ["Norm(per_parameter=False, norm_type=2.0)"],
+    }
+    assert not any("about" in line for line in lines[1:])
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["saved/stored"] == stored > 0
     assert lines[0]["saved/stored"] < stored
