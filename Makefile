@@ -1,14 +1,16 @@
-# make demo | test | test-all | lint | type | fmt | bench: each makes the environment it needs first.
+# make demo | test | test-all | lint | type | fmt | bench: each first installs what it needs into one environment, .venv.
+# The demo needs the least (`.[demo]` of setup.cfg), the first tier of the tests more (`.[test]`), all else `.[dev]`.
 # Where nothing can be installed, use the interpreter as it is:  make test PYTHON=python3 VENV=
 
 VENV ?= .venv
 ifeq ($(VENV),)
 PYTHON ?= python3
-READY :=
 else
 BASE ?= python3
 PYTHON := $(VENV)/bin/python
-READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo
+TEST_READY := $(VENV)/.test
+READY := $(VENV)/.dev
 endif
 ARGS ?=
 # Workers of the tests; each has its own processes to be ranks. One that is done takes tests over from another.
@@ -17,31 +19,46 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-gpu browser bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-threshold bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
 # The first tier (tests/support/tiers.py): every law, the package's parts, three engines on two ranks. Less than 6 minutes on 2 cores.
-test: $(READY)
+test: $(TEST_READY)
 	$(PYTEST) --tier first $(ARGS)
 
 # What the first tier leaves out: every engine and situation, four ranks, races, integrations, whole commands.
 test-rest: $(READY)
 	$(PYTEST) --tier second $(ARGS)
 
-test-all: test test-rest
+# First the whole environment: with it, what the first tier leaves out where a framework is missing runs too.
+test-all: $(READY) test test-rest
 
 # All of torch's operators and modules, every dtype and store, threads for hundreds of steps, and 2,000 steps of training
 # with lengths and delays that vary: an hour and a half on 2 cores.
-# On another torch (2.9, 2.11), with an interpreter that has it: make test-full VENV= PYTHON=/path/to/python
 FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py \
   19_predicted_is_measured_modules.py) \
   tests/device/test_long_run.py tests/device/test_race_hunt.py
 test-full: $(READY)
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s -o faulthandler_timeout=0 $(FULL_TESTS) $(ARGS)
+
+# The laws, the parts, the simulated device and the engines on another torch, in an environment of its own beside the
+# temporary files: three minutes and 5 GB for a torch with CUDA. docs/torch.md says what was run on which version.
+TORCH ?= 2.15.0
+TORCH_VENV ?= $(or $(TMPDIR),/tmp)/disthooks-torch-$(TORCH)
+TORCH_TESTS ?= disthooks tests/laws tests/unit tests/device tests/engines
+test-torch:
+	test -x $(TORCH_VENV)/bin/python || python3 -m venv $(TORCH_VENV)
+	grep -vE '^(torch|triton)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) --editable ".[test]"
+	$(MAKE) test-with VENV= PYTHON=$(TORCH_VENV)/bin/python
+
+# The same with the interpreter as it is:  make test-with VENV= PYTHON=/path/to/python
+test-with: $(TEST_READY)
+	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 
 # What is a GPU's own, and the laws on it, within GPU_LIMIT seconds; what did not run is named in GPU_JSON. docs/gpu.md.
 # Few threads each: as many as there are cores, in every one of the processes, take turns on them.
@@ -142,9 +159,9 @@ fmt: $(READY)
 	$(PYTHON) -m ruff format .
 
 # Rebuilt when what it installs changes; the stamp is made last, so an interrupted install starts again.
-$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: setup.cfg pyproject.toml constraints.txt
 	test -x $(PYTHON) || $(BASE) -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
 clean:

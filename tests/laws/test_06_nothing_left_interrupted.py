@@ -18,6 +18,7 @@ import torch
 
 import disthooks as dh
 from disthooks.saved.stores.base import Store
+from tests.support import is_ours
 from tests.support.stores.faulty import soon
 
 NUMBERS = 32 * 1024  # of float32 in each tensor, 128 KiB
@@ -61,7 +62,7 @@ class Interrupt:
         self.at, self.count = at, 0
 
     def __call__(self, frame: Any, event: str, arg: object) -> None:
-        if event in ("call", "c_return") and "/disthooks/saved/" in frame.f_code.co_filename:
+        if event in ("call", "c_return") and is_ours(frame.f_code, "saved"):
             self.count += 1
             if self.count == self.at:
                 raise KeyboardInterrupt

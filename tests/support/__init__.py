@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import types
 
 import pytest
 import torch
+
+import disthooks
 
 #: Whether torch shows what a node holds for the tensors that it saved. torch 2.9 does not. There Recompute stores the
 #: outputs of operators whose formula needs such a tensor, and the gradients must be exact all the same.
@@ -15,6 +18,15 @@ shows_saved = pytest.mark.skipif(not SHOWS_SAVED, reason="this torch does not sh
 
 #: Of the repository.
 ROOT = pathlib.Path(__file__).parents[2]
+_PACKAGE = pathlib.Path(disthooks.__file__).parent
+
+
+def is_ours(code: types.CodeType, package: str = "") -> bool:
+    """Whether ``code`` is of a file of the library, or of one of its packages.
+
+    The name "disthooks" in a path does not tell it: it is in all paths of a clone in a folder of that name.
+    """
+    return pathlib.Path(code.co_filename).is_relative_to(_PACKAGE / package)
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -13,6 +13,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.engines.detect import detect_engine
+from tests.support import is_ours
 from tests.support.engines import data
 
 LR = 0.1
@@ -171,7 +172,7 @@ def our_all_reduces(count: list[str]) -> Callable[..., Any]:
     true = dist.all_reduce
 
     def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        if "disthooks" in sys._getframe(1).f_code.co_filename:
+        if is_ours(sys._getframe(1).f_code):
             count.append(str(op).split(".")[-1])
         return true(tensor, op, *args, **kwargs)
 
