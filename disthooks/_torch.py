@@ -1,6 +1,6 @@
 """The private functions of torch that disthooks needs, named and typed in one place.
 
-All other files use public torch. The comments about torch hold for 2.9 to 2.13, and a test uses each name.
+All other files use public torch. The comments about torch hold for 2.11 to 2.15, and a test uses each name.
 """
 
 # [Note: replacing what a wrapper calls]
@@ -19,15 +19,12 @@ All other files use public torch. The comments about torch hold for 2.9 to 2.13,
 # saved tensor, and a Python weak reference may still find a storage that is being destroyed. So disthooks asks torch's
 # counts. `holders` is the number of tensors over a storage, and `StorageRef` is a weak reference that torch counts.
 # `fresh_count` distinguishes a tensor that only the operator knows from a tensor that a user's code holds.
-# On torch 2.9 a `StorageRef` keeps the Python object of a storage alive after the storage's memory is gone, and a
-# Python weak reference is told too late. `storage_refs_keep_objects` finds out whether this torch does that.
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
@@ -212,25 +209,6 @@ class StorageRef:
         _free(self._ref)
 
 
-#: How many tensors, and others in C++, use the storage at an address. 0: its memory is gone. Only for an address whose
-#: storage object still exists, because a Python object or a `StorageRef` of it does.
-users_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
-
-
-@functools.cache
-def storage_refs_keep_objects() -> bool:
-    """Whether the Python object of a storage outlives its memory, if there is a :class:`StorageRef`: so on torch 2.9.
-
-    See [Note: torch's own counts].
-    """
-    tensor = torch.empty(1, device="cpu")
-    storage = tensor.untyped_storage()
-    seen, _ref = weakref.ref(storage), StorageRef(storage)
-    del storage  # now the tensor alone holds the Python object
-    del tensor
-    return seen() is not None
-
-
 #: Whether this build of torch has CUDA graphs. Builds without them do not have the function that `capturing` calls.
 _HAS_GRAPHS = torch.version.cuda is not None or torch.version.hip is not None
 
@@ -262,7 +240,7 @@ def in_graph_memory(tensor: torch.Tensor) -> bool:
         node = None if manager is None else manager.current_node
         return node is not None and bool(node._is_cuda_graph_recorded_tensor(tensor))
     except AssertionError:
-        return False  # a thread in which the compiler of 2.9 can have no graphs
+        return False  # a thread in which the compiler of torch 2.11 has no graphs
     except AttributeError:
         return True
 

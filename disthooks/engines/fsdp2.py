@@ -76,7 +76,7 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
         return next(iter(first_on))
     first_on = {}  # from here on, the ranks of the root meshes
     for name, mesh in named:
-        first_on.setdefault(_ranks(_root(mesh)), name)
+        first_on.setdefault(_ranks(mesh._get_root_mesh()), name)
     if not first_on:
         raise AttachError("fully_shard was applied, but no parameter is sharded: is everything in ignored_params?")
     most = max(first_on, key=len)
@@ -123,15 +123,6 @@ def _ranks(mesh: Any) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _root(mesh: Any) -> Any:
-    """The mesh of which ``mesh`` is a part, or itself."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
-
-    return _mesh_resources.get_root_mesh(mesh)
-
-
 def _replica_ranks(
     mesh: Any, replicated: Sequence[bool], ranks: Sequence[int], rank: int, name: str
 ) -> tuple[int, ...]:
@@ -143,7 +134,7 @@ def _replica_ranks(
         return tuple(sorted(alike))
     # The mesh is a part of a larger one: those ranks also count that differ from `alike` along dimensions of the root
     # mesh which `mesh` lacks.
-    grid = _root(mesh).mesh
+    grid = mesh._get_root_mesh().mesh
     in_root = {r: (grid == r).nonzero()[0].tolist() for r in _ranks(mesh)}
     spanned = [dim for dim in range(grid.ndim) if len({at[dim] for at in in_root.values()}) > 1]
     if math.prod(grid.shape[dim] for dim in spanned) != len(in_root):

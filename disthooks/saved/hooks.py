@@ -524,7 +524,7 @@ class HookSite(NamedTuple):
         hooks = self.make_hooks(self.pipeline, self.name, module)
         with hooks:
             if type(function) is types.MethodType:
-                # A bound method is a new object in each call, and torch 2.9 compiles `run` anew for each new object.
+                # A bound method is a new object in each call, and torch may compile `run` anew for each new object.
                 result = run(function.__func__, function.__self__, *args, **kwargs)
             else:
                 result = run(function, *args, **kwargs)

@@ -27,7 +27,7 @@ def example(dtype: torch.dtype, *size: int) -> torch.Tensor:
 
 
 def _is_stiff(dtype: torch.dtype) -> bool:
-    """Whether torch has no kernel that copies ``dtype`` to another layout: `int4`, and `float4_e2m1fn_x2` in 2.9."""
+    """Whether torch has no kernel that copies ``dtype`` to another layout: such as `int4`."""
     try:
         example(dtype, 2, 2).t().contiguous()
     except (NotImplementedError, RuntimeError):

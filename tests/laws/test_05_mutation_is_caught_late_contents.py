@@ -21,7 +21,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.stores.base import Store
-from tests.support import shows_saved
 from tests.support.functions import Prepared
 
 
@@ -311,7 +310,6 @@ def test_what_is_unchanged_is_stored_once(tmp_path: pathlib.Path) -> None:
         assert saved.report().shared == 19 * x.nbytes + 9 * mask.nbytes
 
 
-@shows_saved
 def test_copies_are_let_go_of_when_they_are_written(tmp_path: pathlib.Path) -> None:
     """When all is written, only the copies of the last operator stay in memory."""
     store = dh.OnDisk(tmp_path)

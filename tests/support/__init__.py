@@ -7,14 +7,8 @@ import pathlib
 import types
 
 import pytest
-import torch
 
 import disthooks
-
-#: Whether torch shows what a node holds for the tensors that it saved. torch 2.9 does not. There Recompute stores the
-#: outputs of operators whose formula needs such a tensor, and the gradients must be exact all the same.
-SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
-shows_saved = pytest.mark.skipif(not SHOWS_SAVED, reason="this torch does not show what a node saved")
 
 #: Of the repository.
 ROOT = pathlib.Path(__file__).parents[2]

@@ -5,8 +5,6 @@
 # live as long as the real ones would: Python and autograd hold them in the same way. So a weak reference to the storage
 # tells when its memory would go. FSDP frees memory in another way: it gives a storage the size zero and keeps it. No
 # dispatch mode sees that, so `UntypedStorage.resize_` is replaced while a recorder is on.
-# On torch 2.9 the weak reference tells nothing while a plan's hooks hold a `StorageRef` of the storage. There the
-# recorder asks before each operator whether the results of earlier ones still have users (`_look_for_gone`).
 #
 # [Note: operators have numbers]
 # torch numbers the nodes of the autograd graph. An operator makes its node, then saves its inputs, then runs, then
@@ -36,7 +34,7 @@ from torch.utils import _python_dispatch
 
 from disthooks._match import canonical_name
 from disthooks._tensors import local_part
-from disthooks._torch import current_node, sequence_number, storage_refs_keep_objects, users_of_storage
+from disthooks._torch import current_node, sequence_number
 from disthooks.predict.fake.queries import DEVICE_OF, device_of, tensors_in
 from disthooks.predict.fake.state import replaced
 from disthooks.predict.recording.engine_sums import NO_NODE, adds_in_place, counts_of_one_holder, node_number
@@ -103,7 +101,6 @@ class Recorder(_Mode):  # type: ignore[misc]
         self._cost = cost
         self._phase: Phase = "before"
         self._watched: dict[int, _Watched] = {}  # by the address of the storage
-        self._looked_for: dict[int, _Watched] | None = {} if storage_refs_keep_objects() else None
         self._weights: dict[int, SavedKind] = {}  # what the allocation of a weight, or of a copy of one, is to autograd
         self._first_saved: set[int] = set()
         self._pending: list[_Pending] = []
@@ -159,7 +156,6 @@ class Recorder(_Mode):  # type: ignore[misc]
         for watched in self._watched.values():
             watched.allocation = -1  # what goes from now on is not recorded
         self._watched.clear()
-        self._looked_for = None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -178,7 +174,6 @@ class Recorder(_Mode):  # type: ignore[misc]
             has_plan: whether hooks of a plan took the saved tensors. Then the recorder's own hooks have not seen them,
                 and all memory of the forward that is there when the backward begins counts as saved.
         """
-        self._look_for_gone()
         if phase == "backward":
             self._name_saved()
             for watched in self._watched.values() if has_plan else ():
@@ -236,8 +231,6 @@ class Recorder(_Mode):  # type: ignore[misc]
             watched.address, watched.allocation = address, len(self.record.allocations)
             watched.nbytes, watched.node = storage.nbytes(), node_number()
             self._watched[address] = watched
-            if operator and self._looked_for is not None:
-                self._looked_for[address] = watched
             self.record.allocations.append(Allocation(watched.nbytes, "temporary", operator, self._module()))
             self._change(watched.allocation, watched.nbytes)
         elif watched.nbytes != (nbytes := storage.nbytes()):
@@ -247,15 +240,7 @@ class Recorder(_Mode):  # type: ignore[misc]
     def _gone(self, watched: _Watched) -> None:
         if self._watched.get(watched.address) is watched:
             del self._watched[watched.address]
-            if self._looked_for is not None:
-                self._looked_for.pop(watched.address, None)
             self._change(watched.allocation, -watched.nbytes)
-
-    def _look_for_gone(self) -> None:
-        """See [Note: what tells that memory goes]: on torch 2.9, note the memory that has gone by now."""
-        gone = [each for each in (self._looked_for or {}).values() if not users_of_storage(each.address)]
-        for watched in gone:
-            self._gone(watched)
 
     def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         watched = self._watched.get(storage._cdata)
@@ -305,7 +290,6 @@ class Recorder(_Mode):  # type: ignore[misc]
         arguments = tensors_in(args, kwargs)
         if any(_is_wrapper(each) for each in arguments):
             return NotImplemented  # see [Note: what a distributed tensor hides]
-        self._look_for_gone()
         position, name = self._module(), _name_of(func)
         if self._phase == "forward" or self._stack:
             number = sequence_number() - 1  # see [Note: operators have numbers]

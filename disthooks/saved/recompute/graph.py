@@ -131,7 +131,6 @@ class NodeReader:
         """
         # `_saved_<name>` would restore the tensor from its store; `_raw_saved_<name>` does not.
         try:
-            # torch 2.9 has no `data`, so nothing is known. It is not None, which would say: the operator got no tensor.
             held = getattr(self._node, f"_raw_saved_{name}").data
         except (AttributeError, RuntimeError) as error:
             raise NotComputable from error

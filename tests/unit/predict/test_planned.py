@@ -26,7 +26,6 @@ from disthooks.predict.plans.planned import in_hooks, planned
 from disthooks.saved.codecs import Codec
 from disthooks.saved.module_class import site_of
 from disthooks.saved.stores.base import Store
-from tests.support import shows_saved
 
 #: Every figure of a report that does not depend on time, nor on the bits of tensors.
 FIGURES = [
@@ -347,7 +346,6 @@ class Misleading(nn.Module):
         return self.linear(F.layer_norm(y, (64,), self.norm.weight, self.norm.bias, 0.1))
 
 
-@shows_saved
 def test_a_program_that_a_run_refuses_is_predicted_as_recomputed(tmp_path: pathlib.Path) -> None:
     to = dh.pipeline(GATE, dh.Recompute(), dh.OnDisk(tmp_path))
     model, x = Misleading(), torch.randn(512, 64)

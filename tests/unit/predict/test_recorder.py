@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks._torch import StorageRef
 from disthooks.errors import UsageError
 from disthooks.predict.fake.builder import Builder
 from disthooks.predict.recording.recorder import Recorder
@@ -66,21 +65,6 @@ def test_memory_that_is_resized_is_followed() -> None:
         del y
     found = next(number for number, each in enumerate(recorder.record.allocations) if each.operator == "aten.add")
     assert [each.nbytes for each in recorder.record.changes if each.allocation == found] == [1024, -1024, 1024, -1024]
-
-
-def test_memory_goes_with_its_last_tensor_though_torchs_own_weak_reference_is_left() -> None:
-    """On torch 2.9 such a reference keeps the Python object of the storage alive."""
-    with Recorder(nn.Linear(1, 1)) as recorder:
-        tensor = torch.ones(8)
-        reference = StorageRef(tensor.untyped_storage())
-        del tensor
-        assert reference.get() is None
-        other = torch.ones(4)
-        del other
-        torch.ones(2)
-    record = recorder.record
-    made = [each for each in record.changes if record.allocations[each.allocation].operator]
-    assert [(each.moment, each.nbytes) for each in made][:4] == [(0, 32), (0, -32), (1, 16), (1, -16)]
 
 
 def test_the_hooks_of_modules_go_with_the_recorder_after_an_error_too() -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.saved.recompute.formulas import FORMULAS
-from tests.support import SHOWS_SAVED
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 # One line for each: its name in reports, and a function of a matrix that nobody else saves the output of.
@@ -91,8 +90,7 @@ def test_a_function(name: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> No
     torch.manual_seed(0)
     x = (torch.randn(33, 65) * 3).to(dtype).requires_grad_()
     report = _used(UNARY[name], x, None, tmp_path)
-    needs_saved = name in ("mul, a number", "dropout")  # the factor is a tensor that the node saved, or a number
-    assert _is_named(name, report) or (needs_saved and not SHOWS_SAVED), report.recomputed_by
+    assert _is_named(name, report), report.recomputed_by
     assert report.differed == {}
 
 
@@ -108,7 +106,7 @@ def test_a_norm(name: str, training: bool, frozen: bool, tmp_path: pathlib.Path)
         weight.requires_grad_(not frozen)
     x = torch.randn(shape).requires_grad_()
     report = _used(module, x, module, tmp_path)
-    assert _is_named(name, report) or not SHOWS_SAVED, report.recomputed_by
+    assert _is_named(name, report), report.recomputed_by
     assert report.differed == {}
 
 

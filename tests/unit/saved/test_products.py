@@ -13,7 +13,6 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.errors import MutationError, StoreError, UsageError
-from tests.support import SHOWS_SAVED, shows_saved
 
 ALL = dh.AtLeast(0)
 
@@ -106,8 +105,6 @@ def test_each_kind_of_product(name: str, tmp_path: pathlib.Path) -> None:
         assert torch.equal(grad, truth)
         report = saved.report()
         assert report.differed == {}
-        if name == "baddbmm" and not SHOWS_SAVED:
-            continue  # the constant factor is known only from what the node saved
         assert any(name in how.split(" > ") for how in report.recomputed_by), report.recomputed_by
         assert report.rerun_flops > 0
 
@@ -139,7 +136,6 @@ def test_a_weight_that_changes_without_a_count_is_an_error(tmp_path: pathlib.Pat
         _grads(model, x)
 
 
-@shows_saved
 def test_a_weight_that_is_changed_is_an_error(tmp_path: pathlib.Path) -> None:
     model, x = Mlp(), torch.randn(40, 32)  # nobody but Recompute needs the weights of `gate` and `up`
     model.norm.requires_grad_(False)
