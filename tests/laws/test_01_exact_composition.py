@@ -192,6 +192,7 @@ def test_a_recurrent_model_goes_on_in_the_middle_of_a_sequence(tmp_path: pathlib
     assert saving.report().moved > 0
 
 
+@pytest.mark.second_tier
 def test_adapters_of_the_real_peft_are_exact(tmp_path: pathlib.Path) -> None:
     """Adapters put in before and after attaching; their own class checks still find the layers."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")

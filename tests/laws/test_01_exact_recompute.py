@@ -501,6 +501,7 @@ def _hugging(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
     return transformers.GPT2Model(config), tokens, "h.*"
 
 
+@pytest.mark.second_tier
 @pytest.mark.parametrize(("name", "share"), [("llama", 0.4), ("bert", 0.2), ("gpt2", 0.2)])
 def test_models_of_transformers_are_exact(name: str, share: float, tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def test_modules_come_when_they_are_asked_for() -> None:
         dh.integrations.deepspeed  # noqa: B018
 
 
+@pytest.mark.first_tier(name=("accelerate", "lightning"))  # the third needs accelerate
 @pytest.mark.parametrize("name", ["accelerate", "transformers", "lightning"])
 def test_a_framework_that_is_missing_is_named(name: str) -> None:
     gone = f"sys.modules['{name}'] = None"

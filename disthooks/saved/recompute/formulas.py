@@ -247,10 +247,16 @@ def rms_norm(node: NodeReader, find: Finder) -> Call:
 
 @formula("NativeGroupNormBackward0")
 def group_norm(node: NodeReader, find: Finder) -> Call:
-    """The operator runs again. The graph has every argument except a frozen bias; that is read from the module."""
+    """The operator runs again. A frozen bias, and from torch 2.14 on eps, are not in the graph: the module has them."""
     weight = node.saved("weight", must_copy=True)
     bias = _bias(node, weight, find)
-    numbers = tuple(node.number(name) for name in ("N", "C", "HxW", "group", "eps"))
+    try:
+        eps = node.number("eps")
+    except NotComputable:
+        eps = find(weight).eps
+    if eps is None:
+        raise NotComputable
+    numbers = (*(node.number(name) for name in ("N", "C", "HxW", "group")), eps)
 
     def run(x: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
         # `group_norm` makes its input contiguous before it calls this operator. On a CPU it leaves an input in

@@ -390,6 +390,7 @@ def test_what_a_run_would_refuse(text: str, says: str, tmp_path: pathlib.Path) -
     assert says in told
 
 
+@pytest.mark.first_tier(model=("wrapped",))
 @pytest.mark.parametrize(("model", "modules"), [("wrapped", "blocks.*"), ("llama", "*.layers.?")])
 def test_around_a_checkpoint_all_is_well(model: str, modules: str, tmp_path: pathlib.Path) -> None:
     text = f"save: [{{modules: '{modules}', at_least: 0, store: {{kind: OnDisk, directory: '{{folder}}'}}}}]"

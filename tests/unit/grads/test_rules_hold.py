@@ -68,6 +68,7 @@ WAYS = [(kind, how) for kind in OPTIMIZERS for how in ("alone", "accelerate", "s
 WAYS += [(kind, "scaler") for kind in ("sgd", "adam", "adamw foreach")]  # a fused one divides by the scale itself
 
 
+@pytest.mark.first_tier(how=("alone", "scaler", "scaler, unscaled"))
 @pytest.mark.parametrize(("kind", "how"), WAYS)
 def test_a_skipped_step_never_was(kind: str, how: str) -> None:
     """Steps 1 and 2 are spoiled: all is bit for bit as if there had been steps 0 and 3 alone."""

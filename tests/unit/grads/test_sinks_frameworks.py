@@ -326,6 +326,7 @@ def test_mlflow_without_a_run(tracked: Any) -> None:
 # --- Accelerate
 
 
+@pytest.mark.second_tier
 def test_accelerate_gives_them_to_its_trackers(tmp_path: pathlib.Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     got: list[tuple[dict[str, Any], int | None]] = []
@@ -349,6 +350,7 @@ def test_accelerate_gives_them_to_its_trackers(tmp_path: pathlib.Path) -> None:
     assert [sorted(values) for values, _ in got] == [names, names]
 
 
+@pytest.mark.second_tier
 def test_accelerate_with_its_own_tensorboard_tracker(tmp_path: pathlib.Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")

@@ -125,6 +125,7 @@ def test_the_cheapest_change_fits_and_is_exact_if_one_is(builder: Builder, said:
     assert cheapest(builder, said, 1000) is None
 
 
+@pytest.mark.second_tier
 def test_a_checkpoint_saves_in_a_real_step_what_was_said() -> None:
     """On the CPU, counted: the same change of the same model, for real."""
     from disthooks.predict.answers.advice import checkpointed

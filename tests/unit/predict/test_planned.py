@@ -223,6 +223,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first_tier(model=MODELS.keys() - {"gpt2"})
 @pytest.mark.parametrize(("model", "pipeline", "autocast"), CASES)
 def test_a_prediction_is_the_report_of_the_run(
     model: str, pipeline: str, autocast: bool, tmp_path: pathlib.Path

@@ -18,6 +18,7 @@ def figures(name: str, device: str) -> tuple[Any, ...]:
     return said.saved_bytes, said.peak_bytes, said.by_module, said.by_operator
 
 
+@pytest.mark.first_tier(name=("resnet18", "lstm"))
 @pytest.mark.parametrize("name", ["gpt2", "resnet18", "lstm"])
 def test_predictions_for_two_devices_do_not_change_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShapeCache, "_results", {})

@@ -91,6 +91,7 @@ def accesses(ptx: str) -> collections.Counter:
     return collections.Counter(re.findall(r"(?:ld|st)\.global[\w.:]*", ptx))
 
 
+@pytest.mark.second_tier
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -116,6 +117,7 @@ def test_compiled_they_read_and_write_wide(name: str, capability: int, dtype: st
     assert accesses(ptx)["st.global.v4.b32"] == 16 // wide
 
 
+@pytest.mark.second_tier
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "loads", "stores"), [("pack", 8, 1), ("unpack", 1, 8)])

@@ -267,6 +267,7 @@ def test_what_a_checkpoint_computes_again_is_no_call(reentrant: bool) -> None:
             assert torch.equal(seen.calls("1")[-1], returned)
 
 
+@pytest.mark.second_tier
 def test_gradient_checkpointing_of_transformers_counts_once() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
