@@ -37,14 +37,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", choices=("ddp", "fsdp2", "plain"), default="ddp", help="plain: one process, for debugging")
     add("--save", choices=SAVE, default="alternate", help="when saved tensors go to disk (default: every second block)")
-    add("--steps", type=_positive, default=64, help="most steps after the warm-up")
+    add("--steps", type=_positive, default=32, help="most steps after the warm-up")
     add("--block", type=_positive, default=4, help="steps between one switch of --save alternate and the next")
-    add("--batch", type=_positive, default=12, help="windows of text a rank takes each step")
-    add("--windows", type=_positive, default=192, help="held-out windows the model is tested on")
+    add("--batch", type=_positive, default=8, help="windows of text a rank takes each step")
+    add("--windows", type=_positive, default=128, help="held-out windows the model is tested on")
     add("--rate", type=_positive_float, default=1e-3, help="learning rate")
     add("--clip", type=_positive_float, default=1.0, help="largest norm of the whole gradient")
     add("--seed", type=int, default=0)
-    add("--limit", type=_positive_float, default=140.0, help="seconds after which no further blocks of steps begin")
+    add("--limit", type=_positive_float, default=80.0, help="seconds after which no further blocks of steps begin")
     add("--tiny", action="store_true", help="a model and a run small enough for a test")
 
 

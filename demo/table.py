@@ -43,6 +43,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     if too_few(summary):
         console.print(_few(summary), highlight=False, soft_wrap=True)
     console.print(f"{summary['seconds']:.0f} s in all, not counting the launcher", highlight=False)
+    console.print(f"the page of what was predicted, and whose bytes they are: {summary['page']}", soft_wrap=True)
 
 
 def too_few(summary: dict[str, Any]) -> bool:
@@ -134,16 +135,21 @@ def _costs(summary: dict[str, Any]) -> Table:
     for heading in ("", "without", "with disthooks", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
     without, saved, few = summary["without"], summary["with"], too_few(summary)
+    modes = [
+        mode and {**mode, "predicted_bytes": summary[f"predicted_{name}"]}
+        for mode, name in ((without, "without"), (saved, "with"))
+    ]
     what = "allocated" if summary["device"] == "cuda" else "resident"
     for name, key, form in (
         ("steps", "steps", str),
         ("step time, median", "step_seconds", _seconds),
         ("  middle half of the steps", "step_seconds_quartiles", _range),
-        (f"peak {what} memory of a rank", "peak_bytes", format_bytes),
+        (f"peak {what} memory", "peak_bytes", format_bytes),
         ("  in use before a step", "resting_bytes", format_bytes),
         ("  added during a step", "rise_bytes", format_bytes),
+        ("    predicted by explain", "predicted_bytes", format_bytes),
     ):
-        values = [mode[key] if mode else None for mode in (without, saved)]
+        values = [mode[key] if mode else None for mode in modes]
         ratio = "too few steps" if few and key == "step_seconds" else _ratio(key, *values)
         table.add_row(name, *(form(value) if value is not None else "-" for value in values), ratio)
     return table

@@ -13,6 +13,8 @@ from typing import Any
 import options as cli
 import torch
 from measure import Measure
+from model import Shape
+from predict import predict
 from progress import Bar
 from ranks import Ranks, start, stop
 from rich.console import Console
@@ -24,6 +26,7 @@ import disthooks as dh
 import disthooks.memory
 from disthooks.config import SavingPlan
 from disthooks.saved.attach import Saving
+from disthooks.saved.pipeline import Pipeline
 
 WARM_UP_STEPS = 2
 MODES = {"alternate": (False, True), "never": (False,), "always": (True,)}
@@ -38,11 +41,13 @@ def main() -> None:
     console = Console(quiet=not ranks.first)
     options.run.mkdir(parents=True, exist_ok=True)
     announce(console, options, ranks)
-    summary = train(Trainer(options, ranks), console)  # no name for the trainer here: see stop()
+    shape, summary = train(Trainer(options, ranks), console)  # no name for the trainer here: see stop()
+    stop()
     if ranks.first:
+        summary |= predict(options, ranks, shape, options.hooks or [("blocks.*", to_disk(options))])
+        summary["seconds"] = time.monotonic() - BEGAN
         (options.run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
         show(summary, console)
-    stop()
 
 
 def announce(console: Console, options: argparse.Namespace, ranks: Ranks) -> None:
@@ -60,7 +65,7 @@ def announce(console: Console, options: argparse.Namespace, ranks: Ranks) -> Non
         )
 
 
-def train(trainer: Trainer, console: Console) -> dict[str, Any]:
+def train(trainer: Trainer, console: Console) -> tuple[Shape, dict[str, Any]]:
     """The whole run: held-out loss, warm-up, proof, measured blocks of steps, held-out loss again."""
     options, ranks = trainer.options, trainer.ranks
     console.print("held-out files, warm-up, the same gradients with and without saving?", highlight=False)
@@ -73,7 +78,7 @@ def train(trainer: Trainer, console: Console) -> dict[str, Any]:
         same = proof(trainer)
         measure = Measure(ranks, options.run)
         run_blocks(trainer, measure, console, reserve=took)
-    return {
+    return trainer.shape, {
         "engine": options.engine,
         "world": ranks.world,
         "device": ranks.device.type,
@@ -86,7 +91,6 @@ def train(trainer: Trainer, console: Console) -> dict[str, Any]:
         "held_out_first": before,
         "held_out_last": trainer.held_out(),
         "gradients": gradient_summary(log) if ranks.first else {},
-        "seconds": time.monotonic() - BEGAN,
     }
 
 
@@ -114,8 +118,12 @@ def save(trainer: Trainer) -> Saving | SavingPlan:
     """Send what autograd saves in the blocks to disk, until ``remove()``."""
     if trainer.options.hooks:
         return trainer.options.hooks.save(trainer.model)
-    to_disk = dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(trainer.options.directory))
-    return dh.save_activations(trainer.model, "blocks.*", to_disk)
+    return dh.save_activations(trainer.model, "blocks.*", to_disk(trainer.options))
+
+
+def to_disk(options: argparse.Namespace) -> Pipeline:
+    """Tensors of 4 KiB and more go to a file."""
+    return dh.pipeline(dh.AtLeast("4 KiB"), dh.OnDisk(options.directory))
 
 
 def proof(trainer: Trainer) -> dict[str, Any]:

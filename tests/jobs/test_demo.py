@@ -86,6 +86,9 @@ def test_the_tables_say_what_was_asked_for(demo: Any) -> None:
     for words in ("bits per byte", "moved to", "shared", "kept", "with disthooks", "step time", "clip ratio"):
         assert words in run.output
     assert "the same bits (29 parameters)" in run.output
+    page = run.folder / "explain.html"
+    assert str(page) in run.output
+    assert "blocks.1.mlp" in page.read_text()
     assert run.output.count("\nstep ") == 2, "one line for a block of steps, no bar, where there is no terminal"
     assert [step["saved"] for step in run.rows("steps.jsonl")] == [False] * 4 + [True] * 4
     assert "4 steps without and 4 with are too few to compare their times: 16 of each are needed" in run.output
