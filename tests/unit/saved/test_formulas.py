@@ -138,7 +138,7 @@ OTHERS: dict[str, Function] = {
 
 
 def test_every_formula_acts(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """A torch whose node has lost an argument, as group norm's has lost eps in 2.14, gives right bits and saves nothing."""
+    """A node that lost an argument, as group norm lost eps in torch 2.14, gives right bits and saves no memory."""
     acted: set[str] = set()
 
     def noted(node: str, formula: Formula) -> Formula:
