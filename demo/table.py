@@ -117,7 +117,7 @@ def _gradients(seen: dict[str, Any]) -> list[tuple[str, str]]:
         return [("gradients", "logged elsewhere, as --hooks says")]
     norm = " / ".join(f"{seen[f'norm_{which}']:.2f}" for which in ("first", "median", "last"))
     clip = f"{seen['clip_ratio_median']:.3f}, {seen['clipped_steps']} of {seen['logged']} steps clipped"
-    places = [f"{at['param']} on {_rank(at['rank'])}, step {at['step']}" for at in seen["nonfinite"]]
+    places = [f"{at['param']} on {_rank(at.get('rank'))}, step {at['step']}" for at in seen["nonfinite"]]
     more = f" and {len(places) - 3} more" if len(places) > 3 else ""
     return [
         ("gradient norm first/median/last", norm),
@@ -127,7 +127,7 @@ def _gradients(seen: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rank(rank: int | None) -> str:
-    return "no rank alone" if rank is None else f"rank {rank}"  # then it was the reduction that overflowed
+    return "no rank alone" if rank is None else f"rank {rank}"  # finite on each when measured
 
 
 def _costs(summary: dict[str, Any]) -> Table:

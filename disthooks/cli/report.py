@@ -271,6 +271,7 @@ def _nonfinite_said(run: dict[str, Any], records: Sequence[dict[str, Any]]) -> I
 
 def nonfinite_words(found: dict[str, Any]) -> str:
     """What is known of one step with gradients that are not finite, as an entry of ``nonfinite`` has it."""
+    from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured
     from disthooks.watch.replicas import format_ranks
 
     ranks, params = found.get("ranks"), [place.get("param") for place in found["at"]]
@@ -278,7 +279,8 @@ def nonfinite_words(found: dict[str, Any]) -> str:
     count = found.get("params") or len(params)
     names = f", of {count} parameter{'s' if count != 1 else ''}: {shortened(params)}" if params else ""
     skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[found.get("skipped")]
-    return f"gradients were not finite{where}{names}{skipped}"
+    late = f" ({FINITE_WHEN_MEASURED})" if is_finite_when_measured(found["at"]) else ""
+    return f"gradients were not finite{where}{names}{late}{skipped}"
 
 
 def _replicas_said(records: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -417,6 +419,8 @@ def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
 
 def _show_places(run: dict[str, Any]) -> None:
     """The ranks that were named, and the steps that were not finite."""
+    from disthooks.grads.sinks.base import place_words
+
     for name, told in run["labels"].items():
         if name.endswith("_rank"):
             many = sum(told.values())
@@ -428,7 +432,7 @@ def _show_places(run: dict[str, Any]) -> None:
         line("logged steps with gradients that were not finite:")
     for each in run["nonfinite"][:_MOST]:
         since = f" (since step {each['since']})" if "since" in each else ""
-        named = [_place_words(place) for place in each["at"]]
+        named = [place_words(place) for place in each["at"]]
         rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
         line(f"  step {each['step']}{since}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}")
     if len(run["nonfinite"]) > _MOST:
@@ -459,11 +463,6 @@ def seconds(value: float) -> str:
     ('0.021 ms', '200 ms', '75 s')
     """
     return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
-
-
-def _place_words(place: dict[str, Any]) -> str:
-    rank = place.get("rank")  # None if the reduction made the gradient infinite or NaN
-    return f"{place.get('param')} on {'no rank before the reduction' if rank is None else f'rank {rank}'}"
 
 
 def _heading(file: pathlib.Path, run: dict[str, Any], several: bool) -> Iterator[str]:

@@ -236,7 +236,8 @@ class NonFiniteSteps:
             ranks = ranks_in(marks[place], self._ranks)
             failed |= set(ranks or ())
             count = {} if counts is None else {"count": int(counts[place])}
-            at.append({"param": names[place], **count, "rank": min(ranks) if ranks else None})
+            rank = {} if ranks is None else {"rank": min(ranks, default=None)}
+            at.append({"param": names[place], **count, **rank})
         total = {} if counts is None else {"nonfinite": int(sum(counts))}
         return total | {
             "nonfinite_params": len(places),

@@ -16,6 +16,7 @@ from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attach import Gradients
+from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured
 from disthooks.watch.blame import Blame, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas
 
@@ -110,6 +111,9 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
 
     >>> nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": 1}], "skipped": 1.0})
     'WARNING: step 7: gradients are not finite, of 1 parameter: w (rank 1); the step was skipped'
+    >>> late = nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": None}]})
+    >>> FINITE_WHEN_MEASURED in late
+    True
     >>> nonfinite_line({"step": 50, "grad_norm": float("nan")})
     'WARNING: step 50: gradients are not finite: grad_norm is nan; add {kind: NonFinite} to stats for their names'
     """
@@ -118,10 +122,11 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
         return f"{head}: grad_norm is {record.get('grad_norm')}; add {{kind: NonFinite}} to stats for their names"
     count, at = record["nonfinite_params"], record["nonfinite_at"]
     names = [one["param"] + (f" (rank {one['rank']})" if one.get("rank") is not None else "") for one in at[:_MOST]]
+    late = f" ({FINITE_WHEN_MEASURED})" if is_finite_when_measured(at) else ""
     more = ", ..." if len(at) > _MOST else ""
     skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[record.get("skipped")]
     plural = "s" if count != 1 else ""
-    return f"{head}, of {count} parameter{plural}: {', '.join(names)}{more}{skipped}"
+    return f"{head}, of {count} parameter{plural}: {', '.join(names)}{more}{late}{skipped}"
 
 
 def say(text: str) -> None:

@@ -12,6 +12,9 @@ from torch import nn
 import disthooks as dh
 from disthooks import stats
 from disthooks import stats as S
+from disthooks.engines.detect import detect_engine
+from disthooks.grads.plan import StepPlan
+from disthooks.grads.records import NonFiniteSteps
 from tests.support.engines import ENGINES, loss_of, make
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of
@@ -114,6 +117,16 @@ def test_gradients_that_no_hook_saw(ranks: Ranks, engine: str) -> None:
     log, _ = ranks(_late, engine)
     assert [(record["step"], record["skipped"], record["nonfinite_ranks"]) for record in log] == [(0, 1.0, [])]
     assert log[0]["nonfinite_at"][0]["rank"] is None
+
+
+def test_of_many_ranks_that_failed_no_rank_is_named() -> None:
+    """With more than 52 ranks the marks of several cannot be told apart; that is not the same as no rank."""
+    engine = detect_engine(nn.Linear(2, 1))
+    steps = NonFiniteSteps(StepPlan([dh.SkipNonFinite()], [], engine.shards), range(100))
+    one, two = float(2**14 + 70), float(2 * 2**14 + 150)
+    found = steps._fields([0, 1], None, [one, two])["nonfinite_at"]
+    assert found == [{"param": "weight", "rank": 70}, {"param": "bias"}]
+    assert steps._fields([0], None, [0.0])["nonfinite_at"] == [{"param": "weight", "rank": None}]
 
 
 def test_the_first_parameters_in_model_order_and_how_many() -> None:

@@ -159,15 +159,36 @@ def shown(value: object, most: int | None = 4) -> str:
         items = []
         for item in value[:most]:
             if isinstance(item, Mapping) and "param" in item:
-                rank = item.get("rank")
-                where = "no rank before the reduction" if rank is None else f"rank {rank}"
-                items.append(f"{item['param']} on {where}")
+                items.append(place_words(item))
             else:
                 items.append(shown(item))
         return ", ".join(items) + (f" and {len(value) - most} more" if most is not None and len(value) > most else "")
     if isinstance(value, Mapping) and _is_histogram(value) and value["counts"]:
         return f"{sum(value['counts'])} from {shown(value['edges'][0])} to {shown(value['edges'][-1])}"
     return str(value)
+
+
+#: What is known of a gradient that was finite on each rank and is not finite now.
+FINITE_WHEN_MEASURED = (
+    "finite on every rank when its gradient was measured; it became non-finite later in backward or in the reduction"
+)
+
+
+def place_words(place: Mapping[str, Any]) -> str:
+    """An entry of ``nonfinite_at`` in words.
+
+    >>> place_words({"param": "w", "rank": 1}), place_words({"param": "w", "rank": None}), place_words({"param": "w"})
+    ('w on rank 1', 'w (finite on every rank when measured)', 'w on several ranks')
+    """
+    if "rank" not in place:
+        return f"{place.get('param')} on several ranks"
+    rank = place["rank"]
+    return f"{place.get('param')} {'(finite on every rank when measured)' if rank is None else f'on rank {rank}'}"
+
+
+def is_finite_when_measured(places: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no rank's own gradient was infinite or NaN, by the entries of ``nonfinite_at``."""
+    return bool(places) and all("rank" in place and place["rank"] is None for place in places)
 
 
 def _is_histogram(value: Any) -> bool:

@@ -639,6 +639,20 @@ def test_report_says_how_many_steps_were_not_finite(tmp_path: pathlib.Path) -> N
     ]
 
 
+def test_report_says_what_is_known_of_a_nan_that_came_after_the_measurement(tmp_path: pathlib.Path) -> None:
+    """A hook that runs after those of disthooks makes it."""
+    model, file = Tiny(), tmp_path / "a.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, rules=[dh.SkipNonFinite()], sinks=[dh.sinks.Jsonl(file)], every=1):
+        model.norm.bias.register_hook(lambda grad: grad * torch.nan)
+        step(model, tokens(seed=0))
+        optimizer.step()
+    known = "finite on every rank when its gradient was measured; it became non-finite later in backward or in the"
+    told = run("report", file).stdout
+    assert f"Step 0: gradients were not finite, of 1 parameter: norm.bias ({known} reduction); the step was" in told
+    assert "  step 0: norm.bias (finite on every rank when measured)" in told
+
+
 def test_report_names_clipping_skipping_saving_and_replicas(tmp_path: pathlib.Path) -> None:
     saved = {
         "saved/moved_per_step": 3 << 20,

@@ -217,7 +217,9 @@ def test_console_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     sinks.Console()({"step": 7, "grad_norm": 123.456789, "nonfinite": 6, "nonfinite_at": at})
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert out.startswith("step 7  grad_norm 123.5  nonfinite 6  nonfinite_at p0 on rank 3, p1 on no rank before")
+    assert out.startswith(
+        "step 7  grad_norm 123.5  nonfinite 6  nonfinite_at p0 on rank 3, p1 (finite on every rank when measured)"
+    )
     assert out.endswith("and 2 more\n")
 
 
