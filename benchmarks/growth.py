@@ -2,10 +2,11 @@
 
     make bench-growth                          # or: python benchmarks/growth.py --count 1000 --rounds 5
 
-Four programs: one operator saves many views of one tensor; steps share a weight that is no Parameter; steps share a
-mask; a function of the user's own asks for its saved tensors many times. Each runs with nothing and with everything on
-disk, with ``count`` and with four times as many. Printed and written as JSON: the medians, the ratio of the times at
-four times the count and at the count (4 is linear, 16 is quadratic), and the ratio to no hooks at the larger count.
+Five programs: one operator saves many rows of one tensor; one saves its columns; steps share a weight that is no
+Parameter; steps share a mask; a function of the user's own asks for its saved tensors many times. Each runs with
+nothing and with everything on disk, with ``count`` and with four times as many. Printed and written as JSON: the
+medians, the ratio of the times at four times the count and at the count (4 is linear, 16 is quadratic), and the ratio
+to no hooks at the larger count.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def views(count: int) -> torch.Tensor:
     return Takes.apply(1, *(leaf * 2).unbind(0))
 
 
+def columns(count: int) -> torch.Tensor:
+    leaf = torch.rand(1024, count, requires_grad=True)
+    return Takes.apply(1, *(leaf * 2).unbind(1))
+
+
 def weight(count: int) -> torch.Tensor:
     leaf = (torch.eye(64) * 1.1).requires_grad_()
     shared, h = leaf * 0.9, torch.rand(16, 64)
@@ -72,7 +78,13 @@ def asked(count: int) -> torch.Tensor:
     return Takes.apply(count, *[leaf * (i + 1) for i in range(3)])
 
 
-PROGRAMS: dict[str, Callable[[int], torch.Tensor]] = {"views": views, "weight": weight, "mask": mask, "asked": asked}
+PROGRAMS: dict[str, Callable[[int], torch.Tensor]] = {
+    "views": views,
+    "columns": columns,
+    "weight": weight,
+    "mask": mask,
+    "asked": asked,
+}
 
 
 def once(program: Callable[[int], torch.Tensor], count: int, context: contextlib.AbstractContextManager[Any]) -> float:

@@ -300,6 +300,11 @@ class StorageRegion(NamedTuple):
         """The same region in a dtype of the same size that torch can copy. It cannot copy ``torch.int4``, for one."""
         return self._replace(dtype=_RAW[self.dtype.itemsize])
 
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The elements of the region in ``storage``."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return tensor.set_(storage, self.offset, self.size, self.stride)
+
 
 # A dtype that torch can copy, by the bytes of an element.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -347,6 +352,17 @@ def region_of(layout: Layout, nbytes: int) -> StorageRegion | None:
     if torch.Size(size).numel() * itemsize * 2 >= nbytes:
         return None
     return StorageRegion(layout.dtype, layout.offset, size, tuple(step for step, _ in reversed(merged)))
+
+
+def has_gaps(layout: Layout, nbytes: int) -> bool:
+    """Whether a tensor in a storage of ``nbytes`` covers less than half of what is between its first and last element.
+
+    >>> x = torch.zeros(100, 100)
+    >>> has_gaps(Layout.of(x[0]), x.nbytes), has_gaps(Layout.of(x[:, 0]), x.nbytes)
+    (False, True)
+    """
+    region = region_of(layout, nbytes)
+    return region is not None and region.nbytes * 2 < region.extent * region.dtype.itemsize
 
 
 def memory_under(tensor: torch.Tensor) -> torch.Tensor:

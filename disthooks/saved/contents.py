@@ -266,11 +266,11 @@ class StoredContent(Packed):
                 region = region_of(layout, self.nbytes)  # if `part` is small, no more than its elements are compared
                 if region is not None:
                     region = region.raw()
-                    return copy is not None and torch.equal(_at(region, storage), _at(region, copy.untyped_storage()))
+                    return copy is not None and torch.equal(region.over(storage), region.over(copy.untyped_storage()))
             if region is None:
                 now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # all of its bytes
             else:
-                now = _at(region, storage).contiguous()
+                now = region.over(storage).contiguous()
             return _checksum(now) == self._checksum if copy is None else _are_equal(now, copy)
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -382,11 +382,11 @@ class StoredContent(Packed):
             )
         return _spread(content, self.region)
 
-    def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
+    def _in_memory(self, layout: Layout) -> torch.Tensor:
         copy = self._copy
         if copy is None:
-            return super()._in_memory(layout, is_for_python)
-        whole = _spread(copy.clone() if is_for_python else copy, self.region)
+            return super()._in_memory(layout)
+        whole = _spread(copy, self.region)
         return layout.of_whole(whole.detach(), self.region.offset if self.region else 0)
 
     def is_own_memory(self, tensor: torch.Tensor) -> bool:
@@ -462,12 +462,6 @@ def _spread(content: torch.Tensor, region: StorageRegion | None) -> torch.Tensor
     base = torch.empty(region.extent, dtype=content.dtype, device=content.device)
     base.as_strided(region.size, region.stride).copy_(content)
     return base
-
-
-def _at(region: StorageRegion, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The elements of ``region`` in ``storage``."""
-    tensor = torch.empty(0, dtype=region.dtype, device=storage.device)
-    return tensor.set_(storage, region.offset, region.size, region.stride)
 
 
 def _checksum(content: torch.Tensor) -> int:

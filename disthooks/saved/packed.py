@@ -24,16 +24,9 @@ A ``Packed`` is one content, in memory or offloaded. A ``Handle`` is one saved t
 # begins a new generation, which all other handles join. A reader that comes much later in backward leaves the
 # generation and restores for itself, because holding the memory until then costs more (decisions 45 and 107).
 
-# [Note: what a function of the user's own is given]
-# The backward of an `autograd.Function` may write into what it saved, and may return it as a gradient. torch then knows
-# that the tensor belongs to somebody, and does not make it a `.grad` that the next backward adds to. It cannot know
-# that of what an unpack hook returns. So Python code is given memory that nobody else has: not the user's, not a
-# store's, not that of another reader. The operators of torch only read (decision 110).
-
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -43,9 +36,10 @@ import torch
 
 from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
-from disthooks._tensors import Layout, StorageRegion, memory_under
+from disthooks._tensors import Layout, StorageRegion, has_gaps
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
 from disthooks.errors import MutationError
+from disthooks.saved.python_nodes import copy_for_python, read_by_node
 from disthooks.saved.report import Counters
 
 #: What a saved tensor is to autograd. An operator made a "result", and its version tells whether it was changed. A
@@ -107,10 +101,8 @@ class InPlace:
             raise MutationError(changed_message(self.module_name, self.tensor._version, self.version))
         if not (self.is_alias and is_python_node(current_node())):
             return self.tensor
-        # See [Note: what a function of the user's own is given]. The copy has the same strides, so it takes the
-        # elements between those of the tensor, too.
-        layout = Layout.of(self.tensor)
-        return layout.over(memory_under(self.tensor).clone().untyped_storage(), layout.offset)
+        storage = self.tensor.untyped_storage()
+        return copy_for_python(self.tensor, Layout.of(self.tensor), (storage._cdata, storage.nbytes()), current_node())
 
 
 @functools.cache
@@ -173,24 +165,6 @@ class _LastRestored(NamedTuple):
         tensor = self.witness.detach()
         tensor.data = self.layout.over(storage)
         return Restored(tensor, self.stream)
-
-
-class _ReadByNode(threading.local):
-    """The contents that the node of the user's own that runs in this thread has read. It keeps no packed value alive.
-
-    Attributes:
-        node: the identity of the node.
-        once: the packed values that the node has read.
-        copies: the contents of those that the node has read twice.
-    """
-
-    def __init__(self) -> None:
-        self.node = 0
-        self.once: weakref.WeakSet[Packed] = weakref.WeakSet()
-        self.copies: weakref.WeakKeyDictionary[Packed, torch.Tensor] = weakref.WeakKeyDictionary()
-
-
-_read_by_node = _ReadByNode()
 
 
 class Readers:
@@ -491,27 +465,32 @@ class Packed(ABC):
         is_python = is_python_node(node)
         with self.lock:
             if not self.is_offloaded:
-                return self._in_memory(handle.layout, is_python)
-            # By reading, the handle leaves its generation: see [Note: one restore a generation].
-            restored, handle.restored = handle.restored, None
-            is_alone = self._readers is None
-            if is_alone and not is_python:
-                tensor = self._restore()
-                stream = None if self.stream is None else current_stream(tensor.device)
+                tensor, stream, is_own = self._in_memory(handle.layout), None, not is_python
             else:
-                tensor, stream = self._shared(handle, restored, node, is_python, is_alone)
-        if self.is_in_order and handle.layout is self.first_layout:
-            tensor = tensor if is_alone else tensor.detach()
-        else:
-            tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
-        return tensor if stream is None else handed_over(tensor, stream)
+                # By reading, the handle leaves its generation: see [Note: one restore a generation].
+                restored, handle.restored = handle.restored, None
+                is_own = is_alone = self._readers is None
+                if is_alone and not is_python:
+                    tensor = self._restore()
+                    stream = None if self.stream is None else current_stream(tensor.device)
+                else:
+                    tensor, stream, is_own = self._shared(handle, restored, node, is_python, is_alone)
+                if self.is_in_order and handle.layout is self.first_layout:
+                    tensor = tensor if is_alone else tensor.detach()
+                else:
+                    tensor = handle.layout.of_whole(tensor, self.region.offset if self.region else 0)
+            tensor = tensor if stream is None else handed_over(tensor, stream)
+            if not is_own:
+                tensor = copy_for_python(tensor, handle.layout, (self.storage_ref.address, self.nbytes), node)
+        return tensor
 
     def _shared(
         self, handle: Handle, restored: Restored | None, node: Any, is_python: bool, is_alone: bool
-    ) -> tuple[torch.Tensor, torch.Stream | None]:
+    ) -> tuple[torch.Tensor, torch.Stream | None, bool]:
         """The contents that ``handle`` shares with the other readers of its generation, and the stream that fills them.
 
-        Python code shares with nobody: see [Note: what a function of the user's own is given].
+        The last value tells whether the reader may have them. Python code shares with nobody: see
+        [Note: what a function of the user's own is given] in python_nodes.py.
         """
         readers, reader = self._readers, (id(node), backward_id())
         if restored is None:
@@ -528,21 +507,24 @@ class Packed(ABC):
             restored.stream = None if self.stream is None else current_stream(tensor.device)
             if readers is not None:
                 readers.drop_far_readers(handle, restored, self.nbytes)
-        if is_python:
-            # Outside of a backward the saved tensors of a user's graph share their memory, as they do without hooks.
-            if (node is not None or self.nature == "constant") and not (is_new and is_alone):
-                tensor = tensor.clone()
-            elif not self.is_own_memory(tensor):
-                tensor = restored.tensor = tensor.clone()
-                restored.version = 0
-            if node is not None:
-                self._last = _LastRestored.of(tensor, restored.stream, reader)
-        return tensor, restored.stream
+        if not is_python:
+            return tensor, restored.stream, True
+        # Outside of a backward the saved tensors of a user's graph share their memory, as they do without hooks.
+        is_for_itself = node is not None or self.nature == "constant"
+        if is_for_itself and (readers is not None or (node is not None and has_gaps(handle.layout, self.nbytes))):
+            return tensor, restored.stream, False
+        if is_for_itself and not is_new:
+            tensor = tensor.clone()
+        elif not self.is_own_memory(tensor):
+            tensor = restored.tensor = tensor.clone()
+            restored.version = 0
+        if node is not None:
+            self._last = _LastRestored.of(tensor, restored.stream, reader)
+        return tensor, restored.stream, True
 
-    def _in_memory(self, layout: Layout, is_for_python: bool) -> torch.Tensor:
+    def _in_memory(self, layout: Layout) -> torch.Tensor:
         """The elements at ``layout``, as long as the contents are in memory."""
-        storage = self.alias.untyped_storage()
-        return layout.over(storage.clone() if is_for_python else storage)  # type: ignore[no-untyped-call]
+        return layout.over(self.alias.untyped_storage())
 
     def _restore_for(self, python_node: Any) -> torch.Tensor:
         """The contents for a node of the user's own, in fresh memory.
@@ -550,19 +532,14 @@ class Packed(ABC):
         Its backward may say ``ctx.saved_tensors`` many times. Each time torch asks for all that it saved, and the node
         may write into each answer. So from the second time on a copy is held until that node is done.
         """
-        read = _read_by_node
-        if read.node != id(python_node):
-            read.node = id(python_node)
-            # These are of another node, which is done.
-            read.once.clear()
-            read.copies.clear()
+        read = read_by_node.of(python_node)
         copy = read.copies.get(self)
         if copy is not None:
             return copy.clone()
         content = self._restore()
         if self in read.once:
             read.copies[self] = content.clone()
-            at_end_of_backward(read.copies.clear)
+            at_end_of_backward(read.clear)
         read.once.add(self)
         return content
 

@@ -311,7 +311,7 @@ def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
     done = subprocess.run([*script, *to], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["results"].keys() == {"views", "weight", "mask", "asked"}
+    assert found["results"].keys() == {"views", "columns", "weight", "mask", "asked"}
     for row in found["results"].values():
         assert row["moved_bytes"] > 0
         assert min(row["growth"], row["growth_with_nothing"], row["ratio_to_nothing"]) > 0
