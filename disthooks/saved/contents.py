@@ -156,18 +156,17 @@ class StoredTickets:
     threads find the dying object again, and they would share bytes that are being dropped (decision 13).
     """
 
-    __slots__ = ("_counters", "_store", "addresses", "nbytes", "tickets")
+    __slots__ = ("__weakref__", "_store", "addresses", "nbytes", "tickets")
 
-    def __init__(self, store: Store, counters: Counters) -> None:
-        self._store, self._counters = store, counters
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self.tickets: list[Any] = []
         self.addresses: list[int] = []
         self.nbytes = 0
 
     @uncompiled()
     def __del__(self) -> None:
-        # It takes no lock; a store's `drop` takes none either. See [Note: the order of locks].
-        self._counters.change_held(-self.nbytes)
+        # A store's `drop` takes no lock: see [Note: the order of locks].
         for ticket in self.tickets:
             self._store.drop(ticket)
 
@@ -298,7 +297,7 @@ class StoredContent(Packed):
             return False
         self._shape = (content.dtype, content.shape)
         begin, total, moved = time.perf_counter(), 0, 0
-        stored = StoredTickets(self._store, self.counters)  # if an interrupt comes, this drops the tickets that it has
+        stored = StoredTickets(self._store)  # if an interrupt comes, this drops the tickets that it has
         for part in parts:
             if part is not content:
                 # A store counts the bytes of a part. A part that lies over a piece of a larger storage would keep all
@@ -313,9 +312,8 @@ class StoredContent(Packed):
             if self._store.leaves_memory(part) or part.device != self.alias.device:
                 moved += nbytes
             stored.addresses.append(part.data_ptr())
-        # The bytes are held now, and from now on the destructor of `stored` takes them off again.
         stored.nbytes = total
-        self.counters.change_held(total)
+        self.counters.alive[id(stored)] = stored  # the bytes are held from now on, and as long as `stored` lives
         self.counters.count_put(total, moved, time.perf_counter() - begin, self.module_name, content.nbytes)
         self._tickets = stored
         return True

@@ -37,7 +37,7 @@ import torch
 from disthooks._fork_safe import Order, tensor_lock
 from disthooks._streams import current_stream, handed_over, on, stream_of, used_on
 from disthooks._tensors import Layout, StorageRegion, has_gaps
-from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node, uncompiled
+from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
 from disthooks.errors import MutationError
 from disthooks.saved.python_nodes import copy_for_python, read_by_node
 from disthooks.saved.report import Counters
@@ -61,17 +61,12 @@ def changed_message(module_name: str, now: int, then: int) -> str:
 class FunctionsHandle:
     """The object that autograd holds for a tensor that the user's own ``pack`` took."""
 
-    __slots__ = ("counters", "module_name", "nbytes", "store", "ticket")
+    __slots__ = ("__weakref__", "counters", "module_name", "nbytes", "store", "ticket")
 
     def __init__(self, ticket: Any, store: Any, counters: Counters, nbytes: int, module_name: str) -> None:
         self.ticket, self.store, self.counters, self.nbytes = ticket, store, counters, nbytes
         self.module_name = module_name
-        counters.change_held(nbytes)
-
-    # `change_held` takes no lock, as a destructor must not: see [Note: the order of locks].
-    @uncompiled()
-    def __del__(self) -> None:
-        self.counters.change_held(-self.nbytes)
+        counters.alive[id(self)] = self
 
     def unpack(self) -> torch.Tensor:
         """The tensor that the user's ``unpack`` makes of the ticket."""

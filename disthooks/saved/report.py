@@ -14,14 +14,15 @@ from __future__ import annotations
 import collections
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from disthooks import memory
-from disthooks._fork_safe import DeferredSum, Order, shared_lock
+from disthooks._fork_safe import Order, shared_lock
 from disthooks._streams import on_accelerator
 from disthooks._tensors import format_bytes
 from disthooks._torch import in_transform
@@ -30,7 +31,6 @@ from disthooks.saved.stores.base import Store, StoreReport
 _WORTH = 64 << 10  # bytes; below this a tensor costs the same time whatever its size (benchmarks/threshold.py)
 _FEW = 3  # how many modules or steps a text names
 _STEPS = 16  # how many steps a report has figures of
-_MOST_CHANGES = 1024  # of the bytes that the store holds, before they are added up
 _MUCH = 0.1  # seconds; shorter waits get no advice
 
 
@@ -437,7 +437,8 @@ class Counters:
         saved_bytes: bytes of all contents that were packed so far.
         warned: the warnings of the attachment.
         codec_errors: the errors of the lossy codecs.
-        change_held: adds its argument to the bytes that the store holds. Destructors call it: see [Note: destructors].
+        alive: the objects that hold bytes of the store, each as many as its ``nbytes``, by their identity. A sum that
+            destructors change would stay wrong after the handler of a signal has raised an error in one of them.
     """
 
     def __init__(self) -> None:
@@ -446,7 +447,7 @@ class Counters:
         self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
         # A count costs one look-up: sums over modules are made when a report is (decision 86).
         self._calls = self._inner = 0
-        self._held = DeferredSum()
+        self.alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._modules: dict[str, ModuleCounts] = {}
         self._kept: dict[str, int] = collections.defaultdict(int)
         self._recomputed: dict[str, int] = collections.defaultdict(int)
@@ -456,7 +457,6 @@ class Counters:
         self._differed: dict[str, int] = collections.defaultdict(int)
         self._passed: dict[str, int] = collections.defaultdict(int)
         self._called: set[str] = set()  # names of modules
-        self.change_held: Callable[[int], None] = self._held.change
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()  # a copy of a module begins with empty counts: it has saved nothing yet
@@ -484,9 +484,6 @@ class Counters:
         module.stored += stored
         module.moved += moved
         module.pack_seconds += seconds
-        if len(self._held) > _MOST_CHANGES:
-            with self.lock:
-                self._held.total()
 
     def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
         """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
@@ -608,7 +605,7 @@ class Counters:
                 differed=dict(self._differed),
                 recompute_idle=int(is_recompute_idle and not self._recomputed),
                 loaded=total.loaded,
-                held=self._held.total(),
+                held=sum(each.nbytes for ref in self.alive.valuerefs() if (each := ref()) is not None),
                 passed=dict(self._passed),
                 inner=self._inner,
                 pack_seconds=total.pack_seconds,

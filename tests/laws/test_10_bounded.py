@@ -196,6 +196,20 @@ def test_a_file_is_not_many_times_the_limit(tmp_path: pathlib.Path) -> None:
     assert os.fstat(store.open().files[0]._fd).st_blocks * 512 <= 2 << 20
 
 
+def test_a_store_without_a_limit_lifts_no_other_limit(tmp_path: pathlib.Path) -> None:
+    unlimited, store = dh.OnDisk(tmp_path).open(), dh.OnDisk(tmp_path, "2 MiB").open()
+    kept = []
+    for _ in range(60):
+        tickets = [store.put(torch.rand(16 << 10)) for _ in range(8)]
+        store.wait()
+        kept.append(tickets.pop())  # one of each group stays for a while, and its extent with it
+        for ticket in [*tickets, *kept[:-4]]:
+            store.drop(ticket)
+        del kept[:-4]
+    assert store.files[0].resident <= 2 << 20
+    assert unlimited.put(torch.rand(1 << 20)).runtime is not store.offload
+
+
 # --- Tiers: a tier that is full sends down the tensors that backward reads last, and nothing is lost or held twice
 
 

@@ -1,4 +1,4 @@
-"""Keep saved tensors on disk: each process has an anonymous file in each directory, and threads that move tensors."""
+"""Keep saved tensors on disk: a process has anonymous files in each directory, and threads that move tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ _runtimes: weakref.WeakValueDictionary[Any, Offload] = weakref.WeakValueDictiona
 def _runtime(store: OnDisk) -> Offload:
     """The runtime of this process for the directories and options of ``store``; a forked process gets its own."""
     directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
-    process, asked = os.getpid(), (store.direct, store.in_flight, store.checksum, store.gpu_direct)
+    # The blocks of a file can be bounded only if all stores that use it have a limit, so these have files of their own.
+    process, is_limited = os.getpid(), store.limit is not None
+    asked = (store.direct, store.in_flight, store.checksum, store.gpu_direct, is_limited)
     key = (*map(os.path.realpath, directories), process, *asked)
     with opening:
         found = _runtimes.get(key)
         if found is None:
-            files = [file_in(directory, store.direct) for directory in directories]
+            files = [file_in(directory, store.direct, is_limited) for directory in directories]
             way = GpuDirectWay(files, store.checksum, store.gpu_direct)
             found = _runtimes[key] = Offload(files, parse_bytes(store.in_flight, "in_flight"), store.checksum, way)
         return found
@@ -170,7 +172,7 @@ class OpenOnDisk(Store):
         self.offload.wait()
 
     def report(self) -> tuple[StoreReport, ...]:
-        """One entry: the bytes and the speed of all tensors that go to these directories in this process."""
+        """One entry: the bytes and the speed of all tensors that go to these files in this process."""
         stats, measured = self.offload.stats, [each for file in self.files if (each := file.measured) is not None]
         return (
             StoreReport(
@@ -216,10 +218,10 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
             its own. With a list of directories, tensors go to each in turn.
         limit: most bytes in this process at any time, those in flight included: an int, text such as ``"1 TiB"``, or
             ``"4 TiB per node"``, of which each process of the node (``LOCAL_WORLD_SIZE``) gets an equal part; None
-            for no limit. Each tensor counts as whole pages of 4 KiB. The limit is compared with the space that the
-            file takes on the disk. If the file system can make holes (ext4, XFS, Btrfs, tmpfs), it gets the pages of
-            dropped tensors back when the limit would be passed. A tensor that is dropped while a thread writes it
-            counts no more, and its place in the file is free when that write ends.
+            for no limit. Stores without a limit have another file. Each tensor counts as whole pages of 4 KiB. The
+            limit is compared with the space that the file takes on the disk. If the file system can make holes (ext4,
+            XFS, Btrfs, tmpfs), it gets the pages of dropped tensors back when the limit would be passed. A tensor that
+            is dropped while a thread writes it counts no more, and its place in the file is free when that write ends.
         direct: whether to write past the page cache of the system, which otherwise grows by all bytes that are
             written: True, False, or ``"auto"`` to do it if the file system can. ``report()`` says why if it does not.
         checksum: whether to keep a CRC-32 of each tensor in memory and to compare it when the tensor is read. This

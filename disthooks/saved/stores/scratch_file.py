@@ -356,9 +356,9 @@ def _open_direct(directory: str) -> tuple[int, str]:
 _files: weakref.WeakValueDictionary[Any, ScratchFile] = weakref.WeakValueDictionary()
 
 
-def file_in(directory: str, direct: bool | Literal["auto"]) -> ScratchFile:
-    """The file of this process in ``directory``."""
-    key = os.path.realpath(directory), os.getpid(), direct
+def file_in(directory: str, direct: bool | Literal["auto"], is_limited: bool = False) -> ScratchFile:
+    """The file of this process in ``directory`` for stores that have a limit, or for those that have none."""
+    key = os.path.realpath(directory), os.getpid(), direct, is_limited
     found = _files.get(key)
     if found is None:
         found = _files[key] = ScratchFile(directory, direct)
