@@ -5,9 +5,9 @@ A ``Pipeline`` is frozen and can be shared. An ``OpenPipeline`` is one at work, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
@@ -79,7 +79,7 @@ class OpenPipeline:
         counters: of the attachment.
         contents: finds contents that are packed already.
         is_lossless: whether no codec loses anything.
-        verifications: those of the ``proofs`` that came up in this attachment.
+        verifications: those of the ``proofs`` that came up in this attachment, by identity, as long as these keep them.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class OpenPipeline:
         self.is_lossless = not any(codec.lossy for codec in stages.codecs)
         self.counters, self.contents = Counters(), ContentIndex(is_typed=bool(stages.codecs))
         self.proofs = Proofs() if proofs is None and stages.recompute is not None else proofs
-        self.verifications: dict[Any, Verification] = {}
+        self.verifications: weakref.WeakValueDictionary[int, Verification] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> tuple[type[OpenPipeline], tuple[Pipeline]]:
         return OpenPipeline, (self.stages,)  # a copy of a module has saved nothing yet

@@ -14,7 +14,7 @@ from torch import nn
 import disthooks as dh
 from disthooks.errors import StoreError
 from disthooks.saved.recompute import verify
-from disthooks.saved.recompute.verify import Proofs, Verification
+from disthooks.saved.recompute.verify import Proofs, Verification, proofs_of
 
 
 class Behind(nn.Module):
@@ -226,7 +226,20 @@ def test_proofs_go_with_the_code_and_are_bounded(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     assert alive() is None
     monkeypatch.setattr(verify, "MOST_PLACES", 10)
+    monkeypatch.setattr(verify, "MOST_OF_A_MODULE", 5)
     many = Proofs()
+    often = many.verification(("here", "often"), "here", False)
     for number in range(100):
-        many.verification(("here", number), "here", False)
-    assert len(many._places) <= 10
+        many.verification(("here" if number % 2 else "there", number), "here", False)
+        assert many.verification(("here", "often"), "here", False) is often  # what is used is not forgotten
+    assert len(many._places) == 15
+
+
+def test_lengths_that_do_not_come_again_leave_few_proofs() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16))
+    with dh.save_activations(model, "*", dh.pipeline(ALL, dh.Recompute(), dh.OnCpu())) as saving:
+        for length in range(32, 332):
+            model(torch.randn(length, 16)).sum().backward()
+    assert saving.report().recomputed
+    assert len(proofs_of(model)._places) <= verify.MOST_PLACES
+    assert len(saving._pipeline.verifications) <= len(proofs_of(model)._places)

@@ -17,7 +17,7 @@ from disthooks.saved.pipeline import OpenPipeline
 from disthooks.saved.recompute.formulas import FORMULAS
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, is_as_made, metadata_of, saves_now
 from disthooks.saved.recompute.program import Norms, Planner, Program
-from disthooks.saved.recompute.verify import MOST_PLACES, Proofs, Recompute, Verification
+from disthooks.saved.recompute.verify import Proofs, Recompute, Verification
 
 # [Note: an origin is no cycle]
 # An `Origin` holds the node that made its tensor until the contents of the tensor are taken. If the operator of a node
@@ -83,7 +83,7 @@ class RecomputeContext:
 
     def _tensors_to_hold(self) -> int:
         """How many of the last tensors are held in this forward, so that a comparison has its exact inputs."""
-        known = list(self._pipeline.verifications.values())
+        known = [each for ref in self._pipeline.verifications.valuerefs() if (each := ref()) is not None]
         is_settled = bool(known) and all(each.is_settled for each in known)
         if not is_settled or cast(Recompute, self._pipeline.recompute).check == "always":
             return _EXACT_TENSORS
@@ -155,15 +155,10 @@ class RecomputeContext:
 
     def _verification(self, name: str, key: Any) -> Verification:
         """The verification of the place ``key`` in this module; ``name`` has its operators, for errors."""
-        of_attachment = self._pipeline.verifications
-        found = of_attachment.get((self._module_name, key))
-        if found is None:
-            if len(of_attachment) > MOST_PLACES:
-                of_attachment.clear()
-            where = f"{self._module_name!r} ({name})" if self._module_name else f"({name})"
-            found = of_attachment[self._module_name, key] = cast(Proofs, self._pipeline.proofs).verification(
-                (self._module_name, key), where, cast(Recompute, self._pipeline.recompute).check == "always"
-            )
+        where = f"{self._module_name!r} ({name})" if self._module_name else f"({name})"
+        always = cast(Recompute, self._pipeline.recompute).check == "always"
+        found = cast(Proofs, self._pipeline.proofs).verification((self._module_name, key), where, always)
+        self._pipeline.verifications[id(found)] = found
         return found
 
 

@@ -102,8 +102,9 @@ Attempt = Callable[[int], "torch.Tensor | None"]
 _ENOUGH, _SAMPLE = 256, 4096
 #: The number of tensors of an untrusted place for whose comparisons the host waits.
 _WAITED = 8
-#: The largest number of verifications that are kept. A model whose sizes change in each step makes ever new places.
-MOST_PLACES = 1 << 14
+#: The largest number of verifications that are kept, and how many more for each module beside the first. A model whose
+#: sizes change in each step makes ever new places. A place that was forgotten is proven again when it is used again.
+MOST_PLACES, MOST_OF_A_MODULE = 256, 64
 
 
 #: The result of an attempt for which there is no memory.
@@ -144,6 +145,7 @@ class Verification:
     """
 
     __slots__ = (
+        "__weakref__",
         "_always",
         "_candidates",
         "_lock",
@@ -299,21 +301,26 @@ class Verification:
 
 
 class Proofs:
-    """The verifications of a model, or of a line of code. See [Note: how a proof outlives its attachment]."""
+    """The verifications of a model, or of a line of code. See [Note: how a proof outlives its attachment].
+
+    Those that were used least recently are forgotten when there are too many.
+    """
 
     _kind = Verification
 
     def __init__(self) -> None:
-        self._places: dict[Any, Verification] = {}
+        self._places: dict[Any, Verification] = {}  # the one that was used last is the last
+        self._modules: set[str] = set()
         self._lock = shared_lock(Order.PLACE)
 
-    def verification(self, key: tuple[Any, ...], where: str, always: bool) -> Verification:
-        """The verification of the place ``key``; a new one if there is none."""
-        found = self._places.get((always, key))
-        if found is None:
-            if len(self._places) >= MOST_PLACES:
-                self._places.clear()
-            found = self._places.setdefault((always, key), self._kind(where, always, self._lock))
+    def verification(self, key: tuple[str, Any], where: str, always: bool) -> Verification:
+        """The verification of the place ``key``, a module's name and a program; a new one if there is none."""
+        with self._lock:
+            found = self._places.pop((always, key), None) or self._kind(where, always, self._lock)
+            self._places[always, key] = found
+            self._modules.add(key[0])
+            if len(self._places) > MOST_PLACES + MOST_OF_A_MODULE * (len(self._modules) - 1):
+                del self._places[next(iter(self._places))]
         return found
 
 
