@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar, cast
@@ -66,6 +67,33 @@ def is_python_node(node: Any) -> bool:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call ``call`` at the end of the backward that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@functools.cache
+def _old_graph() -> tuple[torch.Tensor, torch.Tensor]:
+    """An output and its leaf. Their node has the number 0, because it is the first node of its thread."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def make() -> None:
+        leaf = torch.ones((), requires_grad=True, device="cpu")
+        found.append((leaf.clone(), leaf))
+
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def drop_failed_backward() -> None:
+    """Free the graph of a backward that raised an error in this thread, unless a user's code holds it.
+
+    After an error torch leaves the nodes that were still to run in the queue of the thread, and they hold their graph.
+    The next backward takes them out, those with the highest number first. So this runs a node with the number 0, and
+    makes no new node, whose number the operator that is saving tensors now would take for its own.
+    """
+    if current_node() is None:
+        output, leaf = _old_graph()
+        torch.autograd.grad(output, leaf, retain_graph=True)
 
 
 def node_name(node: Any) -> str:

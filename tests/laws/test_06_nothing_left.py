@@ -317,6 +317,48 @@ def test_what_torch_keeps_of_a_failed_backward_goes_with_the_next(hooks: bool, t
     assert soon(lambda: watch.alive() == 0)
 
 
+@pytest.mark.parametrize("fails_at", ["a weight", "a branch"])
+def test_a_full_store_frees_the_graph_of_a_failed_backward(fails_at: str, tmp_path: pathlib.Path) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    failing = [True]
+
+    def hook(gradient: torch.Tensor) -> None:
+        if failing[0]:
+            raise AsAsked
+
+    model[2][0].weight.register_hook(hook)
+
+    def step(to: dh.saving) -> None:
+        with to:
+            branch = model(torch.ones(64, 64))
+            if fails_at == "a branch":
+                other = model(torch.ones(64, 64))
+                other.register_hook(hook)
+                branch = branch + other
+        branch.sum().backward()
+
+    failing[0] = False
+    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path)) as saved:
+        pass
+    step(saved)
+    saved = dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, limit=saved.report().stored * 5 // 4))
+    failing[0] = True
+    for _ in range(3):
+        with pytest.raises(AsAsked):
+            step(saved)
+    failing[0] = False
+    step(saved)
+    assert saved.report().held == 0
+
+
+def test_a_full_store_says_what_still_counts(tmp_path: pathlib.Path) -> None:
+    with dh.saving(dh.AtLeast(0), dh.OnDisk(tmp_path, limit="48 KiB")):
+        y = ones(64, 64).exp()  # the script holds it
+        with pytest.raises(StoreError, match=r"as long as its graph is alive.* delete the outputs, the loss"):
+            ones(64, 64).exp().tan()
+    y.sum().backward()
+
+
 def test_a_pack_that_raises_holds_nothing() -> None:
     def pack(tensor: torch.Tensor) -> object:
         raise ValueError

@@ -17,7 +17,7 @@ import torch
 from disthooks._fork_safe import DeferredSum, Order, shared_lock
 from disthooks._ranks import local_world_size
 from disthooks._tensors import format_bytes, parse_bytes
-from disthooks._torch import uncompiled
+from disthooks._torch import drop_failed_backward, uncompiled
 from disthooks.errors import StoreError, UsageError
 
 
@@ -497,6 +497,8 @@ class ByteBudget:
         Raises:
             StoreError: if more than the limit would be in use then. It has ``wanted`` and ``free``, in bytes.
         """
+        if not self.has_room(count):
+            drop_failed_backward()  # its graph holds bytes, and no code of the user's can free it
         taken, count = 0, self.size(count)
         try:
             with self._lock:
@@ -506,7 +508,8 @@ class ByteBudget:
                     raise StoreError(
                         f"{self._owner} is full: wanted {format_bytes(count)} more, {format_bytes(free)} free of its "
                         f"limit of {format_bytes(self._limit)}; raise the limit, or save fewer modules or larger "
-                        "tensors only (AtLeast)",
+                        "tensors only (AtLeast). What a forward saved counts as long as its graph is alive: after an "
+                        "error in forward or backward delete the outputs, the loss and the exception",
                         wanted=count,
                         free=free,
                     )
