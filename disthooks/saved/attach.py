@@ -144,14 +144,26 @@ _UNUSED = (
     "it is never called, because MultiheadAttention uses the weights of its out_proj itself; attach to the "
     "MultiheadAttention"
 )
+_NOT_CALLED = (
+    "weights of {names} have gradients, but no call of these modules was seen, so nothing was stored. Hooks open in "
+    "module(x), and not in module.forward(x), module._call_impl(x) or nn.Module.__call__(module, x): call the module, "
+    "or wrap it, because the forward of SaveWith(module, ...) opens hooks, too"
+)
+
+
+def _have_gradients(modules: Iterable[nn.Module]) -> bool:
+    return any(p.grad is not None for module in modules for p in module.parameters())
 
 
 class Saving(Attachment):
     """The handle of the hooks that :func:`save_activations` attached."""
 
-    def __init__(self, pipeline: OpenPipeline, names: tuple[str, ...]) -> None:
+    def __init__(self, pipeline: OpenPipeline, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
         super().__init__()
         self._pipeline = pipeline
+        # The set is weak, so that a handle that outlives its model does not keep it in memory. Gradients that were
+        # there before tell nothing about calls.
+        self._modules = weakref.WeakSet(() if _have_gradients(modules) else modules)
         self.on_remove(pipeline.store.release_idle)
         self.names = names
 
@@ -160,7 +172,19 @@ class Saving(Attachment):
 
     def report(self) -> SavedReport:
         """Bytes stored, shared, kept and held under this attachment, on this rank."""
+        self._warn_if_not_called()
         return self._pipeline.report(self.names)
+
+    def remove(self) -> None:
+        """Take off all hooks. Tensors that are stored come back all the same."""
+        self._warn_if_not_called()
+        super().remove()
+
+    def _warn_if_not_called(self) -> None:
+        # A call that leaves out `__call__` runs no code of disthooks. Gradients tell of it, and no step takes longer.
+        counters = self._pipeline.counters
+        if not counters.has_calls and _have_gradients(self._modules):
+            counters.warned.warn("not called", _NOT_CALLED.format(names=first_names(self.names)))
 
 
 def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to: Stage | Pipeline) -> Saving:
@@ -170,7 +194,8 @@ def save_activations(model: nn.Module, patterns: Pattern | Iterable[Pattern], to
     ``state_dict`` keys stay; ``copy.deepcopy`` and pickles of the model are those of the plain one. If a matching
     module is inside another matching module, the hooks of the outer one are enough. A call under ``no_grad``, in a
     ``torch.func`` transform, while exporting, or inside a checkpointed region runs without hooks and is counted in
-    ``report().passed``.
+    ``report().passed``. Hooks open in ``module(x)``, not in ``module.forward(x)``: if no module was called
+    and there are gradients, ``report()`` and ``remove()`` warn.
 
     Args:
         model: the model, or a part of it.
@@ -216,9 +241,8 @@ def attach_to(found: Iterable[tuple[str, nn.Module]], site: HookSite) -> Saving:
                 raise AttachError(f"{where} ({type(module).__name__}): {why}; wrap it instead: SaveWith(module, ...)")
             if site_of(module) is not None:
                 raise AttachError(f"{where} has saved-tensor hooks already: remove() that attachment first")
-        saving = Saving(site.pipeline, tuple(name for name, _ in found))
+        saving = Saving(site.pipeline, tuple(name for name, _ in found), [module for _, module in found])
         attach((module, site._replace(name=name or type(module).__name__)) for name, module in found)
-        # The set is weak, so that a handle that outlives its model does not keep it in memory.
         saving.on_remove(functools.partial(detach, weakref.WeakSet(module for _, module in found)))
         return saving
 

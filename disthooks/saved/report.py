@@ -251,7 +251,8 @@ class SavedReport:
             found.append(
                 f"attached and never called so far: {', '.join(self.uncalled[:_FEW])}"
                 + (f" and {len(self.uncalled) - _FEW} more" if len(self.uncalled) > _FEW else "")
-                + ". Something else uses their weights, or they had no turn: attach to the module that does the work"
+                + ". Something else uses their weights, or module.forward(x) runs them, which opens no hooks, or they "
+                "had no turn: attach to the module that does the work"
             )
         if self.calls and not self.stored and self.kept_by.get("small") and not self.kept_by.get("in place"):
             found.append(
@@ -460,6 +461,11 @@ class Counters:
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()  # a copy of a module begins with empty counts: it has saved nothing yet
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call was seen, with hooks or without."""
+        return bool(self._called)
 
     def of_module(self, name: str) -> ModuleCounts:
         """The counts of the module ``name``; "" for a block of code."""

@@ -363,6 +363,36 @@ def test_the_user_is_told_of_a_module_that_is_never_called(tmp_path: pathlib.Pat
     assert both.names == ("attention",)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl],
+    ids=["forward", "Module.__call__", "_call_impl"],
+)
+def test_the_user_is_told_of_calls_that_open_no_hooks(call: Callable[..., Any], tmp_path: pathlib.Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
+    saving = dh.save_activations(model, "0", dh.OnDisk(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saving.report()  # before the first step there is nothing to tell
+    model[1](call(model[0], x)).sum().backward()
+    with pytest.warns(UserWarning, match=r"weights of 0 have gradients.*not in module\.forward"):
+        advice = saving.report().advice()
+    assert any("call the module" in each for each in advice)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saving.remove()
+        again = dh.save_activations(model, "0", dh.OnDisk(tmp_path))  # the gradients were there before
+        again.remove()
+
+
+def test_removal_tells_of_calls_that_open_no_hooks(tmp_path: pathlib.Path) -> None:
+    model = nn.Linear(64, 64)
+    saving = dh.save_activations(model, "*", dh.OnDisk(tmp_path))
+    model.forward(torch.randn(64, 64)).sum().backward()
+    with pytest.warns(UserWarning, match=r"weights of the model have gradients"):
+        saving.remove()
+
+
 def test_the_user_is_told_of_hooks_that_a_block_forbids(tmp_path: pathlib.Path) -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
     truth = step(model, x)
