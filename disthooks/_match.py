@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, TypeVar, cast
 
@@ -155,7 +156,33 @@ def match_modules(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[s
 
     Names are those of the user's own model, without an engine's wrapper.
     """
-    return match(unwrap_engine(model).named_modules(), patterns, "module")
+    patterns, items = list(patterns), list(unwrap_engine(model).named_modules())
+    found = match(items, patterns, "module")
+    _warn_of_one_digit(patterns, [canonical_name(name) for name, _ in items], {name for name, _ in found})
+    return found
+
+
+def _warn_of_one_digit(patterns: Iterable[Pattern], names: Iterable[str], found: Set[str]) -> None:
+    """Warn if ``?`` stands for the number of a layer, and no pattern found one of the layers from 10 on.
+
+    Only a part of a name that is ``?`` and nothing else counts. With ``[0-3]``, ``1?`` or a list of numbers some layers
+    are left out by intention. ``layers.?`` says nothing of ten, so it is an accident in a model with more layers.
+    """
+    names = list(names)
+    for pattern in patterns:
+        parts = pattern.split(".") if isinstance(pattern, str) else []
+        if "?" not in parts:
+            continue
+        # One digit, and two or three of them. A "*" would match dots, too.
+        few, *more = (".".join("[0-9]" * count if part == "?" else part for part in parts) for count in (1, 2, 3))
+        missed = [name for name in names if any(fnmatch.fnmatchcase(name, longer) for longer in more)]
+        hits = len(fnmatch.filter(names, few))
+        if hits and missed and found.isdisjoint(missed):
+            warnings.warn(
+                f"{pattern!r} matches {hits} of {hits + len(missed)} modules that differ by a number: '?' is one "
+                f"character, so {missed[0]!r} is not matched. Write '*' for all numbers, or [0-9] for one digit",
+                stacklevel=5,
+            )
 
 
 def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:

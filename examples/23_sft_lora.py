@@ -6,7 +6,7 @@ import torch
 from _two import on_two_processes
 
 CONFIG = {
-    "save": [{"modules": "*.layers.?", "store": {"kind": "OnDisk", "directory": tempfile.gettempdir()}}],
+    "save": [{"modules": "*.layers.*", "store": {"kind": "OnDisk", "directory": tempfile.gettempdir()}}],
     "watch": {
         "rules": [{"kind": "only", "pattern": "*.lora_B.*", "rule": {"kind": "ClipNorm", "max_norm": 0.05}}],
         "stats": [{"kind": "Norm"}],

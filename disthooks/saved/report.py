@@ -368,6 +368,8 @@ _ELSEWHERE = (
     "layers themselves, by a pattern or a class, and their hooks open in the thread that calls them"
 )
 
+_told: dict[str, str] = {}  # the warnings of blocks that this process has given
+
 
 class WarnedOnce:
     """The warnings of one attachment. Each is given once, and every report after that contains it.
@@ -568,8 +570,10 @@ class Counters:
         """Warn once that the tensors are already where the store would put them, if nothing at all was stored."""
         has_stored = any(self._modules[name].stored for name in list(self._modules))
         if not has_stored:
-            where = repr(module_name) if module_name else "this block"
-            self.warned.warn("in place", _IN_PLACE.format(store=store, where=where))
+            text = _IN_PLACE.format(store=store, where=repr(module_name) if module_name else "this block")
+            if module_name or _told.setdefault(text, text) is text:
+                self.warned.warn("in place", text)
+            self.warned.texts.setdefault("in place", text)  # each run of a block is an attachment with a report
 
     def warn_of_threads(self, module_name: str) -> None:
         """Warn once that the layers of a module seem to run in other threads."""

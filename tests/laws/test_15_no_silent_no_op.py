@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import math
 import pathlib
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -437,9 +438,39 @@ def test_the_user_is_told_of_a_module_inside_vmap_and_the_one_around_it_stores(t
     assert saving.report().moved == 2 * x.nbytes
 
 
+@pytest.mark.parametrize(
+    ("patterns", "text"),
+    [
+        ("layers.?", r"'layers\.\?' matches 10 of 24 modules.*'layers\.10' is not matched"),
+        ("layers.?.0", r"matches 10 of 24 modules.*'layers\.10\.0' is not matched"),
+        (["layers.?", "head"], "matches 10 of 24 modules"),
+        ("layers.*", ""),
+        ("layers.[0-3]", ""),
+        ("layers.1?", ""),
+        (["layers.?", "layers.1?"], ""),
+        ("layer?.3", ""),
+        ("hea?", ""),
+    ],
+)
+def test_the_user_is_told_of_a_pattern_that_matches_ten_layers_of_more(
+    patterns: str | list[str], text: str, tmp_path: pathlib.Path
+) -> None:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(24))
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2)})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dh.save_activations(model, patterns, dh.OnDisk(tmp_path)).remove()
+    assert len(told) == bool(text)
+    assert not text or re.search(text, str(told[0].message))
+    assert not text or told[0].filename == __file__
+
+
 @pytest.mark.any_device
 @pytest.mark.parametrize("to", [dh.OnCpu(), dh.Tiered(dh.OnDevice("1 GiB"), dh.OnCpu())])
-def test_a_store_where_the_tensors_are_says_so(to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path) -> None:
+def test_a_store_where_the_tensors_are_says_so(
+    to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disthooks.saved.report._told", {})
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
     with dh.save_activations(model, "?", to) as saving:
         with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
@@ -449,6 +480,14 @@ def test_a_store_where_the_tensors_are_says_so(to: dh.OnCpu | dh.Tiered, tmp_pat
             step(model, x)
     assert saving.report().stored == 0
     assert any("stores nothing" in advice for advice in saving.report().advice())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with dh.saving(to) as block:
+                model(x)
+            assert any("stores nothing" in advice for advice in block.report().advice())
+    assert len(told) == 1  # each run of the block is an attachment, and the process is told once
+    assert "stores nothing of this block" in str(told[0].message)
     for stages in ((dh.Compact(), to), (dh.Recompute(), to), (dh.Tiered(dh.OnCpu("1 KiB"), dh.OnDisk(tmp_path)),)):
         with warnings.catch_warnings(), dh.save_activations(model, "?", dh.pipeline(*stages)):
             warnings.simplefilter("error")
