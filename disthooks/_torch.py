@@ -70,13 +70,13 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 @functools.cache
-def _old_graph() -> tuple[torch.Tensor, torch.Tensor]:
-    """An output and its leaf. Their node has the number 0, because it is the first node of its thread."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+def _old_graph() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An output, its leaf and a gradient. Their node has the number 0, because it is the first node of its thread."""
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def make() -> None:
         leaf = torch.ones((), requires_grad=True, device="cpu")
-        found.append((leaf.clone(), leaf))
+        found.append((leaf.clone(), leaf, leaf.detach()))
 
     thread = threading.Thread(target=make, daemon=True)
     thread.start()
@@ -89,11 +89,12 @@ def drop_failed_backward() -> None:
 
     After an error torch leaves the nodes that were still to run in the queue of the thread, and they hold their graph.
     The next backward takes them out, those with the highest number first. So this runs a node with the number 0, and
-    makes no new node, whose number the operator that is saving tensors now would take for its own.
+    makes no new node, whose number the operator that is saving tensors now would take for its own. It runs no operator
+    either, which a dispatch mode, of a prediction say, would see.
     """
     if current_node() is None:
-        output, leaf = _old_graph()
-        torch.autograd.grad(output, leaf, retain_graph=True)
+        output, leaf, gradient = _old_graph()
+        torch.autograd.grad(output, leaf, gradient, retain_graph=True)
 
 
 def node_name(node: Any) -> str:
