@@ -214,6 +214,7 @@ def _columns_twice(base: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return base.unbind(1) + base.unbind(1)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("views", [_rows, _columns, _columns_twice])
 @pytest.mark.parametrize("place", ["disk", "cpu", "kept"])
 def test_a_function_that_saves_all_views_of_a_storage_is_given_about_as_many_bytes(
