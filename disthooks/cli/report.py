@@ -460,7 +460,7 @@ def seconds(value: float) -> str:
     """A time for people.
 
     >>> seconds(0.0000213), seconds(0.2), seconds(75.0)
-    ('0.021 ms', '200 ms', '75 s')
+    ('0.0213 ms', '200 ms', '75 s')
     """
     return f"{value * 1e3:.3g} ms" if abs(value) < 1 else f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
 
