@@ -34,6 +34,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.nn.utils._named_member_accessor import swap_tensor
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils import checkpoint
 
 _autograd: Any = torch._C._autograd
 
@@ -46,6 +47,18 @@ hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 #: The innermost pair of saved-tensor hooks of this thread, or None; call it with True.
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = (
     _autograd._top_saved_tensors_default_hooks
+)
+
+
+#: The dispatch mode in which a selective checkpoint keeps the outputs of some operators.
+SelectiveMode: Any = checkpoint._CachingTorchDispatchMode
+
+#: What a non-reentrant checkpoint holds to run its function again.
+CheckpointFrame: Any = checkpoint._CheckpointFrame
+
+#: The innermost pair of hooks that is no checkpoint's own; None before torch 2.14, where a checkpoint does not know it.
+hooks_around_checkpoint: Callable[[], tuple[Callable[..., Any], Callable[..., Any]] | None] | None = getattr(
+    checkpoint, "_current_user_saved_tensors_hooks", None
 )
 
 

@@ -142,6 +142,8 @@ def saved(patterns: Sequence[Any], pipeline: Pipeline) -> dict[str, Any]:
         found["recompute"] = entry(pipeline.recompute)
     if pipeline.codecs:
         found["codecs"] = [entry(codec) for codec in pipeline.codecs]
+    if not pipeline.selective_checkpoints:
+        found["selective_checkpoints"] = False
     return found | {"store": entry(pipeline.store)}
 
 

@@ -217,7 +217,8 @@ def _entry(
         make_run(written)  # a store may open its file when it is made
     stages.append(builder.spec(entry["store"], "store", (*path, "store"))())
     try:
-        return _patterns(entry["modules"], source, (*path, "modules")), pipeline(*stages)
+        found = pipeline(*stages, selective_checkpoints=entry["selective_checkpoints"])
+        return _patterns(entry["modules"], source, (*path, "modules")), found
     except UsageError as error:
         raise ConfigError(error if isinstance(error, ConfigError) else source.say(path, f": {error}")) from None
 

@@ -71,6 +71,7 @@ class Save(_Strict):
     recompute: Entry | None = Field(None, description="Drop what is cheap to compute again: kind: Recompute.")
     codecs: list[Entry] = Field([], description="What makes tensors smaller, in this order.")
     store: Entry = Field(description="Where they are between forward and backward.")
+    selective_checkpoints: bool = Field(True, description="Whether what a selective checkpoint keeps goes there, too.")
 
 
 class Watch(_Strict):

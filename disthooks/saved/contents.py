@@ -39,9 +39,9 @@ from disthooks._tensors import Layout, StorageRegion, alone, is_most_of, region_
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError
 from disthooks.saved.codecs.base import Codec, relative_error
+from disthooks.saved.counters import Counters
 from disthooks.saved.eligibility import refuse_capture
 from disthooks.saved.packed import Packed
-from disthooks.saved.report import Counters
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.pools import memory_of
 

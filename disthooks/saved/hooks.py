@@ -30,6 +30,7 @@ from disthooks import _handles
 from disthooks._tensors import Layout, StorageRegion, exotic, is_most_of, is_plain, local_part, region_of
 from disthooks._torch import fresh_count, in_graph_memory, sequence_number, top_hooks, uncompiled
 from disthooks.errors import AttachError
+from disthooks.saved.checkpoints import AroundCheckpoints
 from disthooks.saved.contents import Key, SmallCopy, StorageParts, StoredContent
 from disthooks.saved.eligibility import BREAK, reason_not_to_hook, refuse_capture
 from disthooks.saved.packed import DTensorHandle, FunctionsHandle, Handle, InPlace, Nature, Packed
@@ -81,7 +82,7 @@ class Kinds(NamedTuple):
     small: type[SmallCopy] = SmallCopy
 
 
-class SavedTensorHooks:
+class SavedTensorHooks(AroundCheckpoints):
     """The pair of hooks of one call, active in this thread from ``__enter__`` to ``__exit__``.
 
     Args:
@@ -91,6 +92,7 @@ class SavedTensorHooks:
     """
 
     _kinds = Kinds()
+    takes_arguments = True
 
     @uncompiled(BREAK)
     def __init__(self, pipeline: OpenPipeline, module_name: str = "", module: nn.Module | None = None) -> None:
@@ -101,6 +103,7 @@ class SavedTensorHooks:
         self._by_owner = self._contents.by_owner
         self._thread = get_ident()
         self._sequence = -1  # number of the operator that saved something last
+        self.takes_selective = pipeline.stages.selective_checkpoints
         self._has_inner = False  # whether another attachment took the tensors that a part of the call saved
         self._has_in_place = False  # whether something is where the store would put it
         self._pending: collections.deque[weakref.ref[Packed]] = collections.deque()  # to be offloaded
@@ -403,6 +406,14 @@ class SavedTensorHooks:
         handle = FunctionsHandle(store.put(tensor), store, counters, nbytes, self._module_name)
         counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
         return self._count(tensor, Decision("store"), nbytes, handle)
+
+    def leave(self, what: str, tensors: list[torch.Tensor]) -> None:
+        """Count the tensors that a checkpoint inside keeps in memory. See [Note: arguments of a checkpoint]."""
+        nbytes = sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values())
+        if nbytes:
+            self._counters.count_kept(what, nbytes, self._module_name)
+        if nbytes >= max(1, self._pipeline.at_least) and what != "selective checkpoint":
+            self._counters.warn_of_variables(self._module_name, nbytes)
 
     # -- offload
 

@@ -39,8 +39,8 @@ from disthooks._streams import current_stream, handed_over, on, stream_of, used_
 from disthooks._tensors import Layout, StorageRegion, has_gaps
 from disthooks._torch import StorageRef, at_end_of_backward, backward_id, current_node, is_python_node
 from disthooks.errors import MutationError
+from disthooks.saved.counters import Counters
 from disthooks.saved.python_nodes import copy_for_python, read_by_node
-from disthooks.saved.report import Counters
 
 #: What a saved tensor is to autograd. An operator made a "result", and its version tells whether it was changed. A
 #: "leaf" and its views, and a "constant", to which no gradient flows, may be written without a count: see

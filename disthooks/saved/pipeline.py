@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disthooks._tensors import format_bytes, parse_bytes
 from disthooks.errors import UsageError
 from disthooks.saved.codecs import Codec
 from disthooks.saved.contents import ContentIndex
+from disthooks.saved.counters import Counters
 from disthooks.saved.recompute.verify import Proofs, Recompute, Verification
-from disthooks.saved.report import Counters, SavedReport
+from disthooks.saved.report import SavedReport
 from disthooks.saved.stores.base import Functions, Store
 
 
@@ -52,17 +53,20 @@ class Pipeline:
         codecs: applied in order on the way in, in reverse on the way back.
         store: the store that the result goes to.
         recompute: the stage that drops tensors that it can compute again; None without it.
+        selective_checkpoints: whether the tensors that a selective checkpoint keeps go to the store, too.
     """
 
     at_least: int
     codecs: tuple[Codec, ...]
     store: Store
     recompute: Recompute | None = None
+    selective_checkpoints: bool = True
 
     def __str__(self) -> str:
         stages = [f"AtLeast({format_bytes(self.at_least)!r})"]
         stages += [] if self.recompute is None else [repr(self.recompute)]
         stages += [*map(repr, self.codecs), repr(self.store)]
+        stages += [] if self.selective_checkpoints else ["selective_checkpoints=False"]
         return ", ".join(stages)
 
 
@@ -116,8 +120,12 @@ _ORDER = "the order is AtLeast, Recompute, codecs, one store"
 Stage = AtLeast | Recompute | Codec | Store
 
 
-def pipeline(*stages: Stage | Pipeline) -> Pipeline:
+def pipeline(*stages: Stage | Pipeline, selective_checkpoints: bool = True) -> Pipeline:
     """Chain ``AtLeast`` and ``Recompute`` (at most one each), codecs (any number) and exactly one store, in this order.
+
+    Args:
+        stages: the stages.
+        selective_checkpoints: whether the tensors that a selective checkpoint keeps for backward go to the store, too.
 
     Without ``AtLeast``, tensors of fewer than ``store.min_bytes`` bytes are kept where they are: under 64 KiB for
     ``OnDisk``, under 4 KiB for others, none for ``Functions``.
@@ -131,7 +139,7 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     AtLeast('1.0 MiB'), OnCpu(limit=None, pin_memory='auto', in_flight='512 MiB', keep=None)
     """
     if len(stages) == 1 and isinstance(stages[0], Pipeline):
-        return stages[0]
+        return stages[0] if selective_checkpoints else replace(stages[0], selective_checkpoints=False)
     rest = list(stages)
     gate = rest.pop(0) if rest and isinstance(rest[0], AtLeast) else None
     store = rest.pop() if rest and isinstance(rest[-1], Store) else None
@@ -148,7 +156,8 @@ def pipeline(*stages: Stage | Pipeline) -> Pipeline:
     if recompute is not None and isinstance(store, Functions):
         raise _error(stages, ": Functions takes each tensor as it is; give Recompute another store")
     least = gate.nbytes if isinstance(gate, AtLeast) else store.min_bytes
-    return Pipeline(least, tuple(codecs), store, recompute if isinstance(recompute, Recompute) else None)
+    drops = recompute if isinstance(recompute, Recompute) else None
+    return Pipeline(least, tuple(codecs), store, drops, selective_checkpoints)
 
 
 def _error(stages: tuple[object, ...], fault: str) -> UsageError:

@@ -24,8 +24,8 @@ from disthooks._streams import current_stream, event_on, is_capturing, on_accele
 from disthooks._tensors import Layout, exotic, is_plain, is_waiting, storages_of, words_of
 from disthooks._torch import StorageRef, node_name
 from disthooks.errors import MutationError, StoreError
+from disthooks.saved.counters import Counters
 from disthooks.saved.packed import Packed
-from disthooks.saved.report import Counters
 
 # Nodes through which a view of a weight was made before it was cast: FSDP1's of its flat parameter, a transpose, ...
 _VIEWS = re.compile(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import disthooks as dh
 from tests.support.engines import flat, unsynced
@@ -129,6 +133,45 @@ def test_products_are_computed_again_with_the_bits(
         # With FSDP1 a bias is a piece of a flat parameter, and the graph does not say which: such a product is stored.
         assert flops == 0 if engine.startswith("fsdp1") else flops > 0
         assert held == 0
+
+
+def _selective(rank: int, engine: str, folder: str) -> tuple[bool, int, int, list[str]]:
+    """Whether gradients are those without hooks; bytes stored of what checkpoints keep, bytes held, and warnings."""
+
+    def keep_products(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(selective: bool | None) -> tuple[list[torch.Tensor], dh.SavedReport | None]:
+        torch.manual_seed(0)
+        model = Tiny()
+        context = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block, context_fn=context)
+        model = _engine(model, engine)
+        if selective is None:
+            return _train(model, rank, True), None
+        line = dh.pipeline(dh.AtLeast("1 KiB"), dh.OnDisk(folder), selective_checkpoints=selective)
+        with dh.save_activations(model, "", line) as saving:
+            return _train(model, rank, True), saving.report()
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        (truth, _), (left, without), (grads, report) = (run(selective) for selective in (None, False, True))
+    gc.collect()
+    same = identical(grads, truth) and identical(left, truth)
+    assert without.kept_by["selective checkpoint"] > 0
+    assert "selective checkpoint" not in report.kept_by
+    texts = [str(each.message) for each in told if "selective" in str(each.message)]
+    return same, report.stored - without.stored, report.held, texts
+
+
+@pytest.mark.first_tier(engine=("ddp", "fsdp2"))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "fsdp2 keep", "fsdp2 mixed"])
+def test_what_a_selective_checkpoint_keeps_is_stored(ranks: Ranks, engine: str, tmp_path: pathlib.Path) -> None:
+    for same, stored, held, told in ranks(_selective, engine, str(tmp_path)):
+        assert (same, held, told) == (True, 0, [])
+        assert stored > 100_000
 
 
 def _weights(rank: int, folder: str) -> dict[str, int]:

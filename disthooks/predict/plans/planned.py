@@ -57,6 +57,7 @@ from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.codecs.compact import Compact
 from disthooks.saved.codecs.compress import Compress
 from disthooks.saved.contents import SmallCopy, StoredContent
+from disthooks.saved.counters import Counters, WarnedOnce
 from disthooks.saved.hooks import HookSite, Kinds, SavedTensorHooks, unpack
 from disthooks.saved.module_class import exchange_site, site_of
 from disthooks.saved.packed import Packed
@@ -64,7 +65,7 @@ from disthooks.saved.pipeline import OpenPipeline, Pipeline, Stage
 from disthooks.saved.pipeline import pipeline as as_pipeline
 from disthooks.saved.recompute.context import Recomputed
 from disthooks.saved.recompute.verify import Proofs, Verification
-from disthooks.saved.report import Counters, SavedReport, WarnedOnce
+from disthooks.saved.report import SavedReport
 from disthooks.saved.weights import NARROW, AutocastCopy, ModuleWeights
 from disthooks.saved.wrap import SaveWith
 

@@ -50,6 +50,7 @@ from disthooks.predict.recording.record import (
     StepRecord,
     Unknown,
 )
+from disthooks.saved.checkpoints import AroundCheckpoints
 
 _Mode: Any = _python_dispatch.TorchDispatchMode
 _is_wrapper: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
@@ -73,7 +74,7 @@ class _Watched(weakref.ref[torch.UntypedStorage]):
     nbytes: int
 
 
-class Recorder(_Mode):  # type: ignore[misc]
+class Recorder(AroundCheckpoints, _Mode):  # type: ignore[misc]
     """A dispatch mode that records what runs inside it. Enter the FakeTensorMode first, then this.
 
     Args:

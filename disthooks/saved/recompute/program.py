@@ -26,11 +26,11 @@ from disthooks._streams import handed_over, stream_of
 from disthooks._tensors import Layout, bitless, exotic, memory_under
 from disthooks._torch import is_dispatched, node_name
 from disthooks.errors import MutationError, StoreError
+from disthooks.saved.counters import Counters
 from disthooks.saved.packed import Handle, InPlace, Packed, changed_message
 from disthooks.saved.recompute.formulas import FORMULAS, Call, Norm
 from disthooks.saved.recompute.graph import Edge, NodeReader, NotComputable, Saved, Source, annotation, leaf_of
 from disthooks.saved.recompute.verify import Verification
-from disthooks.saved.report import Counters
 from disthooks.saved.weights import AutocastCopy, checksum
 
 

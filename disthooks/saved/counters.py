@@ -1,0 +1,346 @@
+"""``Counters`` count what one attachment does with saved tensors, for each module.
+
+The errors of codecs and the warnings of the attachment are kept beside them.
+"""
+
+# [Note: counts take no lock]
+# Several counts are made for each saved tensor, and a lock for each would cost more than the count. CPython changes the
+# thread only where it checks for interrupts: when a Python function begins, when a loop jumps back, and after a call.
+# `module.kept += nbytes` and `counts[name] += nbytes` have none of these between reading and writing, so no other
+# thread's count is lost. `name` has to be a str, and `counts` a dict whose factory is a C function.
+
+from __future__ import annotations
+
+import collections
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from disthooks import memory
+from disthooks._fork_safe import Order, shared_lock
+from disthooks._streams import on_accelerator
+from disthooks._tensors import format_bytes
+from disthooks._torch import in_transform
+from disthooks.saved.report import SavedReport, SiteReport, shared_out
+from disthooks.saved.stores.base import Store
+
+_STEPS = 16  # how many steps a report has figures of
+
+_STEPPED_BACK = (
+    "disthooks stepped back in {where}, which runs inside {what}: what it saves is computed again anyway. To save the "
+    "checkpoint's inputs instead, attach to the module around the checkpoint, or wrap it: SaveWith(checkpointed, ...). "
+    "report().passed counts these calls; this is said once"
+)
+_VARIABLES = (
+    "a checkpoint inside {where} runs a lambda or an inner function that uses {nbytes} of tensors from outside. These "
+    "tensors stay in memory, because the checkpoint holds the function: pass them as arguments of the checkpoint. This "
+    "is said once; report().kept_by has the bytes under 'variable of a checkpoint'"
+)
+_RECORDED = (
+    "{what} records the forward of {where} without the hooks of disthooks, so nothing that the recorded module saves "
+    "goes to the store. Train the Python module, compiled by torch.compile where you want speed, or wrap what is "
+    "recorded: SaveWith(recorded, ...). report().passed counts it; this is said once"
+)
+_TRANSFORMED = (
+    "{where} is called inside a transform of torch.func (vmap, grad, ...), whose tensors belong to the transform: it "
+    "goes without hooks. Around a vmap hooks work: attach to the module whose forward calls vmap, or put the call into "
+    "saving(...). report().passed counts these calls; this is said once"
+)
+_DISABLED = (
+    "{where} is called where torch.autograd.graph.disable_saved_tensors_hooks forbids hooks: it goes without "
+    "hooks. Call it outside of that block to store what it saves. report().passed counts these calls; this is said "
+    "once"
+)
+# The warning for each reason why a call ran without hooks. The other reasons need no action of the user.
+_ADVICE = {
+    "torch.jit.trace": _RECORDED.replace("{what}", "torch.jit.trace"),
+    "torch.jit.script": _RECORDED.replace("{what}", "torch.jit.script"),
+    "hooks disabled": _TRANSFORMED,
+    "checkpoint": _STEPPED_BACK.replace("{what}", "an activation checkpoint"),
+    "backward": _STEPPED_BACK.replace("{what}", "a backward (a reentrant checkpoint, most likely)"),
+}
+_GRAPHS = (
+    "what {where} saves lies in memory of the CUDA graphs that torch.compile(mode='reduce-overhead') made: it stays "
+    "there, as without disthooks, because the graph of its backward reads it there. To have it stored, compile this "
+    "module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has the bytes; "
+    "this is said once"
+)
+_IN_PLACE = (
+    "{store} stores nothing of {where}: what it saves is in CPU memory, where this store would put it. To take it out "
+    "of memory give OnDisk(directory); to make it smaller put a codec in front of the store, Compact() or "
+    "Cast(torch.bfloat16). With the model on a GPU this store does its work"
+)
+_ELSEWHERE = (
+    "{where} saved nothing in the thread that called it, though gradients flow to its weights. If its forward runs its "
+    "layers in threads of its own, they run without hooks, because hooks are those of one thread: attach to the "
+    "layers themselves, by a pattern or a class, and their hooks open in the thread that calls them"
+)
+
+_told: dict[str, str] = {}  # the warnings of blocks that this process has given
+
+
+class WarnedOnce:
+    """The warnings of one attachment. Each is given once, and every report after that contains it.
+
+    Attributes:
+        texts: the warnings so far, by topic.
+    """
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def warn(self, topic: str, text: str) -> None:
+        """Give the warning ``text``, unless this attachment has warned of ``topic`` before."""
+        # One call of C decides between two threads that arrive together, so no lock is needed.
+        if self.texts.setdefault(topic, text) is text:
+            warnings.warn(text, stacklevel=5)
+
+
+class CodecErrors:
+    """The largest relative error of each lossy codec, in a sample of the tensors that it changed (decision 33)."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._changed: collections.Counter[int] = collections.Counter()  # tensors, by the codec's position
+        self._unread: list[tuple[str, torch.Tensor]] = []
+        self._largest: dict[str, float] = {}
+
+    def is_due(self, position: int) -> bool:
+        """Whether to measure the codec at ``position`` on this tensor: the 1st, 2nd, 4th, 8th, ... that it changed."""
+        with self._lock:
+            self._changed[position] += 1
+            return self._changed[position].bit_count() == 1
+
+    def add(self, codec: str, error: torch.Tensor) -> None:
+        """Remember ``error``, a scalar. It stays on its device, because the host would have to wait to read it."""
+        with self._lock:
+            self._unread.append((codec, error))
+
+    def read(self) -> dict[str, float]:
+        """The largest errors by codec. Waits for the devices of the errors that were not read before."""
+        with self._lock:
+            unread, self._unread = self._unread, []
+        for device in {error.device for _, error in unread if on_accelerator(error)}:
+            torch.accelerator.synchronize(device)  # each error was computed on the stream of its tensor
+        read = [(codec, float(error)) for codec, error in unread]
+        with self._lock:
+            for codec, error in read:
+                self._largest[codec] = max(self._largest.get(codec, 0.0), error)
+            return dict(self._largest)
+
+
+class ModuleCounts:
+    """The counts of one module: the fields of a :class:`SiteReport`, which can be added to."""
+
+    __slots__ = tuple(SiteReport.__dataclass_fields__)
+
+    def __init__(self) -> None:
+        self.tensors = self.saved = self.stored = self.moved = self.shared = self.kept = 0
+        self.recast = self.recomputed = self.loaded = 0
+        self.pack_seconds = self.unpack_seconds = self.codec_seconds = self.copy_seconds = 0.0
+
+
+class Counters:
+    """The counts of one attachment, for all of its threads. See [Note: counts take no lock].
+
+    Attributes:
+        lock: under which a report is made.
+        saved_bytes: bytes of all contents that were packed so far.
+        warned: the warnings of the attachment.
+        codec_errors: the errors of the lossy codecs.
+        alive: the objects that hold bytes of the store, each as many as its ``nbytes``, by their identity. A sum that
+            destructors change would stay wrong after the handler of a signal has raised an error in one of them.
+    """
+
+    def __init__(self) -> None:
+        self.lock = shared_lock(Order.COUNTERS)
+        self.saved_bytes = 0
+        self.warned, self.codec_errors = WarnedOnce(), CodecErrors(self.lock)
+        # A count costs one look-up: sums over modules are made when a report is (decision 86).
+        self._calls = self._inner = 0
+        self.alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._modules: dict[str, ModuleCounts] = {}
+        self._kept: dict[str, int] = collections.defaultdict(int)
+        self._recomputed: dict[str, int] = collections.defaultdict(int)
+        self._recomputed_in_steps: collections.deque[int] = collections.deque([0], maxlen=_STEPS)
+        self._has_returned = False  # whether a tensor came back since the step began
+        self._rerun = self._rerun_flops = self._proof_waits = 0
+        self._differed: dict[str, int] = collections.defaultdict(int)
+        self._passed: dict[str, int] = collections.defaultdict(int)
+        self._called: set[str] = set()  # names of modules
+
+    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
+        return Counters, ()  # a copy of a module begins with empty counts: it has saved nothing yet
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call was seen, with hooks or without."""
+        return bool(self._called)
+
+    def of_module(self, name: str) -> ModuleCounts:
+        """The counts of the module ``name``; "" for a block of code."""
+        found = self._modules.get(name)
+        return self._modules.setdefault(name, ModuleCounts()) if found is None else found
+
+    def count_put(
+        self, stored: int, moved: int, seconds: float, module_name: str = "", saved: int | None = None
+    ) -> None:
+        """Count one content that the store took.
+
+        Args:
+            stored: its bytes as the store got them.
+            moved: those of them that left the memory they were in.
+            seconds: how long the host waited for the store.
+            module_name: the module that saved it; "" for a block of code.
+            saved: its bytes before codecs, by default ``stored``.
+        """
+        module = self._modules.get(module_name) or self.of_module(module_name)
+        module.tensors += 1
+        module.saved += stored if saved is None else saved
+        module.stored += stored
+        module.moved += moved
+        module.pack_seconds += seconds
+
+    def count_got(self, loaded: int, seconds: float, module_name: str = "", copied: float = 0.0) -> None:
+        """Count bytes that the store gave back, the seconds that backward waited, and the seconds of the copies."""
+        module = self._modules.get(module_name) or self.of_module(module_name)
+        module.loaded += loaded
+        module.unpack_seconds += seconds
+        module.copy_seconds += copied
+        self._has_returned = True
+
+    def count_codecs(self, seconds: float, module_name: str = "") -> None:
+        """Count the seconds that codecs took."""
+        module = self.of_module(module_name)
+        module.codec_seconds += seconds
+
+    def count_kept(self, reason: str, nbytes: int, module_name: str = "") -> None:
+        """Count a saved tensor that stays in memory, for ``reason``."""
+        module = self._modules.get(module_name) or self.of_module(module_name)
+        module.kept += nbytes
+        self._kept[reason] += nbytes
+
+    def count_recast(self, nbytes: int, module_name: str = "") -> None:
+        """Count autocast's copy of a weight that was dropped."""
+        module = self.of_module(module_name)
+        module.recast += nbytes
+
+    def count_recomputed(self, how: str, nbytes: int, module_name: str = "") -> None:
+        """Count bytes that are dropped because the operators ``how`` compute them again."""
+        module = self.of_module(module_name)
+        module.recomputed += nbytes
+        self._recomputed[how] += nbytes
+        self._recomputed_in_steps[-1] += nbytes
+
+    def count_rerun(self, operators: int, flops: int) -> None:
+        """Count the operators that computed one tensor again."""
+        self._rerun += operators
+        self._rerun_flops += flops
+        self._has_returned = True
+
+    def count_proof_wait(self) -> None:
+        """Count that the host waited for a device, to prove a place of Recompute."""
+        self._proof_waits += 1
+
+    def count_differed(self, place: str, nbytes: int) -> None:
+        """Count bytes that are stored because computing them again gave other bits; ``place`` says where."""
+        self._differed[place] += nbytes
+
+    def count_call(self, module_name: str = "") -> None:
+        """Count a call that ran with the hooks on."""
+        with self.lock:
+            self._calls += 1
+            self._called.add(module_name)
+            if self._has_returned:
+                self._has_returned = False
+                self._recomputed_in_steps.append(0)
+
+    def count_inner(self) -> None:
+        """Count a call whose saved tensors another attachment inside of this one takes (the inner one wins)."""
+        self._inner += 1
+
+    def count_pass(self, reason: str, module_name: str) -> None:
+        """Count a call that ran without hooks, and warn once if the user can change that."""
+        self._passed[reason] += 1
+        self._called.add(module_name)
+        if reason in _ADVICE:
+            is_forbidden = reason == "hooks disabled" and not in_transform()
+            advice = _DISABLED if is_forbidden else _ADVICE[reason]
+            key = "hooks forbidden" if is_forbidden else reason
+            self.warned.warn(key, advice.format(where=repr(module_name or "this block")))
+
+    def warn_of_graphs(self, module_name: str) -> None:
+        """Warn once that tensors in the memory of CUDA graphs stay there."""
+        where = repr(module_name) if module_name else "a saving(...) block"
+        self.warned.warn("CUDA graph", _GRAPHS.format(where=where))
+
+    def warn_of_variables(self, module_name: str, nbytes: int) -> None:
+        """Warn once that a checkpoint runs a function that holds tensors itself."""
+        where = repr(module_name) if module_name else "a saving(...) block"
+        self.warned.warn("variables", _VARIABLES.format(where=where, nbytes=format_bytes(nbytes)))
+
+    def warn_of_in_place(self, module_name: str, store: Store) -> None:
+        """Warn once that the tensors are already where the store would put them, if nothing at all was stored."""
+        has_stored = any(self._modules[name].stored for name in list(self._modules))
+        if not has_stored:
+            text = _IN_PLACE.format(store=store, where=repr(module_name) if module_name else "this block")
+            if module_name or _told.setdefault(text, text) is text:
+                self.warned.warn("in place", text)
+            self.warned.texts.setdefault("in place", text)  # each run of a block is an attachment with a report
+
+    def warn_of_threads(self, module_name: str) -> None:
+        """Warn once that the layers of a module seem to run in other threads."""
+        self.warned.warn("threads", _ELSEWHERE.format(where=repr(module_name)))
+
+    def report(self, store: Store, names: Sequence[str] = (), is_recompute_idle: bool = False) -> SavedReport:
+        """All counts as they stand.
+
+        Args:
+            store: the store, whose own reports are added.
+            names: the attached modules; the report names those that were never called.
+            is_recompute_idle: whether the pipeline has a Recompute that has met no operator it knows.
+        """
+        # The store and the device may take a while to answer. The lock is taken after that, so that no thread that
+        # trains waits for the counters meanwhile. See [Note: the order of locks].
+        tiers, errors, unreturned = store.report(), self.codec_errors.read(), memory.unreturned()
+        with self.lock:
+            modules = {
+                name: SiteReport(*(getattr(self._modules[name], field) for field in ModuleCounts.__slots__))
+                for name in list(self._modules)
+            }
+            total = sum(modules.values(), SiteReport())
+            # Before the first call no module is named: all of them may still be called.
+            uncalled = [name for name in names if name and name not in self._called] if self._called else []
+            return SavedReport(
+                calls=self._calls,
+                stored=total.stored,
+                moved=total.moved,
+                shared=total.shared,
+                kept=total.kept,
+                kept_by=dict(self._kept),
+                recast=total.recast,
+                recomputed=total.recomputed,
+                recomputed_by=dict(self._recomputed),
+                recomputed_in_steps=tuple(self._recomputed_in_steps) if self._recomputed else (),
+                rerun=self._rerun,
+                rerun_flops=self._rerun_flops,
+                proof_waits=self._proof_waits,
+                differed=dict(self._differed),
+                recompute_idle=int(is_recompute_idle and not self._recomputed),
+                loaded=total.loaded,
+                held=sum(each.nbytes for ref in self.alive.valuerefs() if (each := ref()) is not None),
+                passed=dict(self._passed),
+                inner=self._inner,
+                pack_seconds=total.pack_seconds,
+                unpack_seconds=total.unpack_seconds,
+                tensors=total.tensors,
+                unreturned=unreturned,
+                tiers=tiers,
+                errors=errors,
+                sites=shared_out(modules, tiers),
+                told=tuple(self.warned.texts.values()),
+                uncalled=tuple(uncalled),
+            )
