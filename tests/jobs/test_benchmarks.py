@@ -374,3 +374,14 @@ def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(tmp_path: pathl
     found = json.loads(out.read_text())
     assert found["summary"]["met"] == found["summary"]["cases"] == 2
     assert [row["saved_off"] for row in found["rows"].values()] == [0, 0]
+
+
+def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "layer_inputs.json"
+    sizes = ["--size", "small", "--rounds", "1", "--directory", str(tmp_path), "--json", str(out)]
+    done = _script("benchmarks/layer_inputs.py", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for batch in json.loads(out.read_text())["batches"].values():
+        assert batch["ways"].keys() == {"inputs stay", "transformers offload=True", "disthooks"}
+        # The input of a layer of the short batch is smaller than what a disk is asked to take.
+        assert batch["ways"]["disthooks"]["moved_bytes"] == (batch["inputs_bytes"] if batch["rows"] > 1 else 0)

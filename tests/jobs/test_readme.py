@@ -26,6 +26,7 @@ MARK = "# not run in CI: "
 NOT_RUN = [
     ("README.md", "it installs packages"),
     *[("docs/gpu.md", "it needs a GPU")] * 4,
+    ("docs/saved-tensors.md", '"model" is yours; examples/31_layer_inputs.py is run'),
     ("docs/integrations.md", "it starts a Ray cluster (examples/25_ray.py is run)"),
 ]
 

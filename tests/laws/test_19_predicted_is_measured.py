@@ -86,6 +86,18 @@ def test_explain_with_a_plan_says_what_the_report_of_a_run_says(case: str, plan:
     assert sum(each.measured for each in found) > 0
 
 
+@pytest.mark.second_tier
+def test_explain_predicts_the_inputs_of_checkpointed_layers(tmp_path: pathlib.Path) -> None:
+    zoo = pytest.importorskip("tests.support.zoo")
+    plan = [("model.layers.*", dh.OnDisk(tmp_path))]
+    said = dh.explain(lambda: zoo.build("llama_checkpointed"), plan=plan, device="cpu")
+    model, inputs = zoo.build("llama_checkpointed")
+    with dh.save_activations(model, *plan[0]) as saving:
+        model(**inputs).loss.backward()
+    layers, tokens, hidden = len(model.model.layers), inputs["input_ids"].numel(), model.config.hidden_size
+    assert said.reports[0].moved == saving.report().moved == layers * tokens * hidden * 4
+
+
 @pytest.mark.parametrize("modules", ["blocks.*", "blocks.0.mlp", "*.norm?"])
 def test_explain_with_a_plan_names_the_bytes_that_the_plan_stores(modules: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hooks.yaml"
