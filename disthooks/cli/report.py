@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from disthooks.cli.output import console, document, line, shortened, size, table
+from disthooks.cli.output import console, document, line, size, table
 from disthooks.errors import UsageError
 
 _MOST = 10  # a text names at most so many steps, files or line numbers
@@ -271,15 +271,17 @@ def _nonfinite_said(run: dict[str, Any], records: Sequence[dict[str, Any]]) -> I
 
 def nonfinite_words(found: dict[str, Any]) -> str:
     """What is known of one step with gradients that are not finite, as an entry of ``nonfinite`` has it."""
-    from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured
+    from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
     from disthooks.watch.replicas import format_ranks
 
-    ranks, params = found.get("ranks"), [place.get("param") for place in found["at"]]
+    ranks, at = found.get("ranks"), found["at"]
     where = f" on {format_ranks(ranks, ' and ')}" if ranks else ""
-    count = found.get("params") or len(params)
-    names = f", of {count} parameter{'s' if count != 1 else ''}: {shortened(params)}" if params else ""
+    count = found.get("params") or len(at)
+    is_late = is_finite_when_measured(at)
+    words = places_words(at, count, _FEW, says_rank=not is_late and len(ranks or ()) != 1)
+    names = f", of {count} parameter{'s' if count != 1 else ''}: {words}" if at else ""
     skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[found.get("skipped")]
-    late = f" ({FINITE_WHEN_MEASURED})" if is_finite_when_measured(found["at"]) else ""
+    late = f" ({FINITE_WHEN_MEASURED})" if is_late else ""
     return f"gradients were not finite{where}{names}{late}{skipped}"
 
 
@@ -419,7 +421,7 @@ def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
 
 def _show_places(run: dict[str, Any]) -> None:
     """The ranks that were named, and the steps that were not finite."""
-    from disthooks.grads.sinks.base import place_words
+    from disthooks.grads.sinks.base import places_words
 
     for name, told in run["labels"].items():
         if name.endswith("_rank"):
@@ -432,9 +434,8 @@ def _show_places(run: dict[str, Any]) -> None:
         line("logged steps with gradients that were not finite:")
     for each in run["nonfinite"][:_MOST]:
         since = f" (since step {each['since']})" if "since" in each else ""
-        named = [place_words(place) for place in each["at"]]
-        rest = f" and {len(named) - _MOST} more" if len(named) > _MOST else ""
-        line(f"  step {each['step']}{since}: {', '.join(named[:_MOST]) or 'no parameter is named'}{rest}")
+        places = places_words(each["at"], each.get("params", 0), _MOST)
+        line(f"  step {each['step']}{since}: {places or 'no parameter is named'}")
     if len(run["nonfinite"]) > _MOST:
         line(f"  and {len(run['nonfinite']) - _MOST} more")
 

@@ -361,7 +361,10 @@ class Fsdp1(Engine):
         # Between forward and backward some strategies leave views, which are no Parameters, in the modules.
         named = [(n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter) and id(p) not in flat]
         self._plain_parameters = {id(parameter) for _, parameter in named}
-        return [*shards, *(self.shard(len(shards) + i, canonical_name(n), p) for i, (n, p) in enumerate(named))]
+        shards += [self.shard(len(shards) + i, canonical_name(n), p) for i, (n, p) in enumerate(named)]
+        # Units begin with the outermost module, and records name neighbours in the order of the model (decision 177).
+        order = {canonical_name(name): i for i, (name, _) in enumerate(self.model.named_modules())}
+        return sorted(shards, key=lambda shard: order.get(shard.name.rpartition(".")[0], len(order)))
 
     def _refresh(self) -> None:
         super()._refresh()

@@ -15,6 +15,12 @@
 # one float64 for each parameter (`OwnNonFinite`), in the SUM that the step makes anyway. To gather the ranks afterwards
 # would take one more collective, which is lost when training ends there.
 
+# [Note: which parameters are named]
+# In backward a NaN spreads from the layer where it begins towards the input of the model. So the first parameters in
+# model order that have one are the least telling, and the last ones, with a finite parameter behind them, are the most
+# telling: the NaN begins between the two. A record names at most ten, the last of each row of such parameters first,
+# and with it the parameter behind it, as `before` (decision 177).
+
 from __future__ import annotations
 
 import math
@@ -229,19 +235,22 @@ class NonFiniteSteps:
         return NonFiniteStep(watched.step, fields, is_first)
 
     def _fields(self, places: Sequence[int], counts: Sequence[float] | None, marks: Sequence[float]) -> dict[str, Any]:
-        names = [self._plan.shards[i].name for i in self._indices]
+        # See [Note: which parameters are named].
+        names, places_set = [self._plan.shards[i].name for i in self._indices], set(places)
         failed: set[int] = set()
-        at: list[dict[str, Any]] = []
+        at: dict[int, dict[str, Any]] = {}
         for place in places:
             ranks = ranks_in(marks[place], self._ranks)
             failed |= set(ranks or ())
             count = {} if counts is None else {"count": int(counts[place])}
             rank = {} if ranks is None else {"rank": min(ranks, default=None)}
-            at.append({"param": names[place], **count, **rank})
+            is_last = place + 1 not in places_set and place + 1 < len(names)
+            at[place] = {"param": names[place], **count, **rank} | ({"before": names[place + 1]} if is_last else {})
+        order = sorted(places, key=lambda place: (place + 1 in places_set, -place))
         total = {} if counts is None else {"nonfinite": int(sum(counts))}
         return total | {
             "nonfinite_params": len(places),
-            "nonfinite_at": at[:_MOST_NAMED],
+            "nonfinite_at": [at[place] for place in order[:_MOST_NAMED]],
             "nonfinite_ranks": sorted(failed),
         }
 
@@ -313,7 +322,10 @@ class StepRecords:
             fields, is_first = pending.read(self._plan, self.stats, self._ranks), False
             for each in nonfinite:
                 if each.step == step:
-                    fields, is_first = {"step": step, **each.fields, **fields}, each.is_first
+                    ranks = {place["param"]: place for place in fields.get("nonfinite_at", ())}
+                    at = [ranks.get(place["param"], {}) | place for place in each.fields["nonfinite_at"]]
+                    fields = {"step": step, **each.fields, **fields, "nonfinite_at": at}
+                    is_first = each.is_first
             if self._nonfinite.count:  # so the log tells how many unlogged steps were not finite
                 fields["nonfinite_steps"] = self._nonfinite.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))

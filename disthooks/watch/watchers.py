@@ -16,7 +16,7 @@ from disthooks.engines.base import Engine
 from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attach import Gradients
-from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured
+from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
 from disthooks.watch.blame import Blame, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas
 
@@ -110,7 +110,7 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
     """The message about the first step whose gradients are not finite.
 
     >>> nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": 1}], "skipped": 1.0})
-    'WARNING: step 7: gradients are not finite, of 1 parameter: w (rank 1); the step was skipped'
+    'WARNING: step 7: gradients are not finite, of 1 parameter: w on rank 1; the step was skipped'
     >>> late = nonfinite_line({"step": 7, "nonfinite_params": 1, "nonfinite_at": [{"param": "w", "rank": None}]})
     >>> FINITE_WHEN_MEASURED in late
     True
@@ -121,12 +121,11 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
     if "nonfinite_at" not in record:
         return f"{head}: grad_norm is {record.get('grad_norm')}; add {{kind: NonFinite}} to stats for their names"
     count, at = record["nonfinite_params"], record["nonfinite_at"]
-    names = [one["param"] + (f" (rank {one['rank']})" if one.get("rank") is not None else "") for one in at[:_MOST]]
-    late = f" ({FINITE_WHEN_MEASURED})" if is_finite_when_measured(at) else ""
-    more = ", ..." if len(at) > _MOST else ""
+    is_late = is_finite_when_measured(at)
+    late = f" ({FINITE_WHEN_MEASURED})" if is_late else ""
     skipped = {None: "", 0.0: "; the step was made", 1.0: "; the step was skipped"}[record.get("skipped")]
     plural = "s" if count != 1 else ""
-    return f"{head}, of {count} parameter{plural}: {', '.join(names)}{more}{late}{skipped}"
+    return f"{head}, of {count} parameter{plural}: {places_words(at, count, _MOST, not is_late)}{late}{skipped}"
 
 
 def say(text: str) -> None:

@@ -125,11 +125,11 @@ def test_of_many_ranks_that_failed_no_rank_is_named() -> None:
     steps = NonFiniteSteps(StepPlan([dh.SkipNonFinite()], [], engine.shards), range(100))
     one, two = float(2**14 + 70), float(2 * 2**14 + 150)
     found = steps._fields([0, 1], None, [one, two])["nonfinite_at"]
-    assert found == [{"param": "weight", "rank": 70}, {"param": "bias"}]
-    assert steps._fields([0], None, [0.0])["nonfinite_at"] == [{"param": "weight", "rank": None}]
+    assert found == [{"param": "bias"}, {"param": "weight", "rank": 70}]
+    assert steps._fields([0], None, [0.0])["nonfinite_at"] == [{"param": "weight", "rank": None, "before": "bias"}]
 
 
-def test_the_first_parameters_in_model_order_and_how_many() -> None:
+def test_the_last_parameters_in_model_order_and_how_many() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ def test_the_first_parameters_in_model_order_and_how_many() -> None:
             optimizer.step()
             assert [record["step"] for record in log] == [[], [0], [0, 1]][step]  # each is read one step late
     names = [name for name, _ in model.named_parameters()]
-    assert [at["param"] for at in watch.last_nonfinite["nonfinite_at"]] == names[:10]
+    assert [at["param"] for at in watch.last_nonfinite["nonfinite_at"]] == names[:-11:-1]
     assert watch.last_nonfinite["nonfinite_params"] == 16
     assert [record["step"] for record in log] == [0, 1]
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks import stats
+from disthooks.watch.watchers import nonfinite_line
 from tests.support.engines import ENGINES, FIRST, loss_of, make
 from tests.support.ranks.harness import Ranks
 
@@ -66,9 +67,29 @@ def test_parameters_are_named_in_the_order_of_the_model() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, math.nan)
         optimizer.step()
-    named = [at["param"] for at in watch.latest["nonfinite_at"]]
-    assert named == [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    assert [at["param"] for at in watch.latest["nonfinite_at"]] == names[:-11:-1]  # decision 177: the last ones first
     assert watch.latest["nonfinite_params"] == 24
+
+
+def test_the_parameters_named_first_bracket_the_layer_where_a_nan_of_backward_begins() -> None:
+    """It is born in the backward of layer 9 of 20, and spreads to all layers before it."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with dh.gradients(model, optimizer, stats=[stats.NonFinite()], every=1) as watch:
+        hidden = model[:9](torch.ones(1, 2))
+        hidden.register_hook(lambda grad: grad * math.nan)
+        model[9:](hidden).sum().backward()
+        optimizer.step()
+    found = watch.latest["nonfinite_at"]
+    assert found[:2] == [
+        {"param": "8.bias", "count": 2, "rank": 0, "before": "9.weight"},
+        {"param": "8.weight", "count": 4, "rank": 0},
+    ]
+    assert (len(found), watch.latest["nonfinite_params"]) == (10, 18)
+    assert nonfinite_line(watch.latest).endswith(
+        ": 8.bias on rank 0 (9.weight behind it is finite), 8.weight on rank 0, 7.bias on rank 0 and 15 more"
+    )
 
 
 # --- A watcher that measured nothing says so

@@ -174,16 +174,29 @@ FINITE_WHEN_MEASURED = (
 )
 
 
-def place_words(place: Mapping[str, Any]) -> str:
+def place_words(place: Mapping[str, Any], says_rank: bool = True) -> str:
     """An entry of ``nonfinite_at`` in words.
 
     >>> place_words({"param": "w", "rank": 1}), place_words({"param": "w", "rank": None}), place_words({"param": "w"})
     ('w on rank 1', 'w (finite on every rank when measured)', 'w on several ranks')
+    >>> place_words({"param": "9.bias", "rank": 1, "before": "10.weight"})
+    '9.bias on rank 1 (10.weight behind it is finite)'
     """
-    if "rank" not in place:
-        return f"{place.get('param')} on several ranks"
-    rank = place["rank"]
-    return f"{place.get('param')} {'(finite on every rank when measured)' if rank is None else f'on rank {rank}'}"
+    rank = place.get("rank")
+    where = " on several ranks" if "rank" not in place else " (finite on every rank when measured)"
+    where = where if rank is None else f" on rank {rank}"
+    behind = f" ({place['before']} behind it is finite)" if "before" in place else ""
+    return f"{place.get('param')}{where if says_rank else ''}{behind}"
+
+
+def places_words(places: Sequence[Mapping[str, Any]], count: int, most: int, says_rank: bool = True) -> str:
+    """The first ``most`` of ``places`` in words, and how many more there are of ``count``.
+
+    >>> places_words([{"param": "9.bias", "rank": 1}, {"param": "9.weight", "rank": 1}], 53, 1)
+    '9.bias on rank 1 and 52 more'
+    """
+    more = max(count, len(places)) - len(places[:most])
+    return ", ".join(place_words(place, says_rank) for place in places[:most]) + (f" and {more} more" if more else "")
 
 
 def is_finite_when_measured(places: Sequence[Mapping[str, Any]]) -> bool:

@@ -356,10 +356,11 @@ class NonFinite(Stat):
     The log gets three values:
 
     - ``nonfinite``: the number of such elements; each element of a parameter counts once;
-    - ``nonfinite_at``: a list of ``{"param": name, "count": n, "rank": r}``, in model order, for the parameters that
-      have such elements. ``r`` is the lowest global rank whose own gradient of that parameter was not finite before any
-      reduction. It is None if that gradient was finite on every rank when it was measured: it became non-finite later
-      in backward (another hook, a communication hook), or in the reduction;
+    - ``nonfinite_at``: a list of ``{"param": name, "count": n, "rank": r, "before": behind}`` for parameters that have
+      such elements; a record names at most ten, the last ones in model order first. ``r`` is the lowest global rank
+      whose own gradient of that parameter was not finite before any reduction. It is None if that gradient was finite
+      on every rank when it was measured: it became non-finite later in backward (another hook, a communication hook),
+      or in the reduction. ``behind`` is the next parameter, if that is finite: a NaN of backward begins between both;
     - ``nonfinite_ranks``: all global ranks whose own gradients were not finite before any reduction.
 
     A step with such elements is logged in any case, with its own step number, whatever ``every`` is. Of several such
