@@ -4,11 +4,12 @@
 # A launcher may start several processes that never form a process group. Each process would then train a model of its
 # own, and every rule and statistic would be of one rank; no error and no number of the log would show that. So the
 # launcher's WORLD_SIZE is compared with the number of processes that torch.distributed knows, and with the number that
-# accelerate knows. `accelerate launch` with MULTI_GPU and `use_cpu: true` needs the second comparison: accelerate 1.15
-# makes a process group of all processes there, believes that there is one process, and wraps no model. A user who
-# wants several independent trainings sets WORLD_SIZE=1 (decision 64). `disthooks.run` leaves the second
-# comparison out, because it attaches to scripts as they are: a model that accelerate did not wrap is left alone there,
-# the user is told, and the script goes on.
+# accelerate knows. `accelerate launch` with MULTI_GPU and `use_cpu: true` needs the second comparison, and so does an
+# `Accelerator()` on a machine without a GPU: accelerate 1.15 makes a process group of all processes there, believes
+# that there is one process, and wraps no model. With `InitProcessGroupKwargs(backend="gloo")` it knows all processes,
+# and still wraps no model. A user who wants several independent trainings sets WORLD_SIZE=1 (decision 64).
+# `disthooks.run` leaves the second comparison out, because it attaches to scripts as they are: a model that accelerate
+# did not wrap is left alone there, the user is told, and the script goes on.
 #
 # [Note: one vote of all ranks]
 # If one rank raised an error while it attaches, and the others went on, the others would wait forever in their next
@@ -54,15 +55,17 @@ def reason_alone(asks_accelerate: bool = False) -> str | None:
     reason = f"torch.distributed {'has a group of one' if has_process_group() else 'was not initialised'}"
     # The module is looked up and not imported: a script without accelerate shall not pay for the import.
     state = sys.modules.get("accelerate.state") if asks_accelerate else None
-    if state is not None and known > 1 and state.PartialState._shared_state.get("num_processes") == 1:
-        known, reason = 1, "accelerate knows of one"
+    advice = "Call torch.distributed.init_process_group() before the model is wrapped"
+    if state is not None and known > 1:
+        shared = state.PartialState._shared_state
+        if shared.get("num_processes") == 1 or str(shared.get("distributed_type")).endswith("NO"):
+            known, reason = 1, "accelerate wraps no model"
+            advice = "Without GPUs make it Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true in each process"
     if launched <= 1 or known > 1:
         return None
     return (
         f"a launcher started {launched} processes (WORLD_SIZE={launched}), and {reason} in this one: each would train "
-        "alone. Call torch.distributed.init_process_group() before the model is wrapped; with accelerate on CPUs, set "
-        "ACCELERATE_USE_CPU=true and no 'use_cpu: true' beside MULTI_GPU. If each is meant to train alone, set "
-        "WORLD_SIZE=1"
+        f"alone. {advice}. If each is meant to train alone, set WORLD_SIZE=1"
     )
 
 

@@ -203,7 +203,9 @@ def check_arguments(kind: Kind, given: Mapping[str, Any], names_alone: bool = Fa
         for each in errors:
             if each["type"] == "extra_forbidden":
                 name = str(each["loc"][0])
-                raise WrongArgumentError((name,), f" is no argument of {kind.name}{near(name, parameters)}") from None
+                raise WrongArgumentError(
+                    (name,), f": {kind.name} has no argument {name!r}{near(name, parameters)}"
+                ) from None
         if names_alone:
             return
         missing = [

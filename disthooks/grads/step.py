@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disthooks._ranks import global_rank
 from disthooks._streams import refuse_capture
 from disthooks._torch import scaler_under_way
 from disthooks.engines.base import Engine, Shard
@@ -176,6 +177,7 @@ class StepRunner:
         self._deferred_errors = DeferredErrors()
         self._copies: Grads = []
         self._before_update: tuple[StepResult, Grads] | None = None
+        self._has_warned = False
 
     def run(self, step: int, is_logged: bool, reuse_copies: bool) -> StepResult:
         """Measure the gradients, and rewrite them in place.
@@ -188,6 +190,8 @@ class StepRunner:
         self._before_update = None
         self._deferred_errors.check()
         final = [shard.gradient() for shard in self.plan.shards]
+        if not self._has_warned and all(grad is None for grad in final):
+            self._warn_of_no_gradient(step)
         local_scale, scale = self._local_scale(), self._engine.gradient_scale()
         grads = final
         if scale is not None:  # See [Note: whose units].
@@ -203,6 +207,18 @@ class StepRunner:
         if is_logged and self.plan.after.uses:
             self._before_update = result, self._copy_parameters(reuse_copies)
         return result
+
+    def _warn_of_no_gradient(self, step: int) -> None:
+        """Warn once that no parameter has a gradient; a rank that has no elements of any parameter is silent."""
+        if any(shard.values().numel() for shard in self.plan.shards):
+            self._has_warned = True
+            warnings.warn(
+                f"step {step}, rank {global_rank()}: none of the {len(self.plan.shards)} parameters has a gradient when "
+                "optimizer.step() begins, so rules do nothing and the log says 0. If another optimizer steps in backward, "
+                "in a hook that sets gradients to None, attach to that one: gradients(model, that_optimizer). If not, "
+                "call step() after backward() and before zero_grad(). This is said once",
+                stacklevel=2,
+            )
 
     def after_update(self) -> StepResult | None:
         """Measure how the update moved the parameters; None if no statistic of this step asks for it."""

@@ -85,7 +85,7 @@ def parse(argv: Sequence[str]) -> Command:
         elif option in ("-m", "--module"):
             module = True
         else:
-            raise UsageError(f"{option} is no option of disthooks.run; the script's own options stand after it")
+            raise UsageError(f"disthooks.run has no option {option}; the script's own options stand after it")
     if rest and rest[0] in ("-m", "--module") and not module:  # after --
         module, rest = True, rest[1:]
     if not rest:

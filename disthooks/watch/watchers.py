@@ -131,7 +131,9 @@ def nonfinite_line(record: Mapping[str, Any]) -> str:
 def say(text: str) -> None:
     """Print a line on stderr, with the number of the rank if it is not the first."""
     rank = launched_rank()
-    print(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr, flush=True)
+    # One write for all lines: after a line end print writes the rest by itself, and another rank may write in between.
+    sys.stderr.write(f"disthooks: {f'rank {rank}: ' if rank else ''}{text}\n")
+    sys.stderr.flush()
 
 
 def attach_watchers(

@@ -10,6 +10,7 @@ import os
 import pathlib
 
 import pytest
+import torch
 
 from tests.support.jobs.folder import as_the_truth, command, folder
 
@@ -69,3 +70,28 @@ def test_processes_that_accelerate_leaves_alone_are_told(tmp_path: pathlib.Path,
             return
         assert done.code != 0
         assert not (tmp_path / "runs" / "example" / "losses.jsonl").exists(), "before its first step"
+
+
+#: Accelerator knows two processes, and wraps no model: the machine has no GPU, and it was not told to take the CPU.
+KNOWN_AND_ALONE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from disthooks.integrations.accelerate import prepare
+
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+model = torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+prepare(accelerator, model, optimizer, {"watch": {"stats": "standard"}})
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs accelerate wraps the model")
+def test_processes_that_accelerate_knows_and_does_not_wrap_are_told(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("accelerate")
+    with folder(tmp_path) as made:
+        script = tmp_path / "alone.py"
+        script.write_text(KNOWN_AND_ALONE)
+        done = made.run(f"torchrun --standalone --nproc-per-node 2 {script}")
+        assert done.code != 0
+        assert "Accelerator(cpu=True)" in done.output

@@ -470,7 +470,7 @@ def test_the_user_is_told_of_a_pattern_that_matches_ten_layers_of_more(
 def test_a_store_where_the_tensors_are_says_so(
     to: dh.OnCpu | dh.Tiered, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disthooks.saved.report._told", {})
+    monkeypatch.setattr("disthooks.saved.counters._told", {})
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(64, 64)
     with dh.save_activations(model, "?", to) as saving:
         with pytest.warns(UserWarning, match=r"stores nothing of '.'.*in CPU memory.*OnDisk\(directory\)"):
@@ -492,3 +492,20 @@ def test_a_store_where_the_tensors_are_says_so(
         with warnings.catch_warnings(), dh.save_activations(model, "?", dh.pipeline(*stages)):
             warnings.simplefilter("error")
             step(model, x)
+
+
+def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told() -> None:
+    """It steps, and sets gradients to None, before the outer one begins: a rule there would do nothing, silently."""
+    model = nn.Linear(4, 4)
+    inner = {each: torch.optim.SGD([each], lr=1.0) for each in model.parameters()}
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(lambda p: inner[p].step() or inner[p].zero_grad())
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    watch = dh.gradients(model, outer, rules=[dh.ClipNorm(1e-3)])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(8, 4)).sum().backward()
+            outer.step()
+    watch.remove()
+    assert ["none of the 2 parameters has a gradient" in str(each.message) for each in told] == [True]

@@ -124,7 +124,7 @@ def test_a_package_adds_a_kind(install: Callable[..., None]) -> None:
     assert kind.package == "theirs_good"
     with pytest.raises(ConfigError, match=r"'Sam' is no codec; did you mean 'Same'\?"):
         dh.from_config({"save": [{"modules": "*", "codecs": [{"kind": "Sam"}], "store": {"kind": "OnCpu"}}]})
-    with pytest.raises(ConfigError, match=r"levels is no argument of Same; did you mean 'level'\?"):
+    with pytest.raises(ConfigError, match=r"levels: Same has no argument 'levels'; did you mean 'level'\?"):
         dh.from_config(
             {"save": [{"modules": "*", "codecs": [{"kind": "Same", "levels": 2}], "store": {"kind": "OnCpu"}}]}
         )

@@ -371,8 +371,11 @@ def _moments(
         rows, width = block.to(wide(block.dtype)), block.shape[-1]
         near = (sums[:, at : at + rows.shape[1]] / width).to(rows.dtype).nan_to_num(0.0, 0.0, 0.0)
         left, at = rows - near.unsqueeze(-1), at + rows.shape[1]
-        rest = left.sum(-1).double()
-        inside = torch.linalg.vector_norm(left, dim=-1).double().square() - rest.square() / width
+        rest, distances = left.sum(-1).double(), _norms(left).double()
+        if left.is_cpu:
+            _repair("sum", rest, [left])
+            _repair("squares", distances, [left])
+        inside = distances.square() - rest.square() / width
         found.append(torch.stack([near.double() * width + rest, inside.clamp(min=0)]))
     again, m2 = torch.cat(found, dim=2)
     return again, m2

@@ -56,7 +56,7 @@ WRONG: dict[str, Wrong] = {
     "unknown at the top": Wrong(_SAVE + "wach: {}\n", 4, "wach is not known; did you mean 'watch'?"),
     "unknown in save": Wrong(_SAVE + "  atleast: 3\n", 4, "save.0.atleast is not known; did you mean 'at_least'?"),
     "unknown in watch": Wrong("watch:\n  rule: []\n", 2, "watch.rule is not known; did you mean 'rules'?"),
-    "unknown in a store": Wrong(_STORE + "OnCpu\n    limits: 1\n", 5, "limits is no argument .* mean 'limit'?"),
+    "unknown in a store": Wrong(_STORE + "OnCpu\n    limits: 1\n", 5, "no argument 'limits'.* mean 'limit'?"),
     "unknown in a rule": Wrong(_rule("kind: ClipNorm\n    maxnorm: 1"), 5, "no argument .* mean 'max_norm'?"),
     "two of them": Wrong("sav: []\nwach: {}\n", 1, "mean 'save'.; .*:2: wach is not known; did you mean 'watch'?"),
     "save is no list": Wrong("save:\n  modules: x\n", 1, "save: a list of entries is needed: write"),

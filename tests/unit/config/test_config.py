@@ -99,7 +99,7 @@ def test_all_of_it(tmp_path: pathlib.Path) -> None:
             r"save\.0\.store has no kind; a store is one of OnCpu, OnDevice, .* Tiered",
         ),
         ("save: [{modules: x, store: {kind: OnDisc}}]", r"'OnDisc' is no store; did you mean 'OnDisk'\?"),
-        ("save: [{modules: x, store: {kind: OnCpu, limits: 3}}]", r"limits is no argument .* did you mean 'limit'\?"),
+        ("save: [{modules: x, store: {kind: OnCpu, limits: 3}}]", r"has no argument 'limits'.* did you mean 'limit'\?"),
         ("save: [{modules: x, store: {kind: OnCpu, limit: 12 potatoes}}]", "'12 potatoes' is not a number of bytes"),
         ("save: [{modules: x, at_least: many, store: {kind: OnCpu}}]", r"save\.0\.at_least: .*'many' is not"),
         ("save: [{modules: x, codecs: [{kind: Cast, dtype: bf16}], store: {kind: OnCpu}}]", "'bf16' is no dtype"),
@@ -155,9 +155,9 @@ def test_a_class_of_ones_own(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("sink", "says"),
     [
-        ("{kind: WandB, run: mine}", r"watch\.sinks\.0\.run is no argument of WandB; .*prefix"),
+        ("{kind: WandB, run: mine}", r"watch\.sinks\.0\.run: WandB has no argument 'run'; .*prefix"),
         ("{kind: Tensorboard}", r"'Tensorboard' is no sink; did you mean 'TensorBoard'\?"),
-        ("{kind: MLflow, prefx: a}", r"prefx is no argument of MLflow; did you mean 'prefix'\?"),
+        ("{kind: MLflow, prefx: a}", r"prefx: MLflow has no argument 'prefx'; did you mean 'prefix'\?"),
     ],
 )
 def test_what_a_sink_cannot_be(sink: str, says: str, tmp_path: pathlib.Path) -> None:

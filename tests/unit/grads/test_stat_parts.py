@@ -101,6 +101,17 @@ def test_a_mean_far_from_zero_costs_no_digits(ratio: float, size: int) -> None:
     assert ratio < 1e4 or not close(naive, float(exact.var(correction=0)), 0.1)
 
 
+@pytest.mark.parametrize("unit", [1e18, 1e37, 1e-25])
+@pytest.mark.parametrize("size", [1024, 1025, 2047, 300_001])
+def test_squares_that_float32_cannot_hold_count(unit: float, size: int) -> None:
+    """Of a row, and of the elements that are left over after the last whole row."""
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(0)) * unit
+    for first, second in ((grad, grad[:0]), (grad[:1025], grad[1025:])):
+        found = _recorded([stats.Moments()], [first, None], [None, second])
+        assert math.isclose(found["grad_std"], _truth(grad)["grad_std"], rel_tol=1e-6)
+        assert abs(found["grad_mean"] - _truth(grad)["grad_mean"]) < 1e-7 * unit
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("size", [3, 2000, 300_000])
 def test_what_is_not_finite_is_counted_and_spreads(bad: float, size: int) -> None:
