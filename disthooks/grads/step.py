@@ -213,10 +213,10 @@ class StepRunner:
         if any(shard.values().numel() for shard in self.plan.shards):
             self._has_warned = True
             warnings.warn(
-                f"step {step}, rank {global_rank()}: none of the {len(self.plan.shards)} parameters has a gradient when "
-                "optimizer.step() begins, so rules do nothing and the log says 0. If another optimizer steps in backward, "
-                "in a hook that sets gradients to None, attach to that one: gradients(model, that_optimizer). If not, "
-                "call step() after backward() and before zero_grad(). This is said once",
+                f"step {step}, rank {global_rank()}: no gradient in {len(self.plan.shards)} parameters when "
+                "optimizer.step() begins: rules do nothing, and the log says 0. If another optimizer steps in "
+                "backward, in a hook that sets gradients to None, attach to that one: gradients(model, "
+                "that_optimizer). If not, call step() after backward() and before zero_grad(). This is said once",
                 stacklevel=2,
             )
 

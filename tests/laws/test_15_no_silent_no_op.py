@@ -508,4 +508,4 @@ def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told() 
             model(torch.ones(8, 4)).sum().backward()
             outer.step()
     watch.remove()
-    assert ["none of the 2 parameters has a gradient" in str(each.message) for each in told] == [True]
+    assert ["no gradient in 2 parameters" in str(each.message) for each in told] == [True]
