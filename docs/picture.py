@@ -2,6 +2,8 @@
 
     python docs/picture.py                     # docs/img/explain-light.png and explain-dark.png
     python docs/picture.py --layers 2 --out /tmp
+
+The tables between the verdict and the curve are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import disthooks as dh  # noqa: E402
 from tests.support.browser import Browser, find_browser  # noqa: E402
 
 WIDTH, HEIGHT = 1120, 900
-#: Tables of the page, so that the memory over the step is in the picture.
+#: The tables between them.
 LEFT_OUT = "#plans, #modules"
 
 
