@@ -52,12 +52,14 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: multiprocessin
 
         Here(device).__enter__()
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    linear = torch.nn.functional.linear
     while True:
         try:
             job = pipe.recv_bytes()
         except EOFError:
             break
         pipe.send(_run(rank, job))
+        torch.nn.functional.linear = linear  # DeepSpeed's ZeRO-3 replaces it by a Function of its own, for good
     os._exit(0)  # a rank whose peer was killed could wait for it in a destructor
 
 

@@ -100,7 +100,7 @@ def test_compiled_they_read_wide_and_reduce_once_a_chunk(dtype: torch.dtype, is_
     assert found(ptx, r"ld\.global\.v4\.b32")["ld.global.v4.b32"] == 16 // wide
     # Threads exchange numbers at the end of a chunk only: no lane of a tile is reduced across threads but the codes.
     assert sum(found(ptx, r"shfl\.sync").values()) < 100
-    assert bool(found(ptx, r"atom\.global")) == is_counted
+    assert bool(found(ptx, r"(atom|red)\.global")) == is_counted  # Triton of torch 2.15 takes the second
 
 
 @pytest.mark.second_tier
