@@ -17,14 +17,13 @@ import typer
 from disthooks.cli.output import console, document, line, progress, size, table
 from disthooks.errors import UsageError
 
-#: Seconds after which a search tries no new size or change; and seconds after which no new step runs for an answer.
-_PATIENCE, _PATIENCE_FOR_ANSWERS = 30.0, 120.0
+#: Seconds after which a search tries no new size or change.
+_PATIENCE = 30.0
 
 if TYPE_CHECKING:
     from disthooks.predict.answers.advice import Advice
     from disthooks.predict.answers.fits import Fits
     from disthooks.predict.explanation import Explanation, ModuleRow
-    from disthooks.predict.measured import Measured
 
 
 def explain(
@@ -56,14 +55,13 @@ def explain(
     without it.
     """
     _check_folder(output)
-    with _warned_once(), progress(5) as begin:
+    with _warned_once(), progress(4) as begin:
         begin("importing torch and the model")
         # The imports take a second or more, so they stand behind the first line of progress.
         from disthooks._tensors import parse_bytes
         from disthooks.cli.workload import find
         from disthooks.predict.answers.advice import Tried, advise, what_if
         from disthooks.predict.answers.fits import fits as find_fits
-        from disthooks.predict.answers.questions import answers
         from disthooks.predict.explain import explain as predict
         from disthooks.predict.fake.builder import Builder
         from disthooks.predict.page.page import page
@@ -95,30 +93,51 @@ def explain(
         told = {"file": file, **said.to_dict(), "measured": [each.to_dict() for each in compared]}
         told["fits"] = None if far is None else far.to_dict()
         told["advice"] = [each.to_dict() for each in best]
-        begin("answering questions")
-        if output is not None or as_json:
-            told["answers"] = [each.to_dict() for each in answers(said, far, builder, _PATIENCE_FOR_ANSWERS)]
         if output is not None:
             told["what_if"] = what_if(builder, said, best, tried=tried)
             pathlib.Path(output).write_text(page(told), encoding="utf-8")
     if as_json:
         document(told)
     else:
+        _show_verdict(said, told, far)
+        _show_advice(best)
         show(said, told)
-        _show_answers(compared, best, far)
+        for each in compared:
+            _say(str(each))
     if output is not None and not as_json:
         line(f"wrote {output}")
 
 
-def _show_answers(compared: tuple[Measured, ...], best: list[Advice], far: Fits | None) -> None:
-    for each in compared:
-        _say(str(each))
+def _show_verdict(said: Explanation, told: dict[str, Any], far: Fits | None) -> None:
+    """What the step needs, what that is, and whether it fits."""
+    peak, (low, high) = said.peak, said.peak_range
+    with_plan = "" if told["plan"] is None else f" with {told['file']}"
+    around = "" if size(low) == size(high) else f" ({size(low)} to {size(high)})"
+    _say(f"the peak{with_plan} is {size(peak.nbytes)}{around}, {peak.where} ({peak.operator})")
+    if told["plan"] is not None:
+        _say(_without_plan(said, told["file"]))
+    largest = sorted(peak.by_category.items(), key=lambda each: -each[1])[:2]
+    parts = " and ".join(f"{nbytes / peak.nbytes:.0%} of it is {name}" for name, nbytes in largest if nbytes)
+    _say(f"{parts}; autograd saves {size(said.saved_bytes)} for backward, weights not counted")
+    for text in () if far is None else str(far).splitlines():
+        _say(text)
+
+
+def _without_plan(said: Explanation, file: str) -> str:
+    """The peak without the plan, and the reason if the plan hardly lowers it."""
+    before, peak = said.memory.peak, said.peak
+    text = f"the peak without {file} is {size(before.nbytes)}, {before.where}"
+    if peak.nbytes > 0.98 * before.nbytes:
+        name, nbytes = max(peak.by_category.items(), key=lambda each: each[1])
+        text += f": the plan does not lower it, because at the peak {size(nbytes)} are {name}"
+    return text
+
+
+def _show_advice(best: list[Advice]) -> None:
     for number, change in enumerate(best, 1):
         _say(f"advice {number}: {change.title}: {change.text}")
         if change.yaml or change.code:
             line(textwrap.indent((change.yaml or change.code).rstrip(), "    "))
-    for text in () if far is None else str(far).splitlines():
-        _say(text)
 
 
 def _check_folder(output: str | None) -> None:
@@ -373,12 +392,6 @@ def show(said: Explanation, told: dict[str, Any]) -> None:
     if told["plan"] is not None:
         _show_plan(told)
     _show_notes(said, told)
-    low, high = said.peak_range
-    line(f"autograd saves {size(said.saved_bytes)} for backward (weights are not counted)")
-    with_plan = "" if told["plan"] is None else f" with {told['file']}"
-    _say(f"the peak{with_plan} is {size(peak.nbytes)} ({size(low)} to {size(high)}), {peak.where} ({peak.operator})")
-    if told["plan"] is not None:
-        _say(f"the peak without {told['file']} is {size(told['peak']['nbytes'])}")
 
 
 def _bars(figures: Mapping[str, int], whole: int, head: str, title: str, columns: int) -> Any:

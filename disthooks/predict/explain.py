@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast, get_args
 
@@ -34,7 +34,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagr
 def explain(
     model: nn.Module | Callable[..., Any] | Builder,
     *inputs: Any,
-    plan: Entries | str | os.PathLike[str] | Stage | Pipeline | None = None,
+    plan: Entries | Mapping[str, Any] | str | os.PathLike[str] | Stage | Pipeline | None = None,
     optimizer: str | Callable[[Any], torch.optim.Optimizer] | None = None,
     engine: str | EngineSpec | None = None,
     world: int = 1,
@@ -57,8 +57,8 @@ def explain(
             better for a large model, because it is built without memory. Or a ``Builder``, which has the inputs.
         inputs: the arguments of the model's forward: tensors of any device, with any values. One mapping gives
             arguments by name.
-        plan: what is attached to the model: a hooks file, a :class:`~disthooks.Plan`, pairs of patterns and a pipeline,
-            or a store or pipeline for the whole model. None for nothing.
+        plan: what is attached to the model: a hooks file, a dict of its keys, a :class:`~disthooks.Plan`, pairs of
+            patterns and a pipeline, or a store or pipeline for the whole model. None for nothing.
         optimizer: its name ("adamw", "sgd", ...), or a function that makes it from the parameters; None for no step.
         engine: "ddp", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2+tp" or "zero0" to "zero3"; or an
             :class:`~disthooks.predict.engines.spec.EngineSpec`, which says more. None for no engine.
@@ -160,7 +160,7 @@ def as_entries(given: Any) -> Entries | None:
     """What to attach, as pairs of patterns and a pipeline, or a plan."""
     if given is None or isinstance(given, Plan):
         return given
-    if isinstance(given, (str, os.PathLike)):
+    if isinstance(given, (str, os.PathLike, Mapping)):
         return from_config(given)
     if isinstance(given, (Store, Pipeline)):
         return [("", given)]

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from disthooks.predict.answers.questions import answers
 from disthooks.predict.engines.spec import EngineSpec, Prepared, apply_engine, state_bytes
 from disthooks.predict.engines.worlds import current_world, fake_world, patch_meshes
 from disthooks.predict.explain import explain_built
@@ -222,23 +221,3 @@ def test_two_ranks(ranks: Ranks, case: str) -> None:
 def test_four_ranks(four: Ranks, case: str) -> None:
     """The first rank has the largest shards and the last one the smallest; the others are looked at for two engines."""
     compare(case, four(really, case), range(4) if case in ("fsdp2", "zero3") else [0, 3])
-
-
-def test_answers_are_what_two_ranks_need(ranks: Ranks) -> None:
-    def measured(case: str) -> int:
-        live = [step["live"] for step in ranks(really, case)[0][-ALIKE:]]
-        return max(min(each[part] for each in live) for part in ("in forward", "in backward", "in step"))
-
-    builder, step = situation("plain", 1)
-    found = {each.question: each.figures for each in answers(explain_built(builder, step), None, builder, 600, (2, 2))}
-    wrapping = found["How does another FSDP wrapping change the peak?"]
-    worlds = found["How does the number of data-parallel ranks change the peak?"]
-    policies = found["How does a custom mixed precision change the peak?"]
-    meshes = found["When does HSDP make sense?"]
-    kept = found["Can I leave out the reshard after forward?"]
-    fsdp2 = measured("fsdp2")
-    assert worlds == {"1": measured("plain"), "2": fsdp2, "ddp": measured("ddp")}
-    assert wrapping["a unit for each Layer"] == policies["FSDP on 2 ranks"] == fsdp2
-    assert policies["FSDP on 2 ranks that computes in bfloat16"] == measured("fsdp2 bf16")
-    assert meshes["HSDP in groups of 2"] == measured("hsdp")
-    assert kept == {"FSDP on 2 ranks": fsdp2, "not resharded": measured("fsdp2 kept")}

@@ -142,8 +142,7 @@ def documents() -> dict[str, Any]:
 def _shape(value: Any) -> Any:
     """Keys and types: of a list, those of all its entries."""
     if isinstance(value, dict):
-        # How many questions an explanation answers with figures depends on the time that it takes.
-        shapes = {key: "figures" if key == "figures" else _shape(each) for key, each in value.items()}
+        shapes = {key: _shape(each) for key, each in value.items()}
         return {key: "seconds" if "seconds" in key else each for key, each in shapes.items()}
     if isinstance(value, list):
         shapes = [_shape(each) for each in value]

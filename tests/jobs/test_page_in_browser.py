@@ -317,7 +317,6 @@ def test_search_highlights_what_matches(shown: Browser, full: dict[str, Any]) ->
 
 
 def test_the_rest_of_the_document_is_on_the_page(shown: Browser, full: dict[str, Any]) -> None:
-    assert shown.run("document.querySelectorAll('#answers dt').length") == 14
     assert "Send the blocks away" in text(shown, "#advice")
     assert "saves 1.0 MiB" in text(shown, "#advice")
     assert "apex::norm" in text(shown, "#unknown")

@@ -86,6 +86,15 @@ def test_explain_with_a_plan_says_what_the_report_of_a_run_says(case: str, plan:
     assert sum(each.measured for each in found) > 0
 
 
+def test_a_plan_may_be_a_dict_as_it_stands_in_a_file(tmp_path: pathlib.Path) -> None:
+    plan = {"save": [{"modules": "blocks.*", "store": {"kind": "OnDisk", "directory": str(tmp_path)}}]}
+    (said,) = dh.explain(Tiny(), tokens(), plan=plan, device="cpu").reports
+    (same,) = dh.explain(Tiny(), tokens(), plan=[("blocks.*", dh.OnDisk(tmp_path))], device="cpu").reports
+    assert said.stored == same.stored > 0
+    with pytest.raises(dh.ConfigError, match="stor"):
+        dh.explain(Tiny(), tokens(), plan={"stor": []}, device="cpu")
+
+
 @pytest.mark.second_tier
 def test_explain_predicts_the_inputs_of_checkpointed_layers(tmp_path: pathlib.Path) -> None:
     zoo = pytest.importorskip("tests.support.zoo")

@@ -61,7 +61,6 @@ def full_document() -> dict[str, Any]:
         "advice": [
             {"title": "Send the blocks away", "text": "They save most.", "saves": 2**20, "yaml": "saved: [1]\n"}
         ],
-        "answers": [{"question": f"Question {number}?", "answer": "An answer."} for number in range(14)],
         "fits": {
             "limit": peak - peak // 10,
             "nbytes": peak + peak // 20,

@@ -41,7 +41,7 @@ from disthooks.predict.recording.record import StepRecord
 from disthooks.predict.run import Situation, Step, record_step
 
 #: The device whose times are used if the user names none.
-USUAL = "a100"
+USUAL = "h100"
 #: The directory in YAML: it exists. The user may have a faster disk.
 DISK = tempfile.gettempdir()
 #: Advice that saves a smaller part of the peak than this is not given.
@@ -143,7 +143,7 @@ def advise(
         builder: builds the model of ``explanation``.
         explanation: the step as it is.
         device: whose compute and link are told; None for the device that the step runs on. If that has no name, it is
-            an A100, or the CPU for a step on the CPU.
+            an H100, or the CPU for a step on the CPU.
         top: how many.
         limit: the limit of memory, in bytes. If the step is above it, a plan is tried, too, that keeps on the device
             what fits there, and moves the rest.
@@ -339,12 +339,7 @@ def _candidates(explanation: Explanation) -> Iterator[_Candidate]:
         note = "the optimizer no longer makes temporary tensors for all parameters at once; fused=True does as much"
         yield _Candidate("optimizer", "foreach=False in the optimizer", changed, code="foreach=False", note=note)
     if group is not None:
-        code = (
-            "from torch.utils.checkpoint import checkpoint\n"
-            f"for block in the {len(group.names)} modules of {group.kind}, such as {group.names[0]}:\n"
-            "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
-        )
-        title = f"checkpoint each of the {len(group.names)} {group.kind}"
+        title, code = f"checkpoint each of the {len(group.names)} {group.kind}", checkpoint_code(group.names)
         change = _after(situation.change, checkpointed(group.names))
         yield _Candidate("checkpoint", title, replace(situation, change=change), code=code)
     if _movable(explanation) > 0.1 * at_peak.nbytes:
@@ -438,6 +433,30 @@ def checkpointed(names: Sequence[str]) -> Callable[[nn.Module], None]:
             module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
     return change
+
+
+def checkpoint_code(names: Sequence[str]) -> str:
+    """Lines of Python that do what :func:`checkpointed` does to ``model``.
+
+    >>> print(checkpoint_code(["layers.0", "layers.1"]))
+    import functools
+    from torch.utils.checkpoint import checkpoint
+    for name in [f"layers.{i}" for i in range(2)]:
+        block = model.get_submodule(name)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    """
+    parent = names[0].rpartition(".")[0]
+    numbered = [f"{parent}.{i}" if parent else str(i) for i in range(len(names))]
+    dotted = f"{parent}." if parent else ""
+    is_numbered = list(names) == numbered
+    which = f'[f"{dotted}{{i}}" for i in range({len(names)})]' if is_numbered else repr(list(names))
+    return (
+        "import functools\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        f"for name in {which}:\n"
+        "    block = model.get_submodule(name)\n"
+        "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)"
+    )
 
 
 def _after(
@@ -558,7 +577,7 @@ def what_if(
     points: int = 300,
     tried: Tried | None = None,
 ) -> list[dict[str, Any]]:
-    """For each advice that is a hooks file: the step with its plan, as a document for the page.
+    """For each advice that is a hooks file or a checkpoint: the step with it, as a document for the page.
 
     Args:
         builder: builds the model of ``explanation``.
@@ -570,12 +589,14 @@ def what_if(
     position = {row.name: number for number, row in enumerate(explanation.modules)}
     found = []
     for each in advice:
-        if each.yaml:
-            _, step = (tried or {}).get(each.title, ([], None))
-            if step is None:
-                step = _step_with(each.yaml, builder, explanation.situation)
+        _, step = (tried or {}).get(each.title, ([], None))
+        if step is None and each.yaml:
+            step = _step_with(each.yaml, builder, explanation.situation)
+        if step is not None and (each.yaml or each.kind == "checkpoint"):
             memory = Memory(step, explanation.situation)
-            found.append({"name": each.title, "yaml": each.yaml, **memory.to_dict(position.__getitem__, points)})
+            found.append(
+                {"name": each.title, "yaml": each.yaml or each.code, **memory.to_dict(position.__getitem__, points)}
+            )
     return found
 
 

@@ -150,6 +150,8 @@ class Fits:
         rest = format_bytes(abs(self.limit - self.nbytes))
         needs, limit = format_bytes(self.nbytes), format_bytes(self.limit)
         lines = [f"the step {word} in {limit}: it needs {needs}, and {rest} {apart}"]
+        if self.explanation.situation.optimizer is None:
+            lines.append("the state of an optimizer is not counted: name the optimizer, such as --optimizer adamw")
         lines += [each.text for each in (self.batch, self.seq) if each is not None]
         if self.change is not None:
             lines.append(f"cheapest change: {self.change.title}: {self.change.text}")

@@ -188,7 +188,7 @@ function tiles(plan) {
   if (chosen.plan === asked) found.push(...fitTiles());
   if (plan.seconds) {
     const whole = sum(Object.values(plan.seconds));
-    found.push(tile("Time of a step, roughly", seconds(whole), Object.entries(plan.seconds).map(([key, value]) => `${key} ${seconds(value)}`).join(", ")));
+    if (whole) found.push(tile("Time of a step, roughly", seconds(whole), Object.entries(plan.seconds).map(([key, value]) => `${key} ${seconds(value)}`).join(", ")));
   }
   if (given.state && !limit) {
     const state = Object.entries(given.state).filter(([, value]) => value);
@@ -258,7 +258,7 @@ function legend(peak) {
     element("li", {}, element("i", { style: { background: colour(category) } }), `${category} `, element("b", {}, bytes(count)), ` ${percent(count, peak.nbytes)}`)));
 }
 
-// --- Plans, advice, answers, and what stands in tables. --------------------------------------------------------------
+// --- Plans, advice, and what stands in tables. -----------------------------------------------------------------------
 
 function yamlBlock(text) {
   const code = element("code", {}, text);
@@ -361,7 +361,6 @@ function showTexts() {
   fill("advice", ".cards", [...change, ...(given.advice ?? [])].map((each) => element("article", { class: "card" },
     each.saves ? element("span", { class: "saves" }, `saves ${bytes(each.saves)}`) : null,
     element("h3", {}, sentenceCase(each.title ?? "")), element("p", {}, each.text ? `${sentenceCase(each.text)}.` : ""), each.yaml || each.code ? yamlBlock(each.yaml || each.code) : null)));
-  fill("answers", ".answers", (given.answers ?? []).map((each) => element("div", {}, element("dt", {}, each.question ?? ""), element("dd", {}, each.answer ?? ""))));
   fill("measured", ".wide", (given.measured ?? []).length ? [measuredTable()] : []);
   fill("unknown", "div", [
     ...list("What could not be known without running for real", (given.unknown ?? []).map((each) => [element("code", {}, each.what ?? ""),

@@ -413,7 +413,10 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     rows = {words[1]: words for line in told.stdout.splitlines() if (words := line.split())[:1] == ["│"]}
     assert rows["0"][5:7] == ["60", "B"]  # the input of the Linear: 5 x 3 floats
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
-    assert [line for line in told.stdout.splitlines() if line.startswith("autograd saves 220 B")]
+    verdict = told.stdout.splitlines()[:3]
+    assert verdict[0].startswith("the peak with ")
+    assert "the plan does not lower it, because at the peak" in verdict[1]
+    assert verdict[2].endswith("autograd saves 220 B for backward, weights not counted")
     assert [line for line in told.stdout.splitlines() if line.startswith("the plan keeps at most 4.0 KiB on disk")]
     found = json.loads(run("explain", f"{BUILT}:small", file, "--device", "cpu", "--json").stdout)
     assert found["saved"] == 220
