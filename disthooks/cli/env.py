@@ -15,6 +15,8 @@ from disthooks.cli import doctor
 from disthooks.cli.doctor import Problem, problems
 from disthooks.cli.output import console, document, line, progress, size, speed, table
 
+_WIDTH = 100  # columns at most, also in a pipe: one cell lists all packages
+
 
 def env(
     as_json: bool = typer.Option(False, "--json", help="One JSON document on stdout; docs/cli.md has its keys."),
@@ -73,17 +75,19 @@ def gathered(begin: Callable[[str], None] = lambda text: None) -> dict[str, Any]
 
 def _show(facts: dict[str, Any], found: list[Problem]) -> None:
     out = console()
+    width = min(_WIDTH, out.width)
     for title, rows in (
         ("software", _software(facts)),
         ("machine", _machine(facts)),
         ("directories", _directories(facts)),
         ("this run", _run(facts)),
     ):
-        out.print(table(rows, title=title))
+        out.print(table(rows, title=title), width=width)
     if not found:
         line("nothing is known that would not work here", "green")
         return
-    out.print(table([(i, *problem) for i, problem in enumerate(found, 1)], ("", "would not work", "why", "do")))
+    problems = [(i, *problem) for i, problem in enumerate(found, 1)]
+    out.print(table(problems, ("", "would not work", "why", "do")), width=width)
 
 
 Rows = list[tuple[str, str]]

@@ -25,6 +25,7 @@ from torch import nn
 
 import disthooks as dh
 from disthooks.cli.app import app
+from disthooks.errors import ConfigError
 from tests.support import ROOT, zoo
 from tests.support.models import CASES, Tiny, build, identical, step, tokens
 from tests.support.predicted import beside
@@ -91,7 +92,7 @@ def test_a_plan_may_be_a_dict_as_it_stands_in_a_file(tmp_path: pathlib.Path) -> 
     (said,) = dh.explain(Tiny(), tokens(), plan=plan, device="cpu").reports
     (same,) = dh.explain(Tiny(), tokens(), plan=[("blocks.*", dh.OnDisk(tmp_path))], device="cpu").reports
     assert said.stored == same.stored > 0
-    with pytest.raises(dh.ConfigError, match="stor"):
+    with pytest.raises(ConfigError, match="stor"):
         dh.explain(Tiny(), tokens(), plan={"stor": []}, device="cpu")
 
 

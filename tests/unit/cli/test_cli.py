@@ -753,6 +753,7 @@ def test_env_for_people(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DISTHOOKS_CONFIG", "gone.yaml")
     told = run("env").stdout
     assert "\x1b" not in told
+    assert max(map(len, told.splitlines())) <= 100
     assert dh.__version__ in told
     assert "would not work" in told[told.index("this run") :]  # problems come last
     assert "gone.yaml" in told
