@@ -22,10 +22,9 @@ from disthooks._match import is_of_class
 from disthooks.config.agree import check_not_alone
 from disthooks.config.plan import Plan, Prepared, attach
 from disthooks.config.read import plan_of
-from disthooks.config.source import source_of
+from disthooks.config.source import VARIABLE, source_of
 from disthooks.errors import ConfigError
 
-VARIABLE = "DISTHOOKS_CONFIG"
 #: The files of the working directory that are a configuration; the first that exists is taken.
 DEFAULTS = ("disthooks.yaml", "hooks.yaml")
 _KEY = "the 'disthooks' of DeepSpeed's configuration"

@@ -51,6 +51,8 @@ _BRACE = re.compile(r"[:\-,\[]\s+(\{\w+\}[^\s,}\]]*)")
 _JOINED = re.compile(r"\s*(- +)?[A-Za-z_]+:[^\s/].*$")
 # The dash of a list's entry.
 _DASH = re.compile(r" *-( +)")
+#: The path of a configuration, and the name of the user's file if that path is a copy of a part of it.
+VARIABLE, NAME = "DISTHOOKS_CONFIG", "DISTHOOKS_CONFIG_NAME"
 _MOST = 100_000  # values of a file; aliases of aliases could be more than memory holds
 
 
@@ -117,7 +119,9 @@ def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "th
     if not isinstance(given, (str, os.PathLike)):
         raise ConfigError(f"a configuration is the path of a file, or a dict; got {type(given).__name__}")
     path = os.fspath(given)
-    return _parsed(path, _text(path))
+    # `disthooks launch` gives the workers a copy of the section of accelerate's file, with the lines of that file.
+    is_copy = NAME in os.environ and path == os.environ.get(VARIABLE)
+    return _parsed(os.environ[NAME] if is_copy else path, _text(path))
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 # [Note: accelerate starts one process for MULTI_CPU]
 # Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun. Without a hostfile it runs
-# the script once, whatever `num_processes` is, and prints no message. Its launcher for several GPUs starts
+# the script once, whatever `num_processes` is, and prints no message. So it does for `--num_processes 2` without a
+# configuration on a machine without a GPU. Its launcher for several GPUs starts
 # `num_processes` processes, and with ACCELERATE_USE_CPU=true they train on CPUs with gloo. So `disthooks launch`
 # chooses that launcher, and says so on stderr. It changes nothing if mpirun has started it, or if the command line asks
 # for another launcher.
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from disthooks.config import from_config
-from disthooks.config.locate import VARIABLE
+from disthooks.config.source import NAME, VARIABLE
 from disthooks.errors import ConfigError, DisthooksError, as_line
 from disthooks.launcher import accelerate_config, command, failure_report, supervisor
 from disthooks.launcher.failure_report import VARIABLE as RECORDS
@@ -53,20 +54,24 @@ def main(argv: Sequence[str]) -> int:
         try:
             launch = command.read(argv)
             check_target(launch.script, launch.module)
-            launch, hooks = _configured(launch, pathlib.Path(folder))
-            launch, environment = _several_on_cpus(launch)
+            launch, hooks, environment = _configured(launch, pathlib.Path(folder))
+            launch, more = _several_on_cpus(launch)
+            environment |= more
         except DisthooksError as error:
             print(as_line(error), file=sys.stderr)
             return _FAULTY
         return _run(launch, hooks, folder, environment)
 
 
-def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[command.LaunchCommand, str | None]:
+def _configured(
+    launch: command.LaunchCommand, folder: pathlib.Path
+) -> tuple[command.LaunchCommand, str | None, dict[str, str]]:
     """Check the configuration before anything is started.
 
     Returns:
         The command line, which names a copy of accelerate's configuration without the section ``disthooks`` if there
-        is one; and the path of the hooks file, None if DeepSpeed's JSON has the configuration.
+        is one; the path of the hooks file, None if DeepSpeed's JSON has the configuration; and variables to set in the
+        launcher's environment.
     """
     if launch.launcher == "accelerate":
         named = launch.chosen.config_file
@@ -84,11 +89,11 @@ def _configured(launch: command.LaunchCommand, folder: pathlib.Path) -> tuple[co
                     raise ConfigError(str(error).replace(section, str(path))) from None
                 if os.environ.get(VARIABLE):
                     _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
-                return launch, section
+                return launch, section, {NAME: str(path)}
             _warn(f"--hooks is given: the disthooks section of {path} is not read")
     source: Any = configuration(Command(launch.script, launch.module, launch.args, launch.hooks)).source
     from_config(source)
-    return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None
+    return launch, os.path.abspath(source) if isinstance(source, (str, os.PathLike)) else None, {}
 
 
 def _warn(text: str) -> None:
@@ -109,14 +114,29 @@ def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchComma
     others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
     is_other = any(getattr(chosen, name, False) for name in others)
     is_other |= bool((config.get("mpirun_config") or {}).get("mpirun_hostfile"))
-    if config.get("distributed_type") != "MULTI_CPU" or is_other or count < 2 or nodes > 1:
+    if config.get("distributed_type") == "FSDP" and not _has_gpu():
+        _warn(
+            "distributed_type: FSDP, and this machine has no GPU: accelerate makes DDP of it with "
+            "ACCELERATE_USE_CPU=true, or else wraps no model. For FSDP2 on CPUs let torchrun start a script that calls "
+            "fully_shard"
+        )
+    if is_other or count < 2 or nodes > 1 or config.get("distributed_type", "") not in ("", "MULTI_CPU"):
         return launch, {}
+    if not config and _has_gpu():
+        return launch, {}
+    kind = "for MULTI_CPU" if config else "on a machine without a GPU"
     print(
-        "disthooks: accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it "
+        f"disthooks: accelerate starts one process {kind}, unless mpirun starts it: disthooks launch has it "
         f"start {count}, which train on this machine's CPUs with gloo",
         file=sys.stderr,
     )
     return dataclasses.replace(launch, options=(*launch.options, "--multi_gpu")), {"ACCELERATE_USE_CPU": "true"}
+
+
+def _has_gpu() -> bool:
+    import torch  # it takes a second or two, and most command lines do not need it
+
+    return torch.accelerator.is_available()
 
 
 def _run(launch: command.LaunchCommand, hooks: str | None, folder: str, variables: dict[str, str]) -> int:

@@ -11,6 +11,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 
 from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, TORCHRUN, Job, job
 
@@ -131,6 +132,7 @@ def test_launch_accelerate_with_a_section(
     done = job(command, tmp_path, ACCELERATE_USE_CPU="true", **paths)
     proven(done, truth, alone, ranks=2)
     assert done.lines()[0]["argv"] == [str(TRAIN), "--engine", "accelerate", "-m", "z"]
+    assert "disthooks: mine.yaml: attached to " in done.err  # the user's file, and not the copy of its section
     assert not list((tmp_path / "tmp").glob("disthooks-*"))  # the temporary files lived as long as the job
 
 
@@ -160,13 +162,18 @@ MULTI_CPU = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace(
 )
 
 
-def test_multi_cpu_starts_the_processes_that_it_says(
-    truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with a GPU accelerate starts two without a file")
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [(["--config_file", "mine.yaml"], "for MULTI_CPU"), (["--num_processes", "2"], "on a machine without a GPU")],
+)
+def test_on_cpus_launch_starts_the_processes_that_it_says(
+    options: list[str], where: str, truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(MULTI_CPU)
-    command = [*LAUNCH, "--config_file", "mine.yaml", TRAIN, "--engine", "accelerate"]
-    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks))
-    said = "disthooks: accelerate starts one process for MULTI_CPU, unless mpirun starts it: disthooks launch has it"
+    command = [*LAUNCH, *options, TRAIN, "--engine", "accelerate"]
+    done = job(command, tmp_path, DISTHOOKS_CONFIG=str(hooks), HF_HOME=str(tmp_path))
+    said = f"disthooks: accelerate starts one process {where}, unless mpirun starts it: disthooks launch has it"
     assert said in done.err
     one = done.err.index(said)
     rest = done.err[:one] + done.err[done.err.index("\n", one) :]
