@@ -169,8 +169,8 @@ def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.Capt
         ["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)]
     )
     (folder / "parts").mkdir()
-    asked, hooks = _configured(asked, folder / "parts")
-    assert hooks == str(folder / "disthooks.yaml")
+    asked, hooks, variables = _configured(asked, folder / "parts")
+    assert (hooks, variables) == (str(folder / "disthooks.yaml"), {})
     assert yaml.safe_load(pathlib.Path(asked.options[-1]).read_text()) == {"num_processes": 1}
     assert "the disthooks section of" in capsys.readouterr().err
 
