@@ -264,7 +264,8 @@ def test_several_microbatches_are_stored_at_once(
     ranks: Ranks, schedule: str, most: int, tmp_path: pathlib.Path
 ) -> None:
     held, _ = ranks(_alive_at_once, schedule, str(tmp_path))
-    assert max(held) == most * held[0] > 100_000
+    one = next(filter(None, held))  # torch 2.11 asks once before the first microbatch
+    assert max(held) == most * one > 100_000
 
 
 # --- Gradients: sequence parallelism, transformers' ``tp_plan``, flattened meshes
