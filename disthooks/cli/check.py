@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    file: str = typer.Argument(..., help="The hooks file."),
+    file: str = typer.Argument(..., help="The hooks file, or accelerate's file with a disthooks section."),
     model: str | None = typer.Option(
         None, "--model", help="package.module:function or file.py:function: a module, or (module, example inputs)."
     ),
@@ -43,12 +46,11 @@ def check(
 
 def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[str], None]) -> dict[str, Any]:
     from disthooks.cli.workload import build, check_sinks, entries_of, made, place, scopes
-    from disthooks.config import from_config
 
     facts: dict[str, Any] = {"file": file, "model": name, "save": [], "watch": None, "run": None}
     try:
         begin(f"reading {file}")
-        plan = from_config(file)
+        plan = _plan_of(file)
         begin("building the model")
         model, inputs = build(name) if name else (None, None)
     except DisthooksError as error:
@@ -70,6 +72,26 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
         begin("one forward and backward")
         facts["run"] = _run(model, inputs, entries, findings)
     return facts
+
+
+def _plan_of(file: str) -> Any:
+    """The plan of a hooks file, or of the section ``disthooks`` of accelerate's configuration."""
+    from disthooks.config import from_config
+    from disthooks.config.source import NAME, VARIABLE
+    from disthooks.launcher import accelerate_config
+
+    with tempfile.TemporaryDirectory() as folder:
+        is_section = "disthooks" in accelerate_config.values(file)
+        parts = accelerate_config.split(file, pathlib.Path(folder)) if is_section else None
+        if parts is None:
+            return from_config(file)
+        before = {name: os.environ.get(name) for name in (VARIABLE, NAME)}
+        os.environ |= {VARIABLE: parts[0], NAME: file}  # as in a worker: errors name the user's file, not the copy
+        try:
+            return from_config(parts[0])
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, Any]:
@@ -143,7 +165,7 @@ def _show(facts: dict[str, Any]) -> None:
     if errors:
         line(f"{facts['file']}: {errors} error{'s' * (errors > 1)}{told}: a run would fail", "red")
     else:
-        tried = "" if facts["model"] else " (without --model nothing is known of patterns)"
+        tried = "" if facts["model"] else " (give --model to check the patterns, too)"
         line(f"{facts['file']}: ok{told}{tried}", "yellow" if warnings else "green")
     for text in facts["errors"]:
         line(as_line(text), "red", error=True)
