@@ -27,8 +27,8 @@ def check(
     """Read a configuration file as a run does, and tell what it would do; exit code 1 when a run would fail.
 
     Random tensors go through each pipeline and back. With --model it also shows the modules and parameters that each
-    pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs the model runs
-    forward and backward once, and the bytes that were moved are shown for each module.
+    pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs one forward and
+    backward is predicted, as by disthooks explain: nothing runs, and the bytes that a run moves are shown for each module.
     """
     from disthooks.cli.workload import Findings
 
@@ -69,7 +69,7 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
     begin("saving random tensors through each pipeline")
     facts["save"] = [_entry(entry, model is not None, findings) for entry in entries]
     if inputs is not None and not findings.errors:
-        begin("one forward and backward")
+        begin("predicting one forward and backward")
         facts["run"] = _run(model, inputs, entries, findings)
     return facts
 
@@ -188,4 +188,6 @@ def _show_run(run: list[dict[str, Any]]) -> None:
     heads = ("module", "stored", "moved", "shared", *dropped, "kept", "weights")
     rows = [(each["module"] or "(model)", *(size(each[key]) for key in heads[1:])) for each in run]
     total = ("all", *(size(sum(each[key] for each in run)) for key in heads[1:]))
-    console().print(table([*rows, total], heads, right=range(1, len(heads)), title="one forward and backward"))
+    console().print(
+        table([*rows, total], heads, right=range(1, len(heads)), title="one forward and backward, predicted")
+    )

@@ -39,7 +39,7 @@ from disthooks.errors import DisthooksError, UsageError
 from disthooks.grads.attach import gradients
 from disthooks.grads.plan import groups_of, scope_of
 from disthooks.grads.rules.base import as_rule
-from disthooks.saved.attach import Saving, chosen, save_activations, saving
+from disthooks.saved.attach import chosen, save_activations, saving
 from disthooks.saved.codecs.base import relative_error
 from disthooks.saved.pipeline import Pipeline
 from disthooks.saved.report import SavedReport
@@ -266,32 +266,8 @@ def said(error: BaseException) -> str:
 Placed = Sequence[tuple[str, nn.Module, Pipeline]]
 
 
-def step(model: nn.Module, inputs: Any) -> None:
-    """Run one forward and backward, and set all gradients to None.
-
-    Args:
-        model: the model.
-        inputs: a dict of keyword arguments, a tuple or list of positional arguments, or one argument.
-
-    Raises:
-        UsageError: if the model raises, or no tensor in its output requires a gradient.
-    """
-    try:
-        torch.autograd.backward(_loss(model, inputs))
-    except DisthooksError:
-        raise
-    except Exception as error:
-        raise UsageError(f"one forward and backward of {type(model).__name__}: {said(error)}") from error
-    finally:
-        model.zero_grad(set_to_none=True)
-
-
-def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
-    """Run the forward; return the ``loss`` of the output, or the sum of all its tensors that require a gradient."""
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+def _loss(output: Any) -> torch.Tensor:
+    """The ``loss`` of the output, or the sum of all its tensors that require a gradient."""
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.requires_grad:
         return given.sum()
@@ -302,20 +278,26 @@ def _loss(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 
 def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedReport]:
-    """Run one forward and backward with the hooks of ``placed``; the report of each module, by name."""
-    attached: dict[str, Saving] = {}
-    try:
-        for name, module, pipeline in placed:
-            # `partial` binds this module; a lambda alone would match the module that the loop ends with.
-            this: Pattern = functools.partial(lambda module, _, other: other is module, module)
-            attached[name] = save_activations(model, this, pipeline)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `conflicts` has reported them already
-            step(model, inputs)
-        return {name: saving.report() for name, saving in attached.items()}
-    finally:
-        for saving in attached.values():
-            saving.remove()
+    """Predict one forward and backward with the hooks of ``placed``; the report of each module, by name.
+
+    Nothing runs: the step is one of tensors without memory, as in ``explain``.
+
+    Raises:
+        UsageError: if the model raises, or no tensor in its output requires a gradient.
+    """
+    from disthooks.predict.explain import explain
+
+    plan = [(functools.partial(_is_named, name), pipeline) for name, _, pipeline in placed]
+    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `conflicts` has reported them already
+        said = explain(model, *given, plan=plan, device=device, loss=_loss)
+    return dict(zip([name for name, _, _ in placed], said.reports, strict=True))
+
+
+def _is_named(this: str, name: str, module: nn.Module) -> bool:
+    return name == this
 
 
 def figures(report: SavedReport) -> dict[str, Any]:
