@@ -28,7 +28,7 @@ def check(
 
     Random tensors go through each pipeline and back. With --model it also shows the modules and parameters that each
     pattern matches, and conflicts with checkpointing, compiled code and engines. With example inputs one forward and
-    backward is predicted, as by disthooks explain: nothing runs, and the bytes that a run moves are shown for each module.
+    backward is predicted, as by disthooks explain: nothing runs. The bytes that a run moves are shown for each module.
     """
     from disthooks.cli.workload import Findings
 
