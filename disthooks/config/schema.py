@@ -74,7 +74,18 @@ class Save(_Strict):
     selective_checkpoints: bool = Field(True, description="Whether what a selective checkpoint keeps goes there, too.")
 
 
-class Watch(_Strict):
+class _Watchers(_Strict):
+    """The keys that stand beside ``watch`` or in it."""
+
+    blame: bool = Field(
+        False, description="true: name the first module whose output is infinite or NaN, and the rank, on stderr."
+    )
+    check_replicas: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="After each so many steps, compare what should be the same on several ranks, bit for bit."
+    )
+
+
+class Watch(_Watchers):
     """What happens to gradients before the optimizer steps; the arguments of disthooks.gradients."""
 
     every: Annotated[int, Field(ge=1)] = Field(50, description="Steps 0, every, 2 * every ... are logged.")
@@ -88,7 +99,7 @@ class Watch(_Strict):
     sinks: list[Entry] = Field([], description="Where it is logged, on the first rank.")
 
 
-class Hooks(_Strict):
+class Hooks(_Watchers):
     """A configuration of disthooks."""
 
     run: Text = Field(
@@ -100,12 +111,6 @@ class Hooks(_Strict):
     exact: bool = Field(False, description="true: a codec that loses anything is an error.")
     strict: bool = Field(
         False, description="true: under disthooks.run, an optimizer to whose model nothing can be attached is an error."
-    )
-    blame: bool = Field(
-        False, description="true: name the first module whose output is infinite or NaN, and the rank, on stderr."
-    )
-    check_replicas: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="After each so many steps, compare what should be the same on several ranks, bit for bit."
     )
     save: list[Save] = Field([], description="Where saved tensors are; each module in one entry only.")
     watch: Watch | None = Field(None, description="What happens to gradients, and what is logged of them.")

@@ -503,3 +503,11 @@ def test_reading_alone_needs_pydantic() -> None:
     code = "import sys, disthooks as dh; print([m for m in ('pydantic', 'yaml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("keys", [{"blame": True}, {"check_replicas": 5}])
+def test_watchers_may_stand_in_watch(keys: dict[str, Any]) -> None:
+    for given in ({"watch": keys}, keys, {"watch": {**keys, "stats": [{"kind": "Norm"}]}}):
+        plan = dh.from_config(given)
+        assert (plan.blame, plan.check_replicas) == (keys.get("blame", False), keys.get("check_replicas"))
+        assert bool(plan.watches) == ("stats" in given.get("watch", {}))
