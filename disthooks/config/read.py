@@ -60,21 +60,26 @@ def plan_of(source: Source) -> Plan:
     builder = Builder(source, expand)
     written = PlanSource(source, expand.run if uses_run else None)
     saves = [_entry(entry, ("save", i), builder, written, checked["exact"]) for i, entry in enumerate(checked["save"])]
-    _take_watchers(checked)
+    _take_watchers(checked, source)
     watches = _watches(checked["watch"], builder, source) if checked["watch"] is not None else {}
     if not (saves or watches or checked["blame"] or checked["check_replicas"]):
         source.fail((), "has neither 'save' nor 'watch': nothing would be attached")
     return Plan.read(saves, watches, checked, written)
 
 
-def _take_watchers(checked: dict[str, Any]) -> None:
-    """Take ``blame`` and ``check_replicas`` out of ``watch``; without rules, stats and sinks nothing else is in it."""
+def _take_watchers(checked: dict[str, Any], source: Source) -> None:
+    """Take ``blame`` and ``check_replicas`` out of ``watch``. If nothing else is written there, it is no ``watch``."""
     watch = checked["watch"]
     if watch is None:
         return
-    inside = {key: watch.pop(key) for key in ("blame", "check_replicas")}
-    checked.update({key: value for key, value in inside.items() if value})
-    if any(inside.values()) and not (watch["rules"] or watch["stats"] or watch["sinks"]):
+    written = source.document["watch"]
+    for key in ("blame", "check_replicas"):
+        value = watch.pop(key)
+        if key in written and key in source.document:
+            source.fail(("watch", key), " stands beside 'watch', too: write it in one place")
+        if key in written:
+            checked[key] = value
+    if written and written.keys() <= {"blame", "check_replicas"}:
         checked["watch"] = None
 
 

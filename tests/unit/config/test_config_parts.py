@@ -511,3 +511,10 @@ def test_watchers_may_stand_in_watch(keys: dict[str, Any]) -> None:
         plan = dh.from_config(given)
         assert (plan.blame, plan.check_replicas) == (keys.get("blame", False), keys.get("check_replicas"))
         assert bool(plan.watches) == ("stats" in given.get("watch", {}))
+
+
+def test_no_key_beside_watchers_is_dropped() -> None:
+    with pytest.raises(ConfigError, match="watch has neither rules nor stats"):
+        dh.from_config({"watch": {"blame": True, "every": 10}})
+    with pytest.raises(ConfigError, match=r"watch\.check_replicas stands beside 'watch', too"):
+        dh.from_config({"check_replicas": 3, "watch": {"check_replicas": 5, "stats": "standard"}})
