@@ -11,9 +11,11 @@
 #
 # [Note: arguments of a checkpoint]
 # Of the arguments of the function that it runs again, a checkpoint saves the positional ones as an operator would, and
-# hooks see them. Those that are given by keyword, or that a `functools.partial` holds, it keeps as they are. So they
-# are saved beside the positional ones, and the function gets them back when it runs again (torch 2.13 and newer). The
-# variables of a lambda are left alone, because its author may change them; their bytes are counted and told once.
+# hooks see them. Those that are given by keyword, or that a `functools.partial` holds, it keeps as they are. Those of
+# them that require a gradient are the inputs of a layer: they are saved beside the positional ones, and the function
+# gets them back when it runs again (torch 2.13 and newer). Other keyword tensors (masks, counters) stay as they are,
+# because the author may change them in place before backward, which torch allows there. Tensors in a lambda's variables
+# or inside a tuple, list or dict stay, too; the bytes of those with a history are counted and told once.
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from disthooks._torch import CheckpointFrame, SelectiveMode, hooks_around_checkpoint, top_hooks, uncompiled
 
 _FLAG = "respect_saved_tensors_hooks"
+_CONTAINERS = (tuple, list, dict)  # of these a checkpoint saves nothing
 _HOOKS = "_disthooks"  # the attribute of a mode that has the hooks around its checkpoint
 
 
@@ -42,8 +45,8 @@ class AroundCheckpoints:
     takes_selective = True
     takes_arguments = False
 
-    def leave(self, what: str, tensors: list[torch.Tensor]) -> None:
-        """Note that a checkpoint holds ``tensors`` in memory, and ``what`` of it does."""
+    def leave(self, tensors: list[torch.Tensor], is_chosen: bool) -> None:
+        """Note that a checkpoint holds ``tensors`` in memory: as the user of a selective one chose, or by its form."""
 
 
 def _owner(pair: Any) -> AroundCheckpoints | None:
@@ -68,9 +71,9 @@ def _mode_ends(self: Any, *error: Any) -> Any:
     pair = self.__dict__.pop(_HOOKS, None)
     owner = _owner(pair)
     if owner is not None and not owner.takes_selective:
-        owner.leave("selective checkpoint", [each.val for each in _kept(self)])
+        owner.leave([each.val for each in _kept(self)], is_chosen=True)
     ended = _end(self, *error)
-    if owner is not None and owner.takes_selective and hooks_around_checkpoint is None:
+    if owner is not None and owner.takes_selective and hooks_around_checkpoint is None and error[0] is None:
         for each in _kept(self):
             _give(each, *pair)
     return ended
@@ -114,49 +117,59 @@ _save_positional = getattr(CheckpointFrame, "save_inputs", None)
 
 @uncompiled(callees=False)
 def _save_inputs(self: Any, *args: Any) -> None:
-    """Save the positional arguments ``args``, and the tensors that are given in another way."""
+    """Save the positional arguments ``args``, and the inputs of the layer that are given in another way."""
     assert _save_positional is not None
-    owner, run = _owner(top_hooks(True)), self.recompute_fn
-    free = dict(zip(run.__code__.co_freevars, run.__closure__ or (), strict=True))
-    if owner is None or not owner.takes_arguments or not {"fn", "kwargs"} <= free.keys():
+    owner = _owner(top_hooks(True))
+    free = {} if owner is None or not owner.takes_arguments else _variables(self.recompute_fn)
+    if owner is None or not {"fn", "kwargs"} <= free.keys():
         _save_positional(self, *args)
         return
-    function, given = free["fn"].cell_contents, free["kwargs"].cell_contents
+    function, first, given = free["fn"], (), free["kwargs"]
     if type(function) is functools.partial:
-        function, given = functools.partial(function.func, *function.args), {**function.keywords, **given}
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    rest = {name: value for name, value in given.items() if name not in tensors}
-    variables = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    owner.leave("variable of a checkpoint", [x for x in variables if isinstance(x, torch.Tensor) and x.grad_fn])
-    _save_positional(self, *args, *tensors.values())
-    if tensors:
-        self.recompute_fn = _again(run, function, rest, list(tensors), len(args))
+        first, given, function = function.args, {**function.keywords, **given}, function.func
+    held = {**dict(enumerate(first)), **given}
+    inputs = {key: value for key, value in held.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    rest = {key: value for key, value in held.items() if key not in inputs}
+    unseen = tree_leaves([*_variables(function).values(), *rest.values(), *(x for x in args if type(x) in _CONTAINERS)])
+    owner.leave([x for x in unseen if isinstance(x, torch.Tensor) and x.grad_fn is not None], is_chosen=False)
+    _save_positional(self, *args, *inputs.values())
+    if inputs:
+        self.recompute_fn = _again(self.recompute_fn, function, rest, list(inputs), len(args))
 
 
 def _again(
-    run: types.FunctionType, function: Any, rest: dict[str, Any], names: list[str], count: int
+    run: types.FunctionType, function: Any, rest: dict[int | str, Any], inputs: list[int | str], count: int
 ) -> Callable[..., None]:
     """What ``run`` does, torch's function that calls ``function`` again, without the tensors that ``run`` holds.
 
     Args:
-        run: has ``function`` and its keywords in its closure.
+        run: has ``function``, its keywords and perhaps its first arguments in its closure.
         function: the user's.
-        rest: the keywords that are no tensors.
-        names: the keywords of the tensors that follow ``count`` positional arguments.
-        count: how many positional arguments there are.
+        rest: the arguments that are no inputs of the layer, by keyword, or by position for a partial's first ones.
+        inputs: the keys of the arguments that are saved behind ``count`` positional ones.
+        count: how many positional arguments the checkpoint was called with.
     """
     code, module = run.__code__, run.__globals__
     free = dict(zip(code.co_freevars, run.__closure__ or (), strict=True))
-    free["fn"] = types.CellType(function)
-    del free["kwargs"], run
+    del free["fn"], free["kwargs"], run
 
     def recompute(*saved: Any) -> None:
-        keywords = {**rest, **dict(zip(names, saved[count:], strict=True))}
-        cells = {**free, "kwargs": types.CellType(keywords)}
+        held = {**rest, **dict(zip(inputs, saved[count:], strict=True))}
+        first = [held[key] for key in sorted(key for key in held if isinstance(key, int))]
+        keywords = {key: value for key, value in held.items() if isinstance(key, str)}
+        called = functools.partial(function, *first) if first else function
+        cells = {**free, "fn": types.CellType(called), "kwargs": types.CellType(keywords)}
         closure = tuple(cells[name] for name in code.co_freevars)
         types.FunctionType(code, module, closure=closure)(*saved[:count])
 
     return recompute
+
+
+def _variables(function: Any) -> dict[str, Any]:
+    """The variables from outside that ``function`` uses, by name; without those that have no value yet."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = zip(names, getattr(function, "__closure__", None) or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -34,10 +34,10 @@ _STEPPED_BACK = (
     "checkpoint's inputs instead, attach to the module around the checkpoint, or wrap it: SaveWith(checkpointed, ...). "
     "report().passed counts these calls; this is said once"
 )
-_VARIABLES = (
-    "a checkpoint inside {where} runs a lambda or an inner function that uses {nbytes} of tensors from outside. These "
-    "tensors stay in memory, because the checkpoint holds the function: pass them as arguments of the checkpoint. This "
-    "is said once; report().kept_by has the bytes under 'variable of a checkpoint'"
+_HELD = (
+    "a checkpoint inside {where} gets {nbytes} of tensors with a history as variables of a lambda or inner function, "
+    "or inside a tuple, list or dict. They stay in memory, because the checkpoint holds them itself: pass each of them "
+    "as an argument of the checkpoint. This is said once; report().kept_by has the bytes under 'held by a checkpoint'"
 )
 _RECORDED = (
     "{what} records the forward of {where} without the hooks of disthooks, so nothing that the recorded module saves "
@@ -64,9 +64,9 @@ _ADVICE = {
 }
 _GRAPHS = (
     "what {where} saves lies in memory of the CUDA graphs that torch.compile(mode='reduce-overhead') made: it stays "
-    "there, as without disthooks, because the graph of its backward reads it there. To have it stored, compile this "
-    "module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has the bytes; "
-    "this is said once"
+    "there, as without disthooks, because the graph of its backward reads it there. If you want it in the store, "
+    "compile this module in another mode ('default', 'max-autotune-no-cudagraphs'). report().kept_by['CUDA graph'] has "
+    "the bytes; this is said once"
 )
 _IN_PLACE = (
     "{store} stores nothing of {where}: what it saves is in CPU memory, where this store would put it. To take it out "
@@ -277,10 +277,10 @@ class Counters:
         where = repr(module_name) if module_name else "a saving(...) block"
         self.warned.warn("CUDA graph", _GRAPHS.format(where=where))
 
-    def warn_of_variables(self, module_name: str, nbytes: int) -> None:
-        """Warn once that a checkpoint runs a function that holds tensors itself."""
+    def warn_of_held(self, module_name: str, nbytes: int) -> None:
+        """Warn once that a checkpoint holds tensors in a form that hooks do not see."""
         where = repr(module_name) if module_name else "a saving(...) block"
-        self.warned.warn("variables", _VARIABLES.format(where=where, nbytes=format_bytes(nbytes)))
+        self.warned.warn("held", _HELD.format(where=where, nbytes=format_bytes(nbytes)))
 
     def warn_of_in_place(self, module_name: str, store: Store) -> None:
         """Warn once that the tensors are already where the store would put them, if nothing at all was stored."""

@@ -407,13 +407,15 @@ class SavedTensorHooks(AroundCheckpoints):
         counters.count_put(nbytes, 0, time.perf_counter() - begin, self._module_name)
         return self._count(tensor, Decision("store"), nbytes, handle)
 
-    def leave(self, what: str, tensors: list[torch.Tensor]) -> None:
+    def leave(self, tensors: list[torch.Tensor], is_chosen: bool) -> None:
         """Count the tensors that a checkpoint inside keeps in memory. See [Note: arguments of a checkpoint]."""
-        nbytes = sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values())
+        plain = [part for part in map(local_part, tensors) if exotic(part) is None]
+        nbytes = sum({part.untyped_storage()._cdata: part.nbytes for part in plain}.values())
         if nbytes:
-            self._counters.count_kept(what, nbytes, self._module_name)
-        if nbytes >= max(1, self._pipeline.at_least) and what != "selective checkpoint":
-            self._counters.warn_of_variables(self._module_name, nbytes)
+            reason = "selective checkpoint" if is_chosen else "held by a checkpoint"
+            self._counters.count_kept(reason, nbytes, self._module_name)
+        if nbytes >= max(1, self._pipeline.at_least) and not is_chosen:
+            self._counters.warn_of_held(self._module_name, nbytes)
 
     # -- offload
 

@@ -113,27 +113,13 @@ def test_hooks_that_are_not_ours_are_warned_as_before() -> None:
         checkpoint(layer, x, use_reentrant=False, context_fn=CONTEXT).sum().backward()
 
 
-def test_a_prediction_knows_them(tmp_path: pathlib.Path) -> None:
-    def build() -> tuple[nn.Module, torch.Tensor]:
-        return Net("partial"), torch.randn(ROWS, WIDTH, requires_grad=True)
-
-    said = dh.explain(build, plan=dh.OnDisk(tmp_path), device="cpu", loss=lambda out: out.square().mean())
-    model, x = build()
-    with warnings.catch_warnings(), dh.save_activations(model, "", dh.OnDisk(tmp_path)) as saving:
-        warnings.simplefilter("ignore")
-        model(x).square().mean().backward()
-    (predicted,), measured = said.reports, saving.report()
-    assert (predicted.stored, predicted.shared, predicted.kept_by) == (
-        measured.stored,
-        measured.shared,
-        measured.kept_by,
-    )
-
-
 HANDED: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "position": lambda layer, h: checkpoint(layer, h, use_reentrant=False),
     "keyword": lambda layer, h: checkpoint(layer, x=h, use_reentrant=False),
     "partial": lambda layer, h: checkpoint(functools.partial(layer, x=h), use_reentrant=False),
+    "partial position": lambda layer, h: checkpoint(functools.partial(layer, h), use_reentrant=False),
+    "tuple": lambda layer, h: checkpoint(lambda pair: layer(pair[0]), (h,), use_reentrant=False),
+    "tuple by keyword": lambda layer, h: checkpoint(lambda pair: layer(pair[0]), pair=(h,), use_reentrant=False),
     "variable": lambda layer, h: checkpoint(lambda: layer(h), use_reentrant=False),
 }
 
@@ -153,7 +139,10 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.skipif(not hasattr(CheckpointFrame, "save_inputs"), reason="torch 2.11 saves keywords elsewhere")
+KEYWORDS = pytest.mark.skipif(not hasattr(CheckpointFrame, "save_inputs"), reason="torch 2.11 saves keywords elsewhere")
+
+
+@KEYWORDS
 @pytest.mark.parametrize("handed", HANDED)
 def test_the_input_of_a_checkpoint_is_stored_however_it_is_handed_over(handed: str, tmp_path: pathlib.Path) -> None:
     model, x = Chain(handed), torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -168,12 +157,97 @@ def test_the_input_of_a_checkpoint_is_stored_however_it_is_handed_over(handed: s
                 alive = sum(each() is not None for each in model.inputs)
                 assert all(map(torch.equal, torch.autograd.grad(loss, arguments), truth))
     report = saving.report()
-    if handed == "variable":
+    if handed.startswith(("variable", "tuple")):
         assert alive == LAYERS
-        assert report.kept_by["variable of a checkpoint"] == 2 * LAYERS * PRODUCT
+        assert report.kept_by["held by a checkpoint"] == 2 * LAYERS * PRODUCT
         (message,) = told
-        assert "pass them as arguments of the checkpoint" in str(message.message)
+        assert "as an argument of the checkpoint" in str(message.message)
     else:
         assert (alive, told) == (0, [])
         assert report.stored >= 2 * LAYERS * PRODUCT
     assert report.held == 0
+
+
+@KEYWORDS
+@pytest.mark.parametrize("changed", ["inside", "afterwards"])
+def test_a_keyword_that_requires_no_gradient_may_be_changed_in_place(changed: str, tmp_path: pathlib.Path) -> None:
+    layer, x = Layer(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        mask = torch.ones(ROWS, WIDTH)
+
+        def masked(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = layer(h * 2)
+            if changed == "inside":
+                mask.zero_()
+            return out
+
+        out = checkpoint(masked, x * 1, mask=mask, use_reentrant=False)
+        mask.zero_()
+        return out.mean()
+
+    truth = torch.autograd.grad(run(), [x, *layer.parameters()])
+    with dh.saving(dh.OnDisk(tmp_path)) as saving:
+        loss = run()
+    assert all(map(torch.equal, torch.autograd.grad(loss, [x, *layer.parameters()]), truth))
+    assert saving.report().stored == PRODUCT
+
+
+@KEYWORDS
+def test_a_keyword_that_requires_a_gradient_may_not_be_changed(tmp_path: pathlib.Path) -> None:
+    """Without hooks the layer would run again on what the change left, and the gradient would be wrong."""
+    layer, x = Layer(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    h = x * 1
+    with dh.saving(dh.OnDisk(tmp_path)):
+        loss = checkpoint(layer, x=h, use_reentrant=False).square().mean()
+    h.zero_()
+    with pytest.raises(dh.errors.MutationError, match="clone"):
+        loss.backward()
+
+
+def test_a_sparse_variable_is_no_error(tmp_path: pathlib.Path) -> None:
+    layer, x = Layer(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        sparse = (torch.eye(WIDTH) * x.sum()).to_sparse()
+        out = checkpoint(lambda: torch.sparse.mm(sparse, layer.first.weight).tanh(), use_reentrant=False)
+        return out.square().mean()
+
+    truth = torch.autograd.grad(run(), [x, layer.first.weight])
+    with dh.saving(dh.OnDisk(tmp_path)):
+        loss = run()
+    assert all(map(torch.equal, torch.autograd.grad(loss, [x, layer.first.weight]), truth))
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_an_error_inside_a_selective_checkpoint_is_the_users(takes: bool, tmp_path: pathlib.Path) -> None:
+    layer, x = Layer(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def fails(h: torch.Tensor) -> torch.Tensor:
+        layer(h)
+        raise ValueError("of the user")
+
+    plan = dh.pipeline(dh.OnDisk(tmp_path), selective_checkpoints=takes)
+    with pytest.raises(ValueError, match="of the user"), dh.saving(plan) as saving:
+        checkpoint(fails, x, use_reentrant=False, context_fn=CONTEXT)
+    assert saving.report().held == 0
+
+
+@pytest.mark.parametrize("case", ["selective", "selective, left", "keyword", "partial position", "tuple"])
+def test_a_prediction_knows_what_a_checkpoint_holds(case: str, tmp_path: pathlib.Path) -> None:
+    if case in HANDED and not hasattr(CheckpointFrame, "save_inputs"):
+        pytest.skip("torch 2.11 saves keywords elsewhere")
+
+    def build() -> tuple[nn.Module, torch.Tensor]:
+        return Chain(case) if case in HANDED else Net("partial"), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    plan = dh.pipeline(dh.OnDisk(tmp_path), selective_checkpoints=case != "selective, left")
+    said = dh.explain(build, plan=plan, device="cpu", loss=lambda out: out.square().mean())
+    model, x = build()
+    with warnings.catch_warnings(), dh.save_activations(model, "", plan) as saving:
+        warnings.simplefilter("ignore")
+        model(x).square().mean().backward()
+    (predicted,), measured = said.reports, saving.report()
+    # A prediction does not count what stays inside of a checkpoint; its memory is in the peak.
+    kept_by = {what: n for what, n in measured.kept_by.items() if "checkpoint" not in what}
+    assert (predicted.stored, predicted.shared, predicted.kept_by) == (measured.stored, measured.shared, kept_by)
