@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -77,21 +76,14 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
 def _plan_of(file: str) -> Any:
     """The plan of a hooks file, or of the section ``disthooks`` of accelerate's configuration."""
     from disthooks.config import from_config
-    from disthooks.config.source import NAME, VARIABLE
+    from disthooks.config.read import plan_of
+    from disthooks.config.source import source_of_copy
     from disthooks.launcher import accelerate_config
 
     with tempfile.TemporaryDirectory() as folder:
         is_section = "disthooks" in accelerate_config.values(file)
         parts = accelerate_config.split(file, pathlib.Path(folder)) if is_section else None
-        if parts is None:
-            return from_config(file)
-        before = {name: os.environ.get(name) for name in (VARIABLE, NAME)}
-        os.environ |= {VARIABLE: parts[0], NAME: file}  # as in a worker: errors name the user's file, not the copy
-        try:
-            return from_config(parts[0])
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        return from_config(file) if parts is None else plan_of(source_of_copy(parts[0], file))
 
 
 def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, Any]:

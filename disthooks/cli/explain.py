@@ -129,7 +129,7 @@ def _without_plan(said: Explanation, file: str) -> str:
     text = f"the peak without {file} is {size(before.nbytes)}, {before.where}"
     if peak.nbytes > 0.98 * before.nbytes:
         name, nbytes = max(peak.by_category.items(), key=lambda each: each[1])
-        text += f": the plan does not lower it, because at the peak {size(nbytes)} are {name}"
+        text += f": the plan hardly lowers it, because at the peak {size(nbytes)} are {name}"
     return text
 
 

@@ -60,7 +60,9 @@ def reason_alone(asks_accelerate: bool = False) -> str | None:
         shared = state.PartialState._shared_state
         if shared.get("num_processes") == 1 or str(shared.get("distributed_type")).endswith("NO"):
             known, reason = 1, "accelerate wraps no model"
-            advice = "Without GPUs make it Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true in each process"
+            advice = (
+                "On a machine without GPUs write Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true in each process"
+            )
     if launched <= 1 or known > 1:
         return None
     return (

@@ -121,7 +121,12 @@ def source_of(given: str | os.PathLike[str] | Mapping[str, Any], name: str = "th
     path = os.fspath(given)
     # `disthooks launch` gives the workers a copy of the section of accelerate's file, with the lines of that file.
     is_copy = NAME in os.environ and path == os.environ.get(VARIABLE)
-    return _parsed(os.environ[NAME] if is_copy else path, _text(path))
+    return source_of_copy(path, os.environ[NAME] if is_copy else path)
+
+
+def source_of_copy(path: str, name: str) -> Source:
+    """Read a YAML file that is a copy of a part of the file ``name``, with its lines; errors have that name."""
+    return _parsed(name, _text(path))
 
 
 def _plain(value: Any) -> Any:

@@ -210,8 +210,8 @@ class StepRunner:
 
     def _warn_of_no_gradient(self, step: int) -> None:
         """Warn once that no parameter has a gradient; a rank that has no elements of any parameter is silent."""
+        self._has_warned = True
         if any(shard.values().numel() for shard in self.plan.shards):
-            self._has_warned = True
             warnings.warn(
                 f"step {step}, rank {global_rank()}: no gradient in {len(self.plan.shards)} parameters when "
                 "optimizer.step() begins: rules do nothing, and the log says 0. If another optimizer steps in "

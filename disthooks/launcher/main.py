@@ -2,11 +2,10 @@
 
 # [Note: accelerate starts one process for MULTI_CPU]
 # Under `distributed_type: MULTI_CPU` accelerate leaves the number of processes to mpirun. Without a hostfile it runs
-# the script once, whatever `num_processes` is, and prints no message. So it does for `--num_processes 2` without a
-# configuration on a machine without a GPU. Its launcher for several GPUs starts
-# `num_processes` processes, and with ACCELERATE_USE_CPU=true they train on CPUs with gloo. So `disthooks launch`
-# chooses that launcher, and says so on stderr. It changes nothing if mpirun has started it, or if the command line asks
-# for another launcher.
+# the script once, whatever `num_processes` is, and prints no message. It does the same without a `distributed_type` on
+# a machine without a GPU. Its launcher for several GPUs starts `num_processes` processes, and with
+# ACCELERATE_USE_CPU=true they train on CPUs with gloo. So `disthooks launch` chooses that launcher, and says so on
+# stderr. It changes nothing if mpirun has started it, or if the command line asks for another launcher.
 
 from __future__ import annotations
 
@@ -21,8 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from disthooks.config import from_config
-from disthooks.config.source import NAME, VARIABLE
-from disthooks.errors import ConfigError, DisthooksError, as_line
+from disthooks.config.read import plan_of
+from disthooks.config.source import NAME, VARIABLE, source_of_copy
+from disthooks.errors import DisthooksError, as_line
 from disthooks.launcher import accelerate_config, command, failure_report, supervisor
 from disthooks.launcher.failure_report import VARIABLE as RECORDS
 from disthooks.launcher.worker import Command, check_target, configuration
@@ -83,10 +83,7 @@ def _configured(
             options = (*launch.options, "--config_file", rest)  # of two --config_file the last one counts
             launch = dataclasses.replace(launch, options=options)
             if launch.hooks is None:
-                try:
-                    from_config(section)
-                except ConfigError as error:  # it shall name the user's file, and not the copy
-                    raise ConfigError(str(error).replace(section, str(path))) from None
+                plan_of(source_of_copy(section, str(path)))
                 if os.environ.get(VARIABLE):
                     _warn(f"{path} has a disthooks section: {VARIABLE} is not read")
                 return launch, section, {NAME: str(path)}
@@ -114,19 +111,18 @@ def _several_on_cpus(launch: command.LaunchCommand) -> tuple[command.LaunchComma
     others = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
     is_other = any(getattr(chosen, name, False) for name in others)
     is_other |= bool((config.get("mpirun_config") or {}).get("mpirun_hostfile"))
-    if config.get("distributed_type") == "FSDP" and not _has_gpu():
+    kind = config.get("distributed_type", "")
+    if kind == "FSDP" and not _has_gpu():
         _warn(
             "distributed_type: FSDP, and this machine has no GPU: accelerate makes DDP of it with "
             "ACCELERATE_USE_CPU=true, or else wraps no model. For FSDP2 on CPUs let torchrun start a script that calls "
             "fully_shard"
         )
-    if is_other or count < 2 or nodes > 1 or config.get("distributed_type", "") not in ("", "MULTI_CPU"):
+    if is_other or count < 2 or nodes > 1 or kind not in ("", "MULTI_CPU") or (not kind and _has_gpu()):
         return launch, {}
-    if not config and _has_gpu():
-        return launch, {}
-    kind = "for MULTI_CPU" if config else "on a machine without a GPU"
+    where = "for MULTI_CPU" if kind else "on a machine without a GPU"
     print(
-        f"disthooks: accelerate starts one process {kind}, unless mpirun starts it: disthooks launch has it "
+        f"disthooks: accelerate starts one process {where}, unless mpirun starts it: disthooks launch has it "
         f"start {count}, which train on this machine's CPUs with gloo",
         file=sys.stderr,
     )

@@ -11,11 +11,13 @@ import signal
 import time
 
 import pytest
+import torch
 import yaml
 
 from disthooks.errors import UsageError
 from disthooks.launcher import command, failure_report
 from disthooks.launcher.accelerate_config import split
+from disthooks.launcher.main import _configured, _several_on_cpus, main
 from disthooks.launcher.worker import Command, configuration
 from tests.support.jobs.started import LAUNCH, ROOT, RUN, SCRIPTS, ended, job, left, start
 
@@ -129,8 +131,6 @@ def test_a_faulty_configuration_starts_nothing(folder: pathlib.Path) -> None:
 def test_an_error_in_a_section_is_told_in_the_users_file(
     folder: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from disthooks.launcher import main
-
     file = folder / "accelerate.yaml"
     file.write_text("num_processes: 2\n\ndisthooks:\n  watch:\n    stats: [{kind: Nurm}]\ndistributed_type: 'NO'\n")
     assert main(["--config_file", str(file), str(FAILS)]) == 2
@@ -162,8 +162,6 @@ def test_hooks_are_named_before_the_script(before: list[str]) -> None:
 
 def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Accelerate gets the rest of its file all the same: it refuses a section that it does not know."""
-    from disthooks.launcher.main import _configured
-
     (folder / "a.yaml").write_text("disthooks: {watch: {stats: [{kind: Nurm}]}}\nnum_processes: 1\n")
     asked = command.read(
         ["--hooks", str(folder / "disthooks.yaml"), "--config_file", str(folder / "a.yaml"), str(FAILS)]
@@ -173,6 +171,31 @@ def test_hooks_come_before_the_section(folder: pathlib.Path, capsys: pytest.Capt
     assert (hooks, variables) == (str(folder / "disthooks.yaml"), {})
     assert yaml.safe_load(pathlib.Path(asked.options[-1]).read_text()) == {"num_processes": 1}
     assert "the disthooks section of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "on_cpus"),
+    [("MULTI_CPU", False, True), ("MULTI_CPU", True, True), ("", False, True), ("", True, False), ("NO", False, False)],
+)
+def test_only_jobs_for_cpus_are_started_on_cpus(
+    kind: str, has_gpu: bool, on_cpus: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    (folder / "a.yaml").write_text("num_processes: 2\n" + (f"distributed_type: '{kind}'\n" if kind else ""))
+    asked = command.read(["--config_file", str(folder / "a.yaml"), str(FAILS)])
+    launch, variables = _several_on_cpus(asked)
+    assert ("--multi_gpu" in launch.options, variables) == (on_cpus, {"ACCELERATE_USE_CPU": "true"} if on_cpus else {})
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_fsdp_on_cpus_is_said(
+    has_gpu: bool, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    (folder / "a.yaml").write_text("num_processes: 2\ndistributed_type: FSDP\n")
+    asked = command.read(["--config_file", str(folder / "a.yaml"), str(FAILS)])
+    assert _several_on_cpus(asked) == (asked, {})
+    assert ("this machine has no GPU: accelerate makes DDP of it" in capsys.readouterr().err) != has_gpu
 
 
 @pytest.mark.parametrize("argv", [[], ["torchrun", "--nproc-per-node", "2"], ["torchrun", "--nonsense", "1", "a.py"]])

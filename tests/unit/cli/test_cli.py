@@ -399,6 +399,24 @@ def test_around_a_checkpoint_all_is_well(model: str, modules: str, tmp_path: pat
     assert len(found["run"]) == 2
 
 
+def test_check_runs_no_model(tmp_path: pathlib.Path) -> None:
+    """The forward gets tensors without memory, and a store that is too small is an error as in a run."""
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch._subclasses import FakeTensor\n"
+        "class Layer(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        assert isinstance(x, FakeTensor) and isinstance(self.weight, FakeTensor)\n"
+        "        return super().forward(x).tanh()\n"
+        "def build():\n    return nn.Sequential(Layer(16, 16), Layer(16, 16)), torch.randn(2 ** 16, 16)\n"
+    )
+    text = "save: [{modules: '*', at_least: 0, store: {kind: OnDisk, directory: '{folder}', limit: LIMIT}}]"
+    options = "--model", f"{tmp_path}/model.py:build"
+    enough = run("check", hooks(tmp_path, text.replace("LIMIT", "1 GiB")), *options)
+    assert "one forward and backward, predicted" in enough.stdout
+    less = run("check", hooks(tmp_path, text.replace("LIMIT", "2 MiB")), *options, code=1)
+    assert "is full: wanted 4.0 MiB more" in less.stderr
+
+
 def test_hooks_inside_compiled_code(tmp_path: pathlib.Path) -> None:
     found = checked(tmp_path, "save: [{modules: norm, store: {kind: OnCpu}}]", "compiled")
     assert "its graph breaks there" in " ".join(found["warnings"])
@@ -424,7 +442,7 @@ def test_explain_counts_what_autograd_saves(tmp_path: pathlib.Path) -> None:
     assert "2" not in rows  # what the last Linear saves is its weight, and the output of the Tanh again
     verdict = told.stdout.splitlines()[:3]
     assert verdict[0].startswith("the peak with ")
-    assert "the plan does not lower it, because at the peak" in verdict[1]
+    assert "the plan hardly lowers it, because at the peak" in verdict[1]
     assert verdict[2].endswith("autograd saves 220 B for backward, weights not counted")
     assert [line for line in told.stdout.splitlines() if line.startswith("the plan keeps at most 4.0 KiB on disk")]
     found = json.loads(run("explain", f"{BUILT}:small", file, "--device", "cpu", "--json").stdout)
