@@ -40,9 +40,8 @@ BATCHES = {"full": {"long": (16, 512), "short": (1, 64)}, "small": {"long": (2, 
 def enable(model: LlamaForCausalLM, offload: bool) -> None:
     """Checkpoint each layer, and with ``offload`` move its input as transformers does."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # transformers 5 renames this method, and older ones have no other
+        # transformers 5 renames this method, and older versions have no other.
+        warnings.simplefilter("ignore", FutureWarning)
         has_pins = torch.accelerator.is_available()
         options = {"offload": True} if offload and has_pins else {}
         model.gradient_checkpointing_enable({"use_reentrant": False}, **options)
