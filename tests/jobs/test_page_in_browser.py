@@ -337,6 +337,12 @@ def test_each_key_is_optional(chromium: Browser, full: dict[str, Any], tmp_path:
         assert chromium.run("document.querySelector('h1') !== null")
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_a_time_is_shown_only_if_one_is_known(seconds: float, chromium: Browser, tmp_path: pathlib.Path) -> None:
+    show(chromium, plain_document() | {"seconds": {"forward": seconds, "backward": 0.0}}, tmp_path)
+    assert ("Time of a step" in text(chromium, "#head")) == (seconds > 0)
+
+
 def test_a_name_runs_nothing(chromium: Browser, full: dict[str, Any], tmp_path: pathlib.Path) -> None:
     rows = [{**row, "module": row["module"] + EVIL, "class": EVIL} for row in full["modules"]]
     show(chromium, {**full, "model": EVIL, "modules": rows, "warnings": [EVIL]}, tmp_path)

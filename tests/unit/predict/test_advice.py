@@ -5,17 +5,29 @@ from __future__ import annotations
 import functools
 import pathlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import disthooks as dh
-from disthooks.predict.answers.advice import Advice, advise, as_yaml, changes, cheapest, groups, largest_group
+from disthooks.predict.answers.advice import (
+    Advice,
+    Tried,
+    advise,
+    as_yaml,
+    changes,
+    cheapest,
+    groups,
+    largest_group,
+    what_if,
+)
 from disthooks.predict.engines.spec import EngineSpec
 from disthooks.predict.explain import explain_built
 from disthooks.predict.explanation import Explanation
 from disthooks.predict.fake.builder import Builder
+from disthooks.predict.hardware.devices import device_named
 from disthooks.predict.run import Situation
 from tests.support import oracle, zoo
 
@@ -113,6 +125,26 @@ def test_the_top_is_sorted_and_has_each_kind_once(builder: Builder, said: Explan
     assert len(top) == 3
     assert len({each.kind for each in top}) == 3
     assert all(0 < each.saves < said.peak_bytes and each.text for each in top)
+
+
+def test_times_of_cuda_are_those_of_an_h100_if_no_gpu_is_named(builder: Builder, said: Explanation) -> None:
+    def seconds(**given: Any) -> list[float]:
+        return [each.seconds for each in changes(builder, said, limit=8 * SAVED, **given)]
+
+    assert said.situation.device == "cuda"
+    assert seconds() == seconds(device=device_named("h100")) != seconds(device=device_named("a100"))
+
+
+def test_the_page_has_the_step_of_each_advice_that_can_be_copied(
+    builder: Builder, said: Explanation, found: list[Advice]
+) -> None:
+    steps = what_if(builder, said, [of_kind(found, "offload"), of_kind(found, "checkpoint")])
+    assert [each["yaml"] for each in steps] == [of_kind(found, "offload").yaml]
+    tried: Tried = {}
+    best = [of_kind(changes(builder, said, limit=8 * SAVED, tried=tried), kind) for kind in ("offload", "checkpoint")]
+    steps = what_if(builder, said, best, tried=tried)
+    assert [each["yaml"] for each in steps] == [best[0].yaml, best[1].code]
+    assert [each["peak"]["nbytes"] for each in steps] == [each.nbytes for each in best]
 
 
 def test_the_cheapest_change_fits_and_is_exact_if_one_is(builder: Builder, said: Explanation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,12 @@ def test_the_longest_sequence_of_quadratic_memory_is_the_one_that_a_scan_finds()
     assert nbytes(found.seq.size) <= limit < nbytes(found.seq.size + 1)
     assert found.seq.nbytes == nbytes(found.seq.size)
     assert found.seq.probes <= 6
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_an_optimizer_that_is_not_counted_is_said(optimizer: Any) -> None:
+    found = fits(Builder(mlp(), (torch.empty(8, 64),)), replace(ON_CPU, optimizer=optimizer), 1 << 22)
+    assert ("the state of an optimizer is not counted" in str(found)) == (optimizer is None)
 
 
 def test_nothing_fits() -> None:
