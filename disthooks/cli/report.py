@@ -140,11 +140,12 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     kept = sorted({record["step"]: record for record in records}.values(), key=lambda record: int(record["step"]))
     names = list(dict.fromkeys(name for record in kept for name in record))
     figures: dict[str, dict[str, Any]] = {"number": {}, "count": {}, "total": {}, "label": {}}
-    steps = [record["step"] for record in kept]
     for name in names:
         kind = meaning(name)
         if kind in figures and "/param/" not in name and name not in ("run", "restart", "optimizer"):
-            found = _figures(kind, [_value(record, name) for record in kept], steps)
+            # The peak of a record is that of an earlier step, if steps are not logged.
+            of = [record.get(f"{name}_step", record["step"]) for record in kept]
+            found = _figures(kind, [_value(record, name) for record in kept], of)
             if found:
                 figures[kind][name] = found
     about: dict[str, Any] = next((record["about"] for record in records if isinstance(record.get("about"), dict)), {})
@@ -388,7 +389,9 @@ def _missing_said(run: dict[str, Any], records: Sequence[dict[str, Any]]) -> Ite
 
 
 def _times(value: float, median: float) -> str:
-    return f"{value / median:.3g} times" if median else "above"
+    if not median:
+        return "above"
+    return f"{value / median:,.0f} times" if value > _MUCH * median else f"{value / median:.3g} times"
 
 
 # -- for people

@@ -36,7 +36,7 @@ from disthooks.grads.plan import StepPlan, Vectors
 from disthooks.grads.sinks.base import RecordWriter
 from disthooks.grads.stats.base import Found, Measure, Stat, State
 from disthooks.grads.stats.norms import Power
-from disthooks.grads.stats.scan import NonFiniteCount, OwnNonFinite, ranks_in
+from disthooks.grads.stats.scan import NonFiniteCount, OwnLead, OwnNonFinite, leader, ranks_in
 
 _MOST_NAMED = 10  # parameters that a record names
 
@@ -148,11 +148,32 @@ class NonFiniteStep(NamedTuple):
 
 
 class _WatchedStep(NamedTuple):
-    """The numbers on their way to the host that tell whether one step was finite."""
+    """The numbers of one step that are on their way to the host.
+
+    Attributes:
+        step: the number of the step.
+        sizes: how many numbers there are of each kind: the "sizes" of gradients (counts of non-finite elements, or
+            norms) and the "marks" of ranks, one for each parameter; the "decision" about leaving the step out, if a
+            rule decides; the sum of "squares" of all gradients; and the sums that tell the rank that "leads".
+        copy: all numbers in one tensor.
+    """
 
     step: int
-    has_decision: bool  # whether a rule decided about leaving the step out; the decision is the last number then
+    sizes: Mapping[str, int]
     copy: HostCopy
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The numbers of each kind."""
+        parts = torch.split(self.copy.tensors()[0], list(self.sizes.values()))
+        return dict(zip(self.sizes, parts, strict=True))
+
+
+class _Peak(NamedTuple):
+    """The largest norm since the last record, its step, and the rank that led in it, if one did."""
+
+    norm: float
+    step: int
+    rank: int | None
 
 
 class _NonFiniteRow(NamedTuple):
@@ -163,13 +184,14 @@ class _NonFiniteRow(NamedTuple):
     where: tuple[Any, ...]
 
 
-class NonFiniteSteps:
-    """Finds the steps that are not finite, from numbers that are copied in every step. See [Note: which rank began].
+class WatchedSteps:
+    """Finds the steps that are not finite, and the largest norm, from numbers that are copied in every step.
 
-    Nothing waits for these numbers: the host may be several steps ahead, and reads them some steps later. A step that
-    an optimizer makes with such gradients spoils the parameters, so that the steps that follow are not finite either:
-    they count, and get no record of their own. After a step that was left out (:class:`~disthooks.SkipNonFinite`) the
-    parameters are as they were, so the next such step gets a record, unless the same parameters and ranks fail again.
+    See [Note: which rank began]. Nothing waits for these numbers: the host may be several steps ahead, and reads them
+    some steps later. A step that an optimizer makes with such gradients spoils the parameters, so that the steps that
+    follow are not finite either: they count, and get no record of their own. After a step that was left out
+    (:class:`~disthooks.SkipNonFinite`) the parameters are as they were, so the next such step gets a record, unless the
+    same parameters and ranks fail again.
 
     Attributes:
         count: how many of the steps that were read so far were not finite.
@@ -181,6 +203,12 @@ class NonFiniteSteps:
         uses = [part.always.uses.get(OwnNonFinite(), ()) for part in plan.rounds]
         self._round = next((i for i, indices in enumerate(uses) if indices), 0)
         self._indices = uses[self._round]
+        # The norm of the gradients before any rule, and the rank that leads, if every step measures them.
+        first = plan.rounds[0].always.uses
+        self._has_norm = len(first.get(Power(2.0), ())) == len(plan.shards) > 0
+        self._has_lead = OwnLead() in first and len(ranks) > 1
+        self._peak: _Peak | None = None
+        self._unlogged = 0  # steps since the last record
         self.count = 0
         self._on_way: deque[_WatchedStep] = deque()
         self._row: _NonFiniteRow | None = None
@@ -191,31 +219,60 @@ class NonFiniteSteps:
         return bool(self._indices)
 
     def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
-        """Start copying the numbers that tell whether this step is finite."""
-        if not self._indices:
-            return
-        layout = self._plan.rounds[self._round].layout(is_logged)
-        values = layout.unpack(merged[self._round])
-        counts_or_norms: Measure = NonFiniteCount() if NonFiniteCount() in layout.uses else Power(2.0)
-        numbers = [layout.pick(values, measure, self._indices) for measure in (counts_or_norms, OwnNonFinite())]
-        if decision is not None:
-            numbers.append(decision.double().reshape(1))
-        self._on_way.append(_WatchedStep(step, decision is not None, HostCopy([torch.cat(numbers)])))
+        """Start copying the numbers that tell whether this step is finite, and its norm."""
+        numbers: dict[str, torch.Tensor] = {}
+        if self._indices:
+            layout = self._plan.rounds[self._round].layout(is_logged)
+            values = layout.unpack(merged[self._round])
+            counts_or_norms: Measure = NonFiniteCount() if NonFiniteCount() in layout.uses else Power(2.0)
+            numbers["sizes"] = layout.pick(values, counts_or_norms, self._indices)
+            numbers["marks"] = layout.pick(values, OwnNonFinite(), self._indices)
+            if decision is not None:
+                numbers["decision"] = decision.double().reshape(1)
+        if self._has_norm:
+            values = self._plan.rounds[0].layout(is_logged).unpack(merged[0])
+            numbers["squares"] = values[Power(2.0)].sum().reshape(1)
+            if self._has_lead:
+                numbers["leads"] = values[OwnLead()][:3]  # of the first scope, which is all parameters
+        if numbers:
+            sizes = {name: len(each) for name, each in numbers.items()}
+            self._on_way.append(_WatchedStep(step, sizes, HostCopy([torch.cat(list(numbers.values()))])))
 
     def read(self, wait: bool) -> list[NonFiniteStep]:
         """Those that are not finite among the steps whose numbers have arrived, or with ``wait`` among all steps."""
         found = []
         while self._on_way and (wait or self._on_way[0].copy.arrived()):
             watched = self._on_way.popleft()
-            step = self._judge(watched, watched.copy.tensors()[0])
+            numbers = watched.read()
+            if self._has_norm:
+                self._compare(watched.step, numbers)
+            step = self._judge(watched.step, numbers) if self._indices else None
             found += [] if step is None else [step]
         return found
 
-    def _judge(self, watched: _WatchedStep, numbers: torch.Tensor) -> NonFiniteStep | None:
-        many = len(self._indices)
-        sizes, marks, decision = numbers[:many], numbers[many : 2 * many], numbers[2 * many :]
+    def _compare(self, step: int, numbers: Mapping[str, torch.Tensor]) -> None:
+        """Keep the norm of this step if it is the largest since the last record."""
+        norm = math.sqrt(float(numbers["squares"]))
+        self._unlogged += 1
+        if math.isfinite(norm) and (self._peak is None or norm > self._peak.norm):
+            rank = leader(numbers["leads"].tolist(), self._ranks) if self._has_lead else None
+            self._peak = _Peak(norm, step, rank)
+
+    def take_peak(self) -> dict[str, Any]:
+        """The largest norm since the last call, for the record of the step that was read last; {} for one step alone.
+
+        Steps that were not logged may have had a larger norm than those that were.
+        """
+        peak, many, self._peak, self._unlogged = self._peak, self._unlogged, None, 0
+        if peak is None or many < 2:
+            return {}
+        rank = {} if peak.rank is None else {"grad_norm/peak_rank": peak.rank}
+        return {"grad_norm/peak": peak.norm, "grad_norm/peak_step": peak.step} | rank
+
+    def _judge(self, at_step: int, numbers: Mapping[str, torch.Tensor]) -> NonFiniteStep | None:
+        sizes, marks, decision = numbers["sizes"], numbers["marks"], numbers.get("decision")
         has_counts = NonFiniteCount() in self._plan.rounds[self._round].always.uses
-        is_skipped = bool(decision.any())
+        is_skipped = decision is not None and bool(decision)
         is_bad = sizes > 0 if has_counts else ~torch.isfinite(sizes)
         if not is_skipped and not bool(is_bad.any()):
             self._row = None
@@ -226,13 +283,13 @@ class NonFiniteSteps:
         where = (tuple(places), tuple(marks.tolist()))
         row = self._row
         is_first = row is None or (row.is_skipped and where != row.where)
-        since = watched.step if row is None or is_first else row.since
+        since = at_step if row is None or is_first else row.since
         self._row = _NonFiniteRow(since, is_skipped, where)
         self.count += 1
         fields = self._fields(places, sizes.tolist() if has_counts else None, marks.tolist())
-        fields |= {"skipped": float(is_skipped)} if watched.has_decision else {}
+        fields |= {} if decision is None else {"skipped": float(is_skipped)}
         fields |= {"nonfinite_steps": self.count} | ({} if is_first else {"nonfinite_since": since})
-        return NonFiniteStep(watched.step, fields, is_first)
+        return NonFiniteStep(at_step, fields, is_first)
 
     def _fields(self, places: Sequence[int], counts: Sequence[float] | None, marks: Sequence[float]) -> dict[str, Any]:
         # See [Note: which parameters are named].
@@ -291,7 +348,7 @@ class StepRecords:
     def __init__(self, plan: StepPlan, stats: Sequence[tuple[Stat, State]], ranks: Sequence[int]) -> None:
         self.stats = stats
         self._plan, self._ranks = plan, ranks
-        self._nonfinite = NonFiniteSteps(plan, ranks)
+        self._watched = WatchedSteps(plan, ranks)
         self._pending: PendingRecord | None = None
         self._was_norm_nonfinite = False  # in the step that was logged last
 
@@ -301,8 +358,8 @@ class StepRecords:
         return self._pending is not None
 
     def watch(self, step: int, merged: Sequence[Vectors], decision: torch.Tensor | None, is_logged: bool) -> None:
-        """Start copying the numbers that tell whether this step is finite; called in every step."""
-        self._nonfinite.watch(step, merged, decision, is_logged)
+        """Start copying the numbers that are read of every step."""
+        self._watched.watch(step, merged, decision, is_logged)
 
     def start(self, step: int, merged: Sequence[Vectors], log: Mapping[str, torch.Tensor]) -> None:
         """Start copying the numbers of a logged step."""
@@ -310,7 +367,7 @@ class StepRecords:
 
     def read(self, wait: bool) -> Reading:
         """Make the records that can be made now; with ``wait`` all of them, the pending one among them."""
-        nonfinite = self._nonfinite.read(wait)
+        nonfinite = self._watched.read(wait)
         pending, self._pending = (self._pending, None) if wait else (None, self._pending)
         step = None if pending is None else pending.step
         records = [
@@ -326,8 +383,9 @@ class StepRecords:
                     at = [ranks.get(place["param"], {}) | place for place in each.fields["nonfinite_at"]]
                     fields = {"step": step, **each.fields, **fields, "nonfinite_at": at}
                     is_first = each.is_first
-            if self._nonfinite.count:  # so the log tells how many unlogged steps were not finite
-                fields["nonfinite_steps"] = self._nonfinite.count
+            fields |= self._watched.take_peak()
+            if self._watched.count:  # so the log tells how many unlogged steps were not finite
+                fields["nonfinite_steps"] = self._watched.count
             records.append(StepRecord(fields, is_logged=True, is_first_nonfinite=is_first))
         return Reading(len(nonfinite), records)
 
@@ -336,7 +394,7 @@ class StepRecords:
 
         Both are False if each step tells whether it was finite: :meth:`read` counts such steps then.
         """
-        if self._nonfinite.sees_every_step:
+        if self._watched.sees_every_step:
             return False, False
         was, self._was_norm_nonfinite = self._was_norm_nonfinite, not math.isfinite(fields.get("grad_norm", 0.0))
         return self._was_norm_nonfinite, self._was_norm_nonfinite and not was

@@ -14,7 +14,7 @@ from disthooks import stats
 from disthooks import stats as S
 from disthooks.engines.detect import detect_engine
 from disthooks.grads.plan import StepPlan
-from disthooks.grads.records import NonFiniteSteps
+from disthooks.grads.records import WatchedSteps
 from tests.support.engines import ENGINES, loss_of, make
 from tests.support.ranks.harness import Ranks
 from tests.support.zero import engine_of
@@ -122,7 +122,7 @@ def test_gradients_that_no_hook_saw(ranks: Ranks, engine: str) -> None:
 def test_of_many_ranks_that_failed_no_rank_is_named() -> None:
     """With more than 52 ranks the marks of several cannot be told apart; that is not the same as no rank."""
     engine = detect_engine(nn.Linear(2, 1))
-    steps = NonFiniteSteps(StepPlan([dh.SkipNonFinite()], [], engine.shards), range(100))
+    steps = WatchedSteps(StepPlan([dh.SkipNonFinite()], [], engine.shards), range(100))
     one, two = float(2**14 + 70), float(2 * 2**14 + 150)
     found = steps._fields([0, 1], None, [one, two])["nonfinite_at"]
     assert found == [{"param": "bias"}, {"param": "weight", "rank": 70}]

@@ -42,7 +42,7 @@ from disthooks.errors import UsageError
 
 _LONGEST = 250  # what MLflow allows
 _LABELS = re.compile(
-    r"(.*/)?(arg(min|max)_rank|outlier_rank|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
+    r"(.*/)?(arg(min|max)_rank|(outlier|peak)_rank|peak_step|optimizer|run|restart|nonfinite_since|replicas/steps)(/.*)?"
 )
 _COUNTS = re.compile(r"(nonfinite|nonfinite_params|skipped)(/.*)?")
 _TOTALS = re.compile(r"saved/(?!.*/?(held|in_flight|_per_step)$).*|nonfinite_steps")

@@ -14,7 +14,7 @@ from disthooks.engines.base import Shard
 from disthooks.errors import UsageError
 from disthooks.grads.collectives import from_sortable, to_sortable
 from disthooks.grads.stats.base import Fact, Found, Local, Measure, Merge, Stat, State, peaks, real, stack, wide
-from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnNonFinite, compute_facts, ranks_in
+from disthooks.grads.stats.scan import FirstToFail, NonFiniteCount, OwnLead, OwnNonFinite, compute_facts, ranks_in
 
 # [Note: float32 norms on the CPU]
 # On the CPU a norm in float64 takes about a hundred times as long as one in float32 (decision 103), so norms of order 1
@@ -367,6 +367,10 @@ class NonFinite(Stat):
     steps in a row the first one is logged (:mod:`disthooks.grads.records`). This costs one reading of each gradient in
     every backward, and one SUM in every step.
 
+    The same SUM has the norm of every step. If steps are not logged, the next record has the largest finite norm since
+    the record before it, ``grad_norm/peak``, and its step, ``grad_norm/peak_step``. If the own gradients of one rank
+    were the largest by far in this step, it has this rank, ``grad_norm/peak_rank``.
+
     >>> counts, first = torch.tensor([[0.0], [3.0]]), torch.tensor([[0], [2]])
     >>> rows = {NonFiniteCount(): counts, FirstToFail(): first, OwnNonFinite(): torch.tensor([[0.0], [3.0]])}
     >>> NonFinite().record(Found(["w", "b"], {}, rows, [4, 5]))
@@ -374,17 +378,17 @@ class NonFinite(Stat):
     """
 
     def measures(self) -> tuple[Measure, ...]:
-        return NonFiniteCount(), FirstToFail(), OwnNonFinite()
+        return NonFiniteCount(), FirstToFail(), OwnNonFinite(), Power(2.0), OwnLead()
 
     def always(self) -> tuple[Measure, ...]:
-        # Both are merged by a SUM, so a step that is not logged takes one all-reduce and not two (decision 92).
-        return NonFiniteCount(), OwnNonFinite()
+        # All are merged by a SUM, so a step that is not logged takes one all-reduce and not two (decision 92).
+        return NonFiniteCount(), OwnNonFinite(), Power(2.0), OwnLead()
 
     def numbers(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"nonfinite": values[0][:, 0]}
 
     def record(self, found: Found, state: State | None = None) -> dict[str, Any]:
-        counts, firsts, marks = (found.rows[measure][:, 0].tolist() for measure in self.measures())
+        counts, firsts, marks = (found.rows[measure][:, 0].tolist() for measure in self.measures()[:3])
         ranks = [found.ranks[len(found.ranks) - first] if first > 0 else None for first in firsts]
         at = [
             {"param": name, "count": int(count), "rank": rank}
@@ -395,5 +399,6 @@ class NonFinite(Stat):
         made = {rank for rank, count in zip(ranks, counts, strict=True) if count and rank is not None}
         for mark, count in zip(marks, counts, strict=True):
             made |= set((ranks_in(mark, found.ranks) or ()) if count else ())
-        numbers = {name: int(count) for name, count in super().record(found).items()}
+        columns = self.numbers([self.scoped(found, NonFiniteCount())])
+        numbers = self.named(found, {name: [int(each) for each in column] for name, column in columns.items()})
         return numbers | {"nonfinite_at": at, "nonfinite_ranks": sorted(made)}

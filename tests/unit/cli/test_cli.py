@@ -650,6 +650,17 @@ def test_report_says_which_rank_leads_and_by_how_much(tmp_path: pathlib.Path) ->
     )
 
 
+def test_report_names_a_spike_between_two_logged_steps(tmp_path: pathlib.Path) -> None:
+    """A step that is not logged, with the rank if the records tell it."""
+    records = [{**ranked(50 * i, 0, 1.1, 1.05), "grad_norm/peak": 1.5, "grad_norm/peak_step": 49} for i in range(4)]
+    records[2] |= {"grad_norm/peak": 3789.0, "grad_norm/peak_step": 77, "grad_norm/peak_rank": 1}
+    (told,) = said(tmp_path, records)
+    assert told == "Step 77: the gradient norm was 3789, 3,789 times its median of 1, and rank 1 had the largest norm."
+    (found,) = json.loads(run("report", tmp_path, "--json").stdout)["runs"]
+    assert found["numbers"]["grad_norm/peak"]["max_step"] == 77
+    assert not {"grad_norm/peak_step", "grad_norm/peak_rank"} & found["numbers"].keys()
+
+
 def test_report_leaves_out_ranks_that_were_found_by_nan(tmp_path: pathlib.Path) -> None:
     records = [ranked(i, 1, 1.1, 1.05) for i in range(3)] + [ranked(3, 0, math.nan, math.nan)]
     said(tmp_path, records)
