@@ -29,14 +29,22 @@ def display_name(name: str) -> str:
     return name or "(model)"
 
 
-def choose_modules(model: nn.Module, patterns: Iterable[Pattern], depth: int | None = None) -> dict[str, nn.Module]:
+def choose_modules(
+    model: nn.Module, patterns: Iterable[Pattern], depth: int | None = None, left_out: list[str] | None = None
+) -> dict[str, nn.Module]:
     """The modules that ``patterns`` choose, by canonical name, in the model's order.
 
     A wrapper and the module in it have one canonical name: the module is chosen. See [Note: modules without hooks].
 
+    Args:
+        model: the model, or what an engine made of it.
+        patterns: globs over the names, or predicates.
+        depth: the most names between dots that a name has; None for any number.
+        left_out: if given, gets the names of modules that match and run without Python hooks, while others remain.
+
     Raises:
         MatchError: when a pattern matches no module, or none that is at most ``depth`` deep.
-        AttachError: when a module that matches runs without Python hooks.
+        AttachError: when a module that matches runs without Python hooks, or all of them, if they may be ``left_out``.
     """
     # named_modules gives a wrapper before the module in it, so the dict keeps the inner one under their common name.
     chosen = dict(match_modules(model, as_patterns(patterns)))
@@ -54,10 +62,13 @@ def choose_modules(model: nn.Module, patterns: Iterable[Pattern], depth: int | N
                 "torch.compile (model._orig_mod), or watch a module around it"
             )
             reasons |= {id(part): why for part in module.modules()}
-    for name, module in chosen.items():
-        if id(module) in reasons:
-            raise AttachError(f"{display_name(name)!r} ({type(module).__name__}): {reasons[id(module)]}")
-    return chosen
+    without = [name for name, module in chosen.items() if id(module) in reasons]
+    if without and (left_out is None or len(without) == len(chosen)):
+        module = chosen[without[0]]
+        raise AttachError(f"{display_name(without[0])!r} ({type(module).__name__}): {reasons[id(module)]}")
+    if left_out is not None:
+        left_out += without
+    return {name: module for name, module in chosen.items() if id(module) not in reasons}
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

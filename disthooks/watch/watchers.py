@@ -17,7 +17,7 @@ from disthooks.engines.detect import detect_engine
 from disthooks.errors import DisthooksError
 from disthooks.grads.attach import Gradients
 from disthooks.grads.sinks.base import FINITE_WHEN_MEASURED, is_finite_when_measured, places_words
-from disthooks.watch.blame import Blame, blame
+from disthooks.watch.blame import Blame, Blamed, blame
 from disthooks.watch.replicas import ReplicaReport, check_replicas
 
 _MOST = 3  # the number of parameters that a line names
@@ -36,20 +36,21 @@ class Watchers(Attachment):
         self.blamed: Blame | None = blame(model) if blames else None
         self.replicas: ReplicaReport | None = None
         self._compared_after = 0  # the number of steps before the last comparison
-        self._told = False  # whether stderr has the module that made the first non-finite output
+        self._blamed: list[str] = []  # what blame has found, on this rank or, after a comparison, on all
+        self._told = False  # whether stderr has what blame has found on this rank
         if self.blamed is not None:
             # The hooks on the model keep `blamed` alive, and so this object. Nothing else has to keep it.
             self.blamed.on_remove(self._tell_last)
             self.on_remove(self.blamed.remove)
 
     def numbers(self) -> Mapping[str, Any]:
-        """The numbers of the last comparison, for the log."""
-        found = self.replicas
+        """What blame has found, and the numbers of the last comparison, for the log."""
+        found, blamed = self.replicas, {"blame": self._blamed} if self._blamed else {}
         if not found:
-            return {}
+            return blamed
         numbers = {"replicas/compared": found.compared, "replicas/differ": len(found.differs)}
         differs = {"replicas/at": [str(each) for each in found.differs[:_MOST]]} if found.differs else {}
-        return numbers | {"replicas/steps": self._compared_after} | differs
+        return blamed | numbers | {"replicas/steps": self._compared_after} | differs
 
     def tell_nonfinite(self, gradients: Gradients) -> None:
         """Say on stderr when gradients become infinite or NaN, and which module's output was so first."""
@@ -67,9 +68,10 @@ class Watchers(Attachment):
         engine = engine or detect_engine(model)
         stepping = engine.inner_optimizer(optimizer)
         steps = differed = 0
+        gathered: tuple[Blamed, ...] = ()
 
         def compare() -> None:
-            nonlocal steps, differed
+            nonlocal steps, differed, gathered
             steps += 1
             if steps % every or not every:
                 return
@@ -88,6 +90,10 @@ class Watchers(Attachment):
             elif engine.position == 0 and len(report.differs) > differed:  # say it again only if more tensors differ
                 say(f"WARNING: after {steps} steps what should be the same on all ranks is not: {report}")
             differed = max(differed, len(report.differs))
+            if self.blamed is not None and not gathered:
+                # All ranks are here in the same step, so what each of them has found can be gathered for the log.
+                gathered = self.blamed.report(all_ranks=True).found
+                self._blamed = list(map(str, gathered)) or self._blamed
 
         handle = engine.after_step(stepping, compare)
         self.on_remove(handle.remove)
@@ -98,6 +104,7 @@ class Watchers(Attachment):
         report = self.blamed.report()  # this rank's own; every rank prints its own
         if report.found:
             self._told = True
+            self._blamed = self._blamed or list(map(str, report.found))
             say(str(report))
 
     def _tell_last(self) -> None:

@@ -13,8 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import disthooks as dh
+from disthooks._match import canonical_name
 from tests.support.engines import all_reduces, data, make
 from tests.support.ranks.harness import Ranks
+from tests.support.zero import engine_of
+from tests.support.zero import loss_of as zero_loss
 
 pytestmark = pytest.mark.dist
 
@@ -73,10 +76,40 @@ def _both(rank: int, engine: str) -> tuple[bool, str, list[Any], str, list[tuple
 def test_the_rank_and_its_module_are_named_on_every_rank(ranks: Ranks, engine: str) -> None:
     for rank, (same, quiet, entries, local, gathered) in enumerate(ranks(_both, engine)):
         assert same
-        assert quiet == "3 forwards, 18 module calls: every output was finite"
+        assert quiet == "3 forwards, 18 module calls: every output and gradient was finite"
         assert entries == [(1, 1, "mid.0", True, True)]  # the LayerNorm squares it
         assert gathered == [(2, 432)]
         assert ("rank 1, forward 1: mid.0 (LayerNorm)" in local) == (rank == 1)
+
+
+def _in_backward(rank: int, engine: str) -> Any:
+    """On rank 1 the backward of one module gives NaN in the second step; every output is finite."""
+    if engine.startswith("zero"):
+        made: Any = engine_of(int(engine[-1]))
+        model, backward, step, of = made, made.backward, made.step, "mid.0"
+        batches = [lambda i=i: zero_loss(made, i, rank).float() for i in range(2)]
+    else:
+        model = _model(engine)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        backward, step, of = torch.Tensor.backward, optimizer.step, "mid.0"
+        batches = [lambda i=i: model(data(i)).square().mean() for i in range(2)]
+    found = dh.blame(model)
+    (layer,) = (module for name, module in model.named_modules() if canonical_name(name).endswith(of))
+    for i, loss in enumerate(batches):
+        if i == 1 and rank == 1:
+            layer.register_full_backward_hook(
+                lambda m, grads, out: tuple(g if g is None else g * math.nan for g in grads)
+            )
+        backward(loss())
+        step()
+    return [(b.rank, b.forward, b.module, b.inputs_finite, b.in_backward) for b in found.report(all_ranks=True).found]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero3"])
+def test_a_nan_of_backward_names_the_rank_and_the_module(ranks: Ranks, engine: str) -> None:
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    assert ranks(_in_backward, engine) == [[(1, 1, "mid.0", True, True)]] * 2
 
 
 def _weights(rank: int, engine: str) -> list[Any]:

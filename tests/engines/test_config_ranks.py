@@ -139,13 +139,16 @@ def _drifts(rank: int) -> list[Any]:
             report = attached.watchers.replicas
             errors.append(None if report is None else [(one.name, one.copies) for one in report.differs])
         assert attached.gradients is not None
-    return [errors, said.getvalue(), attached.gradients.latest.get("replicas/differ")]
+    latest = attached.gradients.latest
+    return [errors, said.getvalue(), latest.get("replicas/differ"), latest["blame"]]
 
 
 def test_drift_and_blame_by_the_configuration_alone(ranks: Ranks) -> None:
-    for rank, (errors, said, logged) in enumerate(ranks(_drifts)):
+    for rank, (errors, said, logged, blamed) in enumerate(ranks(_drifts)):
         assert errors[:5] == [None, [], [], [], []]
         assert ("2.weight", 2) in errors[5]
+        assert len(blamed) == 1  # the first rank has the record of all ranks
+        assert blamed[0].startswith("rank 1, forward 7: 2 (Linear), call 0")
         assert logged == 0  # at last all weights are NaN, on both ranks alike
         drifted = "WARNING: after 6 steps what should be the same on all ranks is not: DDP, 2 ranks"
         assert said.count(drifted) == (rank == 0)

@@ -270,7 +270,7 @@ def test_nothing_is_kept_alive_and_pending_is_bounded() -> None:
         assert gone() is None
         for _ in range(60):
             model(torch.ones(4, 3))
-        (book,) = found._first_calls.values()
+        (book,) = found._first_calls[False].values()
         assert len(book._pending) < 256
         for _ in range(60):
             model(torch.full((4, 3), math.nan))
@@ -306,6 +306,133 @@ def test_a_checkpoints_second_forward_is_not_another_one(reentrant: bool) -> Non
     report = found.report()
     assert (report.forwards, report.calls) == (2, 2 * 6)
     assert not found._threads.frames
+
+
+class Root(nn.Module):
+    """Its output is finite at 0, and its derivative is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sqrt()
+
+
+class Between(nn.Module):
+    """A root in its own code, between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((self.first(x) * 0).sqrt())
+
+
+def rooted(is_zero: bool = False) -> nn.Module:
+    """Three layers; the second one is a block that begins with a root, of zeros if ``is_zero``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Root(), nn.Linear(3, 3)), nn.Linear(3, 3))
+    return to_zero(model) if is_zero else model
+
+
+def to_zero(model: Any) -> Any:
+    nn.init.zeros_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    return model
+
+
+def test_a_nan_of_backward_is_blamed_on_the_module_that_made_it() -> None:
+    model = rooted()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+        assert "every output and gradient was finite" in str(found.report())
+        to_zero(model)(torch.ones(4, 3)).sum().backward()
+        model(torch.full((4, 3), math.nan)).sum().backward()
+    assert only(found) == Blamed(0, 1, "1.0", "Root", 0, True, True, "1.0", in_backward=True)
+    assert str(found.report()).startswith(
+        "first non-finite gradient:\n  rank 0, backward of forward 1: 1.0 (Root), call 0"
+    )
+
+
+def test_what_comes_first_is_reported() -> None:
+    model = rooted()
+    with dh.blame(model) as found:
+        model(torch.full((4, 3), math.nan)).sum().backward()
+        to_zero(model)(torch.ones(4, 3)).sum().backward()
+    assert (only(found).forward, only(found).in_backward, only(found).module) == (0, False, "0")
+
+
+def test_a_nan_of_the_code_between_children_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Between(), nn.Linear(3, 3))
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+    assert only(found) == Blamed(0, 0, "1", "Between", 0, True, True, "1.first", in_backward=True)
+    assert str(only(found)).endswith("that of its input was not; first seen at the input of 1.first, inside it")
+
+
+def test_a_nan_of_the_loss_is_blamed_on_no_module() -> None:
+    model = Net()
+    with dh.blame(model) as found:
+        (model(torch.ones(4, 3)).sum() * 0).sqrt().backward()
+    one = only(found)
+    assert (one.in_backward, one.inputs_finite) == (True, False)
+    assert "no module after it made it so: the loss" in str(one)
+
+
+def test_gradients_of_float16_are_left_out() -> None:
+    model = rooted(is_zero=True)
+    with dh.blame(model) as found, torch.autocast("cpu", torch.float16):
+        model(torch.ones(4, 3)).float().sum().backward()
+    assert found.report().found == ()
+    assert "gradients: there are some in float16" in str(found.report())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_nan_of_backward_under_a_checkpoint(reentrant: bool) -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.block = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Root(), nn.Linear(3, 3))
+            to_zero(self.block)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, self.first(x), use_reentrant=reentrant)
+
+    model = Checked()
+    with dh.blame(model) as found:
+        model(torch.ones(4, 3)).sum().backward()
+    # A reentrant checkpoint makes the graph of its block in backward, so only what is around it is seen.
+    assert only(found).in_backward
+    assert (only(found).module, only(found).inputs_finite) == (("first", False) if reentrant else ("block.1", True))
+
+
+def test_no_hook_stays_on_a_leaf_or_keeps_the_model() -> None:
+    class Tied(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x @ weight
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.tied = nn.Parameter(torch.ones(3, 3)), Tied()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tied(x, self.weight)
+
+    model = Whole()
+    found = dh.blame(model)
+    out = model(torch.ones(2, 3, requires_grad=True))
+    assert not model.weight._backward_hooks
+    alive = weakref.ref(model.tied)
+    found.remove()
+    del model, found
+    gc.collect()
+    assert alive() is None
+    out.sum().backward()  # the hooks in the graph do nothing any more
+
+
+def test_raise_error_stops_in_backward() -> None:
+    model = rooted(is_zero=True)
+    with dh.blame(model, raise_error=True), pytest.raises(NonFiniteError, match=r"backward of forward 0: 1.0 \(Root\)"):
+        model(torch.ones(4, 3)).sum().backward()
 
 
 def test_raise_error_stops_at_the_module() -> None:
@@ -353,8 +480,16 @@ def test_infinities_on_purpose() -> None:
     assert only(lenient) == Blamed(0, 1, "soft", "Softmax", 0, True, True, "soft")
 
 
-def test_compiled_parts_are_refused_and_later_ones_are_said() -> None:
+def test_compiled_parts_are_left_out_and_said() -> None:
     model = Net()
+    model.two.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"does not look at 4 modules .* \(two, two\.first"):
+        found = dh.blame(model)
+    model(torch.full((4, 3), math.nan))
+    assert only(found).module == "one.first"
+    assert "not looked at: 4 modules that were compiled" in str(found.report())
+    assert found.report().calls == 1 + 4 + 1  # the model, one with its three, and the head
+
     with pytest.raises(AttachError, match="code compiled before calls no new hooks"):
         dh.blame(torch.compile(model, backend="eager"))
     with dh.blame(model) as found:
