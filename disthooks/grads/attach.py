@@ -425,6 +425,8 @@ class Gradients(Attachment):
                 self.latest = fields
             self._writer.write(fields)
             if is_logged:
+                if fields.get("grad_norm") == 0:
+                    self._runner.warn_of_no_gradient(fields["step"], "a gradient of 0")
                 is_bad, is_first = self._records.judge_norm(fields)
                 self.nonfinite_steps += is_bad
                 if is_first:

@@ -191,7 +191,7 @@ class StepRunner:
         self._deferred_errors.check()
         final = [shard.gradient() for shard in self.plan.shards]
         if not self._has_warned and all(grad is None for grad in final):
-            self._warn_of_no_gradient(step)
+            self.warn_of_no_gradient(step)
         local_scale, scale = self._local_scale(), self._engine.gradient_scale()
         grads = final
         if scale is not None:  # See [Note: whose units].
@@ -208,15 +208,17 @@ class StepRunner:
             self._before_update = result, self._copy_parameters(reuse_copies)
         return result
 
-    def _warn_of_no_gradient(self, step: int) -> None:
-        """Warn once that no parameter has a gradient; a rank that has no elements of any parameter is silent."""
+    def warn_of_no_gradient(self, step: int, what: str = "no gradient") -> None:
+        """Warn once that all parameters have ``what``; a rank that has no elements of any is silent."""
+        if self._has_warned:
+            return
         self._has_warned = True
         if any(shard.values().numel() for shard in self.plan.shards):
             warnings.warn(
-                f"step {step}, rank {global_rank()}: no gradient in {len(self.plan.shards)} parameters when "
+                f"step {step}, rank {global_rank()}: {what} in {len(self.plan.shards)} parameters when "
                 "optimizer.step() begins: rules do nothing, and the log says 0. If another optimizer steps in "
-                "backward, in a hook that sets gradients to None, attach to that one: gradients(model, "
-                "that_optimizer). If not, call step() after backward() and before zero_grad(). This is said once",
+                "backward, in a hook that zeroes gradients, attach to that one: gradients(model, that_optimizer). If "
+                "not, call step() after backward() and before zero_grad(). This is said once",
                 stacklevel=2,
             )
 

@@ -494,12 +494,13 @@ def test_a_store_where_the_tensors_are_says_so(
             step(model, x)
 
 
-def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told() -> None:
-    """It steps, and sets gradients to None, before the outer one begins: a rule there would do nothing, silently."""
+@pytest.mark.parametrize(("to_none", "what"), [(True, "no gradient"), (False, "a gradient of 0")])
+def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told(to_none: bool, what: str) -> None:
+    """It steps, and zeroes gradients, before the outer one begins: a rule there would do nothing, silently."""
     model = nn.Linear(4, 4)
     inner = {each: torch.optim.SGD([each], lr=1.0) for each in model.parameters()}
     for each in model.parameters():
-        each.register_post_accumulate_grad_hook(lambda p: inner[p].step() or inner[p].zero_grad())
+        each.register_post_accumulate_grad_hook(lambda p: inner[p].step() or inner[p].zero_grad(to_none))
     outer = torch.optim.SGD(model.parameters(), lr=1.0)
     watch = dh.gradients(model, outer, rules=[dh.ClipNorm(1e-3)])
     with warnings.catch_warnings(record=True) as told:
@@ -508,4 +509,4 @@ def test_an_optimizer_in_backward_beside_the_one_that_was_attached_to_is_told() 
             model(torch.ones(8, 4)).sum().backward()
             outer.step()
     watch.remove()
-    assert ["no gradient in 2 parameters" in str(each.message) for each in told] == [True]
+    assert [f"{what} in 2 parameters" in str(each.message) for each in told] == [True]
