@@ -85,7 +85,6 @@ class Order(enum.IntEnum):
     TAPE = 9  # the open group of a tape
     GROUP = 10  # what is read of one group of a tape
     IN_FLIGHT = 11  # the bytes in flight of a runtime (OnDisk), the queues of a courier (OnCpu)
-    WAY = 12  # whether GPUDirect Storage can be used
     STAGING = 13  # copies between devices and the memory that files are written from
     LINK = 14  # the copies between one device and the host
     TURNS = 15  # the order in which the tensors of a Tiered are read

@@ -28,6 +28,7 @@ disthooks runs the same tests on its own kinds. Nothing else in disthooks import
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -49,7 +50,6 @@ import pytest
 import torch
 from torch import nn
 
-from disthooks._backend_tests import MOST, BackendTests, in_threads
 from disthooks.config import Plan, from_config
 from disthooks.errors import ConfigError
 from disthooks.grads.attach import gradients
@@ -63,7 +63,17 @@ from disthooks.saved.pipeline import AtLeast, Pipeline, pipeline
 from disthooks.saved.stores.base import Store
 from disthooks.saved.stores.tiers import OnDevice
 
-__all__ = ["BackendTests", "CodecTests", "RuleTests", "SinkTests", "StatTests", "StoreTests"]
+__all__ = ["CodecTests", "RuleTests", "SinkTests", "StatTests", "StoreTests"]
+
+MOST = 120.0  # seconds after which a rank, a thread or a fork counts as hung
+
+
+def in_threads(work: Callable[[int], None], count: int = 4) -> None:
+    """Run ``work`` in several threads at once. An error in one of them is raised here."""
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, number) for number in range(count)]:
+            done.result(MOST)
+
 
 WORLD, STEPS = 2, 4  # ranks; steps of a training
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -103,12 +113,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _training(stages: Pipeline | None, twice: bool = False) -> tuple[list[torch.Tensor], Any]:
-    """Gradients of first and second order of a small model, and the report of its saved tensors.
-
-    Args:
-        stages: the pipeline for the tensors that forward saves; None for a training without hooks.
-        twice: whether to run the first backward a second time, and to return its gradients too.
-    """
+    """Gradients of first and second order of a small model, ``twice`` of the first, and the report of saved tensors."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.3), nn.Linear(64, 4), nn.Tanh())
     x = torch.randn(48, 16, requires_grad=True)
@@ -521,13 +526,7 @@ def _trained(
     """Train a small model in float64; return its parameters, the records, and the state in the middle.
 
     Each of ``world`` ranks trains on its own part of a batch, so that the global batch is the same for every ``world``.
-
-    Args:
-        rank: the rank of this process.
-        world: the number of ranks.
-        watched: the arguments of ``gradients()``; None for a training without hooks.
-        steps: the number of steps.
-        state: the ``at_half`` that an earlier call returned; the training continues from it.
+    The arguments of ``gradients()`` are ``watched``; the training continues from ``state``, an earlier ``at_half``.
     """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
@@ -629,10 +628,7 @@ def _serve(rank: int, store: str, end: Any) -> None:
 
 
 def _on_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call ``function(rank, world, *arguments)`` on each of two ranks, and return the results in a list.
-
-    The ranks are started at the first call; see [Note: two ranks for the tests].
-    """
+    """The results of ``function(rank, world, *arguments)`` on two ranks. See [Note: two ranks for the tests]."""
     pool: _Ranks | None = _on_ranks.__dict__.get("pool")
     if pool is None:
         pool = _on_ranks.__dict__["pool"] = _Ranks()

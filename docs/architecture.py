@@ -76,7 +76,7 @@ def floors() -> list[list[str]]:
 
 def boxes(package: Package, floors: Sequence[Sequence[str]]) -> dict[str, Box]:
     """A box for each package; ``base`` has the modules beside the packages that no package stands above."""
-    above = {"", "_front", "testing", "_backend_tests"}
+    above = {"", "_front", "testing"}
     found: dict[str, Box] = {}
     for file in package.files:
         name = _box(file.name, above)

@@ -1,7 +1,7 @@
 """Keep saved tensors in an object store: S3, Google Cloud Storage, Azure, or any file system that fsspec knows.
 
-Copy this file and change it. ``Objects`` is a backend: it writes bytes to an object, reads them and removes it.
-``OnObjects`` is the store over it, and ``kind: OnObjects`` in a configuration. In a script::
+Copy this file and change it. ``Objects`` writes bytes to an object, reads them and removes it. ``OnObjects`` is the
+store over it, and ``kind: OnObjects`` in a configuration. In a script::
 
     with dh.saving(OnObjects("s3://bucket/scratch", in_flight="2 GiB")):
         loss = model(batch)
@@ -32,15 +32,14 @@ import torch
 from disthooks._registry import register
 from disthooks._tensors import parse_bytes
 from disthooks.errors import StoreError
-from disthooks.saved.stores.backend import Backend
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport
 from disthooks.saved.stores.pools import memory_of
 
 
-class Objects(Backend[memoryview]):
+class Objects:
     """Objects under ``url``. A key is the path of an object, so that a fork of the process can read it too."""
 
-    best_write, at_once, leaves_nothing = 64 << 20, 8, False
+    at_once = 8  # calls; more of them are not faster
 
     def __init__(self, url: str) -> None:
         self.url, self._names = url, itertools.count()
@@ -85,7 +84,7 @@ class Objects(Backend[memoryview]):
 
 
 class Remover:
-    """The thread of a process that removes what its backends leave.
+    """The thread of a process that removes what its stores leave.
 
     A finalizer must not wait for another thread, as a request to an object store does: it runs wherever the collector
     runs, also in a thread that holds a lock which that other thread needs. ``put`` of a SimpleQueue waits for nobody.
@@ -98,9 +97,9 @@ class Remover:
         self._thread.start()
         atexit.register(self._end)
 
-    def remove_after(self, backend: Objects, files: Any, prefix: str) -> None:
-        """Remove ``prefix`` when ``backend`` is gone, and at the end of the process at the latest."""
-        finalizer = weakref.finalize(backend, self._left.put, (files, prefix))
+    def remove_after(self, owner: Objects, files: Any, prefix: str) -> None:
+        """Remove ``prefix`` when ``owner`` is gone, and at the end of the process at the latest."""
+        finalizer = weakref.finalize(owner, self._left.put, (files, prefix))
         finalizer.atexit = False  # it would come after ``_end``
         self._finalizers = {each for each in self._finalizers if each.alive} | {finalizer}
 
@@ -146,13 +145,13 @@ class Opened:
         # Destructors may call the ``put`` of a SimpleQueue, because it takes no lock that they could interrupt.
         self.jobs: Jobs = queue.SimpleQueue()
         self.threads = 0
-        self.backend = Objects(spec.url)
+        self.objects = Objects(spec.url)
         self.budget = ByteBudget(spec.limit, f"OnObjects({spec.url!r})")
         self.most, self.flying = parse_bytes(spec.in_flight, "OnObjects in_flight"), 0
         self.done = threading.Condition()
         self.last: Any = threading.local()
         self.failed: list[tuple[Ticket, StoreError]] = []
-        for _ in range(self.backend.at_once):
+        for _ in range(self.objects.at_once):
             threading.Thread(target=_work, args=(self.jobs,), daemon=True).start()
             self.threads += 1
 
@@ -166,7 +165,7 @@ class Opened:
                 tensor = ticket.tensor
                 if tensor is not None and not ticket.dropped and ticket.nbytes:
                     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                    ticket.key = self.backend.write(memory_of(host))
+                    ticket.key = self.objects.write(memory_of(host))
                     ticket.tensor = None
         except StoreError as error:  # the tensor stays in memory, so that backward can run
             self.failed.append((ticket, error))
@@ -184,11 +183,11 @@ class Opened:
         with ticket.lock:  # a write that is under way ends first
             if ticket.key is not None:
                 with contextlib.suppress(StoreError):  # the lifecycle rule of the bucket removes it
-                    self.backend.free(ticket.key)
+                    self.objects.free(ticket.key)
 
     def bring(self, ticket: Ticket) -> torch.Tensor:
         data, (shape, dtype, device) = bytearray(ticket.nbytes), ticket.layout
-        self.backend.read(ticket.key, memoryview(data))
+        self.objects.read(ticket.key, memoryview(data))
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape).to(device)
 
     def say(self) -> None:
@@ -256,7 +255,7 @@ class OnObjects(Store):
             return opened.bring(ticket)
         opened.say()
         before = ticket
-        for _ in range(opened.backend.at_once):  # read ahead, in the order in which backward wants them
+        for _ in range(opened.objects.at_once):  # read ahead, in the order in which backward wants them
             found = before.before() if before.before is not None else None
             if found is None:
                 break

@@ -111,7 +111,7 @@ def accelerate() -> dict[str, Any] | None:
 
 
 PACKAGES = (
-    *("accelerate", "deepspeed", "kvikio-cu12", "kvikio-cu13", "lightning", "lz4", "mlflow-skinny", "numpy"),
+    *("accelerate", "deepspeed", "lightning", "lz4", "mlflow-skinny", "numpy"),
     *("peft", "pydantic", "pyyaml", "ray", "rich", "tensorboard", "torchtitan", "transformers"),
     *("triton", "trl", "typer", "wandb", "zstandard"),
 )

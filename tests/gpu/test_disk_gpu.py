@@ -1,4 +1,4 @@
-"""What only a real GPU shows of OnDisk and Tiered: pinned pages, GPUDirect Storage, and its allocator's own peak."""
+"""What only a real GPU shows of OnDisk and Tiered: pinned pages, and its allocator's own peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import disthooks as dh
-from disthooks.errors import StoreError
 from disthooks.saved.stores.pools import PAGE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -69,23 +68,3 @@ def test_the_peak_of_tiers(tmp_path: pathlib.Path) -> None:
             y.sum().backward()
             assert torch.cuda.max_memory_allocated() - before <= limit + 8 * n
             x.grad, y = None, None
-
-
-def test_gpu_direct_where_it_is(tmp_path: pathlib.Path) -> None:
-    """The real kvikio; where it says no, the reason is one that a user can act on."""
-    try:
-        store = dh.OnDisk(tmp_path, gpu_direct=True)
-    except StoreError as error:
-        pytest.skip(str(error))
-    x = torch.randn(1 << 20, device="cuda", requires_grad=True)  # 4 MiB
-    (expected,) = torch.autograd.grad(chain(x, 12).sum(), x)
-    for i in range(20):
-        with dh.saving(ALL, store):
-            y = chain(x, 12)
-        if i % 2:
-            store.wait()
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(grad, expected)
-        del y
-    assert store.report()[0].read > 0
-    assert store.report()[0].why_staged == ""

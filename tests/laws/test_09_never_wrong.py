@@ -52,7 +52,6 @@ STORES = {
     "OnCpu(keep)": lambda folder, **kw: dh.OnCpu(keep="64 KiB", **kw),
     "OnDevice": lambda folder, **kw: dh.OnDevice(**kw),
     "OnDisk": lambda folder, **kw: dh.OnDisk(folder, **kw),
-    "OnDisk, past the host where it can": lambda folder, **kw: dh.OnDisk(folder, gpu_direct="auto", **kw),
 }
 
 

@@ -23,7 +23,6 @@ OPTIONAL = (
     *(
         "accelerate",
         "deepspeed",
-        "kvikio",
         "lightning",
         "lz4",
         "mlflow",
@@ -120,7 +119,7 @@ MAY = {
     "typer": ("cli",),
     "rich": ("cli",),
     "triton": ("grads/stats", "saved/codecs"),
-    "pytest": ("testing.py", "_backend_tests.py"),
+    "pytest": ("testing.py",),
 }
 
 

@@ -20,7 +20,7 @@ from house_source import Package
 
 PACKAGE = Package(ROOT / "disthooks")
 # Modules beside the packages that stand above them: the names for users, and what third parties test with.
-ABOVE = {"disthooks", "disthooks.__main__", "disthooks.testing", "disthooks._backend_tests"}
+ABOVE = {"disthooks", "disthooks.__main__", "disthooks.testing"}
 DISTRIBUTED = tuple(f"disthooks.{name}" for name in ("engines.", "grads.collectives", "launcher.", "cli.", "predict."))
 
 

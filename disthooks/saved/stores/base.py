@@ -108,7 +108,6 @@ class StoreReport:
         measured_write: speed of the disk when nothing else runs, in bytes a second; None until 256 MiB were written.
         measured_read: the same for reading.
         why_buffered: why the file goes through the page cache of the system; empty if it does not.
-        why_staged: why a GPU's tensors go through host memory although ``gpu_direct`` was asked for; empty otherwise.
         devices: how many devices ``limit`` was used for, on each anew; 1 if it is for all of them together.
     """
 
@@ -127,7 +126,6 @@ class StoreReport:
     measured_write: float | None = None
     measured_read: float | None = None
     why_buffered: str = ""
-    why_staged: str = ""
     devices: int = 1
 
     def __str__(self) -> str:
@@ -149,8 +147,6 @@ class StoreReport:
             lines.append(f"  {format_bytes(self.from_memory)} stayed there until backward read them")
         if self.why_buffered:
             lines.append(f"  through the page cache: {self.why_buffered}")
-        if self.why_staged:
-            lines.append(f"  from a GPU through host memory: {self.why_staged}")
         return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ from disthooks._tensors import format_bytes, parse_bytes
 from disthooks._torch import uncompiled
 from disthooks.errors import StoreError, UsageError
 from disthooks.saved.stores.base import ByteBudget, Store, StoreReport, StoreSpec, opening
-from disthooks.saved.stores.gpu_direct import GpuDirectWay
 from disthooks.saved.stores.offload import Offload
 from disthooks.saved.stores.pools import PAGE
 from disthooks.saved.stores.scratch_file import file_in
@@ -33,14 +32,13 @@ def _runtime(store: OnDisk) -> Offload:
     directories = [directory.replace("{local_rank}", local_rank()) for directory in store.directories]
     # The blocks of a file can be bounded only if all stores that use it have a limit, so these have files of their own.
     process, is_limited = os.getpid(), store.limit is not None
-    asked = (store.direct, store.in_flight, store.checksum, store.gpu_direct, is_limited)
+    asked = (store.direct, store.in_flight, store.checksum, is_limited)
     key = (*map(os.path.realpath, directories), process, *asked)
     with opening:
         found = _runtimes.get(key)
         if found is None:
             files = [file_in(directory, store.direct, is_limited) for directory in directories]
-            way = GpuDirectWay(files, store.checksum, store.gpu_direct)
-            found = _runtimes[key] = Offload(files, parse_bytes(store.in_flight, "in_flight"), store.checksum, way)
+            found = _runtimes[key] = Offload(files, parse_bytes(store.in_flight, "in_flight"), store.checksum)
         return found
 
 
@@ -191,7 +189,6 @@ class OpenOnDisk(Store):
                 measured_write=sum(each.write for each in measured) or None,
                 measured_read=sum(each.read for each in measured) or None,
                 why_buffered="; ".join(sorted({file.why_buffered for file in self.files} - {""})),
-                why_staged=getattr(self.offload.io.directly, "why_staged", ""),
             ),
         )
 
@@ -228,16 +225,13 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
             takes a thread a quarter of a second for each GB, each way.
         in_flight: most bytes that wait to be written, and most bytes that are read before backward needs them; an int
             or text.
-        gpu_direct: whether an NVIDIA GPU writes and reads large tensors without host memory (GPUDirect Storage,
-            through kvikio): True, False, or ``"auto"`` to do it if it works. ``report()`` says why if it does not.
-            A tensor that is written this way stays on the GPU until it is written, up to ``in_flight`` bytes.
 
     Raises:
         UsageError: if an argument has a wrong type or value.
-        StoreError: when the store is made, if no file can be made in ``directory``, or if ``direct=True`` or
-            ``gpu_direct=True`` does not work there. In forward, if the limit is reached. Once, when the next tensor
-            is saved or read, if a tensor could not be written: that tensor is still in memory, so backward can run
-            all the same. In backward, if a tensor cannot be read. The error has ``path``, ``wanted`` and ``free``.
+        StoreError: when the store is made, if no file can be made in ``directory``, or if ``direct=True``
+            does not work there. In forward, if the limit is reached. Once, when the next tensor is saved or read, if a
+            tensor could not be written: that tensor is still in memory, so backward can run all the same. In backward,
+            if a tensor cannot be read. The error has ``path``, ``wanted`` and ``free``.
 
     >>> import tempfile
     >>> store = OnDisk(tempfile.gettempdir())
@@ -255,13 +249,10 @@ class OnDisk(StoreSpec["OpenOnDisk"]):
     direct: bool | Literal["auto"] = field(default="auto", kw_only=True)
     checksum: bool = field(default=False, kw_only=True)
     in_flight: int | str = field(default="64 MiB", kw_only=True)
-    gpu_direct: bool | Literal["auto"] = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.direct, bool) and self.direct != "auto":  # the type is tested because 1 == True
             raise UsageError(f"OnDisk: direct must be True, False or 'auto', got {self.direct!r}")
-        if not isinstance(self.gpu_direct, bool) and self.gpu_direct != "auto":
-            raise UsageError(f"OnDisk: gpu_direct must be True, False or 'auto', got {self.gpu_direct!r}")
         parse_bytes(self.in_flight, "OnDisk in_flight")
         several = not isinstance(self.directory, (str, os.PathLike))
         given: Any = self.directory if several else (self.directory,)

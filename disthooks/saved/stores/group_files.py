@@ -6,24 +6,16 @@ import contextlib
 import itertools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from disthooks._streams import event_on, on
 from disthooks.errors import StoreError
-from disthooks.saved.stores.backend import check_process
 from disthooks.saved.stores.base import IOStats
 from disthooks.saved.stores.extents import Extent
-from disthooks.saved.stores.gpu_direct import GpuDirect
 from disthooks.saved.stores.pools import AlignedPool, tensor_over
 from disthooks.saved.stores.scratch_file import ScratchFile, Waste
 from disthooks.saved.stores.staging import Staging, pinned
 from disthooks.saved.stores.tape import Entry, Group, padded
-
-#: Returns GPUDirect Storage, or None if it does not work.
-Directly = Callable[[], GpuDirect | None]
 
 _MEASURE_FROM = 256 << 20  # bytes: a disk is measured when so many were written to it
 
@@ -42,7 +34,6 @@ class GroupFiles:
     Args:
         files: the files.
         checksum: whether to keep a CRC-32 of each tensor and to compare it when the tensor is read.
-        directly: returns GPUDirect Storage if it works. It is first called when a tensor could use it.
 
     Attributes:
         buffers: memory of whole pages.
@@ -50,9 +41,9 @@ class GroupFiles:
         stats: bytes that were moved. A count that is lost between threads only makes a figure inexact.
     """
 
-    def __init__(self, files: Sequence[ScratchFile], checksum: bool, directly: Directly) -> None:
+    def __init__(self, files: Sequence[ScratchFile], checksum: bool) -> None:
         self.files, self.buffers, self.stats = files, AlignedPool(), IOStats()
-        self.staging, self.directly = Staging(), directly
+        self.staging = Staging()
         self._checksum, self._turns = checksum, itertools.cycle(files)
         self._measured: set[ScratchFile] = set()  # files that were measured, or whose measurement failed
 
@@ -62,8 +53,6 @@ class GroupFiles:
         Raises:
             StoreError: if the system does not write them. Then nothing of them is in the file.
         """
-        if group.members[0].filled is not None:
-            return self._write_directly(group.members[0])
         for entry in group.members:
             if (outgoing := entry.outgoing) is not None:
                 outgoing.wait()
@@ -92,12 +81,9 @@ class GroupFiles:
             StoreError: if they cannot be read, or if other bytes were read than were written.
         """
         file = group.file
-        check_process(file)
+        file.check_process()
         wanted = [entry for entry in group.members if not entry.dropped and entry not in group.ahead]
         if not wanted or group.extent is None:
-            return
-        if wanted[0].filled is not None:
-            group.ahead[wanted[0]] = self._read_directly(wanted[0], file, group.extent.offset)
             return
         first = wanted[0].offset
         nbytes = wanted[-1].offset + wanted[-1].nbytes - first
@@ -123,41 +109,6 @@ class GroupFiles:
             group.ahead[entry] = found if entry.at is None else self.staging.arrive(found, entry.at)
             if entry.dropped:  # its destructor may have looked before the line above
                 group.ahead.pop(entry, None)
-
-    def _write_directly(self, entry: Entry) -> Written:
-        """Write ``entry`` from its device, by GPUDirect Storage."""
-        file, direct, tensor, filled = next(self._turns), self.directly(), entry.tensor, entry.filled
-        if tensor is None or direct is None or filled is None:
-            raise StoreError("a stored tensor was dropped before it was written")
-        filled.synchronize()
-        extent = file.allocate(entry.nbytes)
-        begin = time.perf_counter()
-        try:
-            with self.stats.writing.one():
-                direct.write(file, tensor, extent.offset)
-            if tensor.untyped_storage().nbytes() < tensor.nbytes:  # `resize_(0)` frees it, whoever else holds it
-                raise file.error("the memory of a saved tensor was freed while it was written", None, entry.nbytes)
-        except BaseException:
-            file.release(extent)
-            raise
-        self._count([entry], time.perf_counter() - begin)
-        self.stats.written += entry.nbytes
-        return Written(file, extent, 0)
-
-    def _read_directly(self, entry: Entry, file: ScratchFile, offset: int) -> torch.Tensor:
-        """The tensor of ``entry`` on its device, read by GPUDirect Storage."""
-        direct, stream = self.directly(), entry.at
-        assert direct is not None
-        assert stream is not None
-        with on(stream):
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=stream.device)
-        event_on(stream).synchronize()  # the stream may still use the memory for the tensor that had it before
-        begin = time.perf_counter()
-        with self.stats.one_read(entry.nbytes):
-            direct.read(file, tensor, offset)
-        self._count([entry], time.perf_counter() - begin)
-        self.stats.read += entry.nbytes
-        return tensor
 
     def look_after(self, file: ScratchFile) -> None:
         """Give unused space in ``file`` back, and measure the disk once, when enough was written."""

@@ -30,12 +30,11 @@ from typing import Any, cast
 import torch
 
 from disthooks._fork_safe import Order, shared_lock, tensor_lock
-from disthooks._streams import event_on, work_for
+from disthooks._streams import work_for
 from disthooks.errors import StoreError
-from disthooks.saved.stores.backend import check_process
 from disthooks.saved.stores.crew import Crew, no_thread
 from disthooks.saved.stores.device_copy import Outgoing
-from disthooks.saved.stores.group_files import Directly, GroupFiles, Written
+from disthooks.saved.stores.group_files import GroupFiles, Written
 from disthooks.saved.stores.order import AccessOrder, PerThread
 from disthooks.saved.stores.pools import PAGE, pool_of
 from disthooks.saved.stores.read_ahead import ReadAhead
@@ -58,7 +57,6 @@ class Offload:
         limit: most bytes that wait to be written, and most bytes that are read before backward needs them. One tensor
             may be larger.
         checksum: whether to keep a CRC-32 of each tensor and to compare it when the tensor is read.
-        directly: returns GPUDirect Storage if it works.
 
     Attributes:
         io: moves the bytes.
@@ -66,11 +64,9 @@ class Offload:
         tapes: those of all threads.
     """
 
-    def __init__(
-        self, files: Sequence[ScratchFile], limit: int, checksum: bool, directly: Directly = lambda: None
-    ) -> None:
+    def __init__(self, files: Sequence[ScratchFile], limit: int, checksum: bool) -> None:
         self.limit, self.process = limit, os.getpid()
-        self.io = GroupFiles(files, checksum, directly)
+        self.io = GroupFiles(files, checksum)
         self.files, self.buffers, self.stats, self.staging = files, self.io.buffers, self.io.stats, self.io.staging
         joined = max(PAGE, min(JOINED, limit // 8) // PAGE * PAGE)
         # Nothing here refers to this runtime strongly, so that the files are closed with the last ticket.
@@ -126,7 +122,7 @@ class Offload:
     def _add(self, entry: Entry) -> None:
         self.buffers.keep = _STAGING + self.limit
         if entry.at is not None:
-            self._prepare(entry, entry.at)
+            self.staging.make_room(entry.nbytes, self.limit)
         group = self._tape(None if entry.at is None else entry.at.device).add(entry)
         if group not in self._flights:
             try:
@@ -136,14 +132,6 @@ class Offload:
             except BaseException:
                 self._flights.pop(group, None)
                 raise
-
-    def _prepare(self, entry: Entry, at: torch.Stream) -> None:
-        """Wait until the copies from devices leave room for ``entry``, and choose whether it goes past the host."""
-        self.staging.make_room(entry.nbytes, self.limit)
-        tensor = entry.tensor
-        assert tensor is not None
-        if not tensor.is_cpu and (direct := self.io.directly()) is not None and direct.takes(tensor):
-            entry.filled = event_on(at)
 
     def _tape(self, device: torch.device | None) -> Tape:
         """The tape of this thread for ``device``."""
@@ -183,7 +171,7 @@ class Offload:
         tensor = group.ahead.pop(entry, None)  # one reader alone gets it
         if tensor is None:
             begin = time.perf_counter()
-            check_process(group.file)
+            group.file.check_process()
             if not is_coming:
                 self._wait_for_plan()
             while tensor is None:

@@ -173,6 +173,15 @@ class ScratchFile(ForkSafe["Extent | Waste"]):
     def _end(self) -> int:
         return self._parts.free[-1][0]
 
+    def check_process(self) -> None:
+        """Raise StoreError if another process opened the file, and this one is a fork of it."""
+        if self.process != os.getpid():
+            raise StoreError(
+                f"OnDisk({self.directory!r}): process {self.process} stored this tensor, and {os.getpid()} is a fork "
+                "of it. The parent may have changed the file. Run the backward in the process that ran the forward",
+                path=self.directory,
+            )
+
     def allocate(self, nbytes: int) -> Extent:
         """An extent of whole pages for ``nbytes``. ``release``, which destructors may call, gives it back."""
         room, extent = -(-nbytes // PAGE) * PAGE, Extent()

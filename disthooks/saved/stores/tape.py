@@ -34,7 +34,6 @@ class Entry:
         device: where ``get`` returns it.
         at: the stream of ``device`` on which it was filled, and will be read; None if the device has no streams.
         outgoing: the copy from its device that fills ``tensor``; None when that is done.
-        filled: for GPUDirect Storage: the event after which ``tensor``, which is on its device, is filled.
         owed: bytes of it that a budget counts.
         seconds: of its write and reads since these were last asked for.
     """
@@ -45,7 +44,6 @@ class Entry:
         "device",
         "dropped",
         "dtype",
-        "filled",
         "group",
         "is_copy",
         "nbytes",
@@ -61,7 +59,6 @@ class Entry:
         self.tensor: torch.Tensor | None = tensor
         self.device, self.at = device, at
         self.outgoing: Outgoing | None = None
-        self.filled: torch.Event | None = None
         self.group: Group | None = None
         self.nbytes, self.shape, self.dtype = int(tensor.nbytes), tensor.shape, tensor.dtype
         self.offset = self.owed = self.checksum = 0
@@ -215,9 +212,9 @@ class Tape:
         """
         tensor = entry.tensor
         assert tensor is not None
-        if entry.filled is not None or entry.nbytes > self.small:
-            lease = None if entry.filled is not None else self._leases.pop(tensor.data_ptr(), None)
-            if lease is None and entry.filled is None:
+        if entry.nbytes > self.small:
+            lease = self._leases.pop(tensor.data_ptr(), None)
+            if lease is None:
                 lease = self._memory(entry.nbytes)
                 self._fill(entry, lease, 0)
             entry.group = alone = Group(self, lease, entry.nbytes)
