@@ -183,8 +183,3 @@ def _warn_of_one_digit(patterns: Iterable[Pattern], names: Iterable[str], found:
                 f"character, so {missed[0]!r} is not matched. Write '*' for all numbers, or [0-9] for one digit",
                 stacklevel=5,
             )
-
-
-def match_parameters(model: nn.Module, patterns: Iterable[Pattern]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``model`` that any of ``patterns`` matches, with names as :func:`match_modules` gives them."""
-    return match(unwrap_engine(model).named_parameters(), patterns, "parameter")

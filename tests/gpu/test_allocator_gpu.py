@@ -24,13 +24,13 @@ Events = list[tuple[int, int]]
 class Placed(CachingAllocator):
     """The model, with the addresses that the driver gave to the segments: they decide between equal blocks."""
 
-    def __init__(self, addresses: list[int], limit: int | None = None, expandable: bool = False) -> None:
-        super().__init__(limit, expandable)
+    def __init__(self, addresses: list[int], limit: int | None = None) -> None:
+        super().__init__(limit)
         self.addresses = list(reversed(addresses))
 
     def _new_block(self, pool: Any, size: int) -> Block | None:
         block = super()._new_block(pool, size)
-        if block is not None and not self.expandable:
+        if block is not None:
             block.address = self.addresses.pop()
         return block
 
@@ -65,9 +65,9 @@ def drawn(seed: int, count: int = 2000) -> Events:
     return events
 
 
-def on_the_gpu(task: str, settings: str = "", **document: Any) -> dict[str, Any]:
+def on_the_gpu(task: str, **document: Any) -> dict[str, Any]:
     """Run this file in a new process, whose allocator has no cache yet."""
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": settings, "PYTORCH_ALLOC_CONF": settings}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": ""}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, __file__, task]
     done = subprocess.run(
@@ -79,13 +79,12 @@ def on_the_gpu(task: str, settings: str = "", **document: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-def test_random_births_and_deaths(seed: int, settings: str) -> None:
+def test_random_births_and_deaths(seed: int) -> None:
     events = drawn(seed)
-    real = on_the_gpu("follow", settings, events=events, limit=None)
-    found, _ = followed(events, Placed(real["segments"], None, bool(settings)))
+    real = on_the_gpu("follow", events=events, limit=None)
+    found, _ = followed(events, Placed(real["segments"]))
     assert found == real["after"]
-    report = simulate(events, expandable=bool(settings))  # without the driver's addresses
+    report = simulate(events)  # without the driver's addresses
     assert report.allocated_peak == pytest.approx(max(allocated for allocated, _ in real["after"]), rel=0.01)
     assert report.reserved_peak == pytest.approx(max(reserved for _, reserved in real["after"]), rel=0.05)
 
@@ -101,15 +100,12 @@ def test_a_limit_gives_cached_memory_back_and_then_fails(seed: int) -> None:
     assert failed == real["failed"] is not None
 
 
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-def test_a_step_of_training(settings: str) -> None:
+def test_a_step_of_training() -> None:
     """What torch recorded of two steps of a convolutional network with attention, with all workspaces."""
-    real = on_the_gpu("train", settings)
+    real = on_the_gpu("train")
     if len(set(real["streams"])) > 1:
         pytest.skip("another stream allocated, and the model has one")
-    found, _ = followed(
-        [(serial, nbytes) for serial, nbytes in real["events"]], Placed(real["segments"], None, bool(settings))
-    )
+    found, _ = followed([(serial, nbytes) for serial, nbytes in real["events"]], Placed(real["segments"]))
     assert max(allocated for allocated, _ in found) == real["allocated_peak"]
     assert max(reserved for _, reserved in found) == real["reserved_peak"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from typing import Any
 
 import torch
@@ -95,3 +97,16 @@ def _half(found: dict[str, Any]) -> dict[str, Any]:
         "host": found["saved"] // 2,
         "link_seconds": 0.02,
     }
+
+
+def document_of(text: str) -> dict[str, Any]:
+    """The document that a page holds.
+
+    Raises:
+        ValueError: if ``text`` is no such page.
+    """
+    found = re.search(r'<script type="application/json" id="document">(.*?)</script>', text, re.DOTALL)
+    if found is None:
+        raise ValueError("this text is no page of disthooks: it holds no document")
+    document: dict[str, Any] = json.loads(found[1])
+    return document

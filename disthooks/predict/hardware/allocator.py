@@ -18,8 +18,6 @@ a GPU, ``max_memory_allocated()`` and ``max_memory_reserved()``, and says whethe
 # - A freed block is joined with its free neighbours of the same segment.
 # - If the driver has no memory left, all segments that are entirely free go back to it, and the request is made again.
 #   If that does not help, torch raises OutOfMemoryError.
-# - With `expandable_segments:True` each pool has one range of addresses that grows at its end by 2 MiB or 20 MiB, every
-#   rest of at least 512 bytes is split off, and pages that are entirely free go back to the driver one by one.
 #
 # [Note: what is left out]
 # - Several streams. Each stream has pools of its own, and `record_stream` delays a free until an event has happened.
@@ -30,8 +28,7 @@ a GPU, ``max_memory_allocated()`` and ``max_memory_reserved()``, and says whethe
 # - The addresses that the driver gives. Here a later segment has a higher address. It matters only for the choice
 #   between free blocks of equal size.
 # - What does not come from this allocator: the CUDA context, NCCL's buffers, other processes.
-# - A second range of addresses for a pool with expandable segments. torch reserves 9/8 of the device's memory as
-#   addresses, and makes a second range only after these are used.
+# - `expandable_segments:True`, with which less is reserved: memory lies in one range of addresses for each pool.
 
 from __future__ import annotations
 
@@ -69,8 +66,6 @@ LARGE_SEGMENT = 20 * MiB
 LARGE_REQUEST = 10 * MiB
 #: The unit to which segments of :data:`LARGE_REQUEST` and more are rounded, in bytes.
 ROUND_LARGE = 2 * MiB
-
-_ADDRESSES = LARGE_SEGMENT << 20  # bytes of addresses of an expandable segment: 20 TiB, in whole pages of both pools
 
 
 def round_up(nbytes: int) -> int:
@@ -127,11 +122,6 @@ class AllocatorReport:
     failed_bytes: int = 0
     retries: int = 0
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of the reserved peak that the allocated peak does not use, from 0 to 1."""
-        return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
-
 
 class Block:
     """A range of addresses of one segment.
@@ -141,21 +131,20 @@ class Block:
         size: bytes.
         pool: the pool that the block belongs to.
         is_free: whether no tensor uses it.
-        is_mapped: whether memory stands behind the addresses; False only in an expandable segment.
         before, after: the neighbours in the same segment; None at its ends.
     """
 
-    __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
+    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
-    def __init__(self, address: int, size: int, pool: _Pool, is_mapped: bool = True) -> None:
+    def __init__(self, address: int, size: int, pool: _Pool) -> None:
         self.address, self.size, self.pool = address, size, pool
-        self.is_free, self.is_mapped = True, is_mapped
+        self.is_free = True
         self.before: Block | None = None
         self.after: Block | None = None
 
     def cut(self, size: int) -> Block:
         """Cut the first ``size`` bytes off this block, and return them as a new block before it."""
-        front = Block(self.address, size, self.pool, self.is_mapped)
+        front = Block(self.address, size, self.pool)
         front.before, front.after = self.before, self
         if front.before is not None:
             front.before.after = front
@@ -181,13 +170,11 @@ class Block:
 class _Pool:
     """The free blocks of the small or of the large pool, by size and address."""
 
-    __slots__ = ("free", "granularity", "least_rest", "unmapped")
+    __slots__ = ("free", "least_rest")
 
-    def __init__(self, granularity: int, least_rest: int) -> None:
-        self.granularity = granularity
+    def __init__(self, least_rest: int) -> None:
         self.least_rest = least_rest  # a block is split if at least this many bytes remain
         self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
         bisect.insort(self.free, (block.size, block.address, block))
@@ -195,22 +182,12 @@ class _Pool:
     def remove(self, block: Block) -> None:
         del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
 
-    def add_unmapped(self, block: Block) -> None:
-        bisect.insort(self.unmapped, (block.address, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
-
     def join(self, block: Block) -> None:
         """Join ``block`` with its free neighbours; their own entries go away."""
         for neighbour in (block.before, block.after):
-            if neighbour is None or not neighbour.is_free or neighbour.is_mapped != block.is_mapped:
-                continue
-            if neighbour.is_mapped:
+            if neighbour is not None and neighbour.is_free:
                 self.remove(neighbour)
-            else:
-                self.remove_unmapped(neighbour)
-            block.absorb(neighbour)
+                block.absorb(neighbour)
 
 
 class CachingAllocator:
@@ -218,7 +195,6 @@ class CachingAllocator:
 
     Args:
         limit: the bytes that the driver can give, at most; None for no limit.
-        expandable: whether to follow ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
 
     Attributes:
         allocated: the bytes of all blocks in use now.
@@ -235,11 +211,10 @@ class CachingAllocator:
     (0, 0)
     """
 
-    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
-        self.limit, self.expandable = limit, expandable
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self.allocated = self.reserved = self.retries = 0
-        self._small = _Pool(SMALL_SEGMENT, MIN_BLOCK)
-        self._large = _Pool(LARGE_SEGMENT, MIN_BLOCK if expandable else SMALL_REQUEST + 1)
+        self._small, self._large = _Pool(MIN_BLOCK), _Pool(SMALL_REQUEST + 1)
         self._next_address = 0
 
     def allocate(self, nbytes: int) -> Block:
@@ -273,36 +248,25 @@ class CachingAllocator:
         pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give the driver all segments that are entirely free; of expandable segments, all pages that are."""
+        """Give the driver all segments that are entirely free."""
         for pool in (self._large, self._small):
-            if self.expandable:
-                for _, _, block in list(pool.free):
-                    self._unmap(block)
-                continue
             whole = [entry for entry in pool.free if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(size for size, _, _ in whole)
             if whole:
                 pool.free = [entry for entry in pool.free if entry[2].before is not None or entry[2].after is not None]
 
     def blocks(self) -> list[Block]:
-        """The free blocks of both pools, by size; those without memory behind them are not among them."""
+        """The free blocks of both pools, by size."""
         return [block for pool in (self._small, self._large) for _, _, block in pool.free]
 
     def _cached_block(self, pool: _Pool, size: int) -> Block | None:
         """Take the free block that fits best out of ``pool``; None if none is large enough."""
         free = pool.free
         i = bisect.bisect_left(free, (size,))
-        if i == len(free):
-            return None
-        if self.expandable:
-            while i + 1 < len(free) and _room(free[i + 1][2]) < _room(free[i][2]):
-                i += 1
-        return free.pop(i)[2]
+        return None if i == len(free) else free.pop(i)[2]
 
     def _new_block(self, pool: _Pool, size: int) -> Block | None:
         """A block from the driver; None if the limit does not allow it."""
-        if self.expandable:
-            return self._expanded_block(pool, size)
         segment = segment_bytes(size)
         if self.limit is not None and self.reserved + segment > self.limit:
             return None
@@ -310,82 +274,6 @@ class CachingAllocator:
         block = Block(self._next_address, segment, pool)
         self._next_address += segment
         return block
-
-    # -- expandable segments
-
-    def _expanded_block(self, pool: _Pool, size: int) -> Block | None:
-        """Map memory at the lowest address where ``size`` bytes fit, and return the free block that contains them."""
-        block = self._lowest(pool, size)
-        if not block.is_mapped and not self._map(block, min(block.size, size)):
-            return None
-        while block.size < size:
-            after = block.after
-            assert after is not None  # _lowest found enough addresses
-            if not self._map(after, min(size - block.size, after.size)):
-                return None
-            block = after
-        pool.remove(block)
-        return block
-
-    def _lowest(self, pool: _Pool, size: int) -> Block:
-        """The first of the free or unmapped blocks, at the lowest address, that have ``size`` bytes together."""
-        for _, block in pool.unmapped:
-            first = block.before if block.before is not None and block.before.is_free else block
-            room = 0
-            each: Block | None = first
-            while room < size and each is not None and each.is_free:
-                room += each.size
-                each = each.after
-            if room >= size:
-                return first
-        space = Block(self._next_address, _ADDRESSES, pool, is_mapped=False)
-        self._next_address += _ADDRESSES
-        pool.add_unmapped(space)
-        return space
-
-    def _map(self, block: Block, size: int) -> bool:
-        """Put memory behind the first ``size`` bytes of ``block``, in whole pages, and join it with free neighbours."""
-        pool = block.pool
-        mapped = (size + pool.granularity - 1) // pool.granularity * pool.granularity
-        if self.limit is not None and self.reserved + mapped > self.limit:
-            return False
-        pool.remove_unmapped(block)
-        if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, pool, is_mapped=False)
-            rest.before, rest.after = block, block.after
-            if rest.after is not None:
-                rest.after.before = rest
-            block.after, block.size = rest, mapped
-            pool.add_unmapped(rest)
-        block.is_mapped = True
-        pool.join(block)
-        pool.add(block)
-        self.reserved += mapped
-        return True
-
-    def _unmap(self, block: Block) -> None:
-        """Give the whole pages inside the free ``block`` back to the driver."""
-        pool, page = block.pool, block.pool.granularity
-        begin = (block.address + page - 1) // page * page
-        end = (block.address + block.size) // page * page
-        if begin >= end:
-            return
-        pool.remove(block)
-        if begin > block.address:
-            pool.add(block.cut(begin - block.address))
-        if end < block.address + block.size:
-            rest, block = block, block.cut(end - block.address)
-            pool.add(rest)
-        block.is_mapped = False
-        pool.join(block)
-        pool.add_unmapped(block)
-        self.reserved -= end - begin
-
-
-def _room(block: Block) -> int:
-    """The size of a free block together with the addresses behind it that have no memory yet."""
-    after = block.after
-    return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
 
 def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int]]:
@@ -413,9 +301,7 @@ def events_of(record: StepRecord, device: str = "device") -> list[tuple[int, int
     return events
 
 
-def simulate(
-    events: Iterable[tuple[int, int]], limit: int | None = None, *, expandable: bool = False
-) -> AllocatorReport:
+def simulate(events: Iterable[tuple[int, int]], limit: int | None = None) -> AllocatorReport:
     """Follow births and deaths of tensors through torch's caching allocator.
 
     Args:
@@ -425,7 +311,6 @@ def simulate(
             the events of two steps to see what the second one needs, beside the blocks that the first one left.
         limit: the bytes that the driver can give to torch: the memory of the device, less that of CUDA's context and
             of other processes. None for no limit.
-        expandable: whether ``PYTORCH_ALLOC_CONF=expandable_segments:True`` is set.
 
     Returns:
         The peaks, in bytes. If a request does not fit under ``limit``, the report is about the events before it.
@@ -440,7 +325,7 @@ def simulate(
     >>> simulate([(1, 30 * MiB), (2, 30 * MiB)], limit=50 * MiB).fits
     False
     """
-    allocator = CachingAllocator(limit, expandable)
+    allocator = CachingAllocator(limit)
     allocate, free = allocator.allocate, allocator.free
     alive: dict[int, tuple[Block, int]] = {}
     allocated_peak = reserved_peak = requested = requested_peak = 0

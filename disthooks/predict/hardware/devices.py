@@ -28,7 +28,7 @@ bounds; :class:`Device` has the share of them that programs reach.
 # - Memory: 85%. This is an assumption. Nothing in this project measured it.
 # - The link: 80%. One copy engine between page-locked memory and an A100 moved 24.8 GB/s of PCIe 4's 31.5 (79%; a
 #   report in NVIDIA's developer forum, topic 352186), and an example of NVIDIA's nvbandwidth shows 55.6 GB/s of PCIe
-#   5's 63 (88%). `disthooks env` measures it, and `Device.from_env` takes the measurement.
+#   5's 63 (88%). `disthooks env` measures it.
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from disthooks.errors import UsageError
@@ -113,41 +112,6 @@ class Device:
     def offload_seconds(self, nbytes: int) -> float:
         """Seconds of link that ``nbytes`` bytes need to the host's memory and back, if nothing else uses it."""
         return (nbytes / self.to_host + nbytes / self.to_device) / self.link_efficiency
-
-    @classmethod
-    def from_env(cls, measured: Mapping[str, Any], index: int = 0) -> Device:
-        """The device of this machine, with the memory and the link that ``disthooks env`` measured.
-
-        Args:
-            measured: the document that ``disthooks env --json`` prints (``disthooks.cli.env.gathered()``).
-            index: which GPU; the link was measured for the first one, and is taken for the others too.
-
-        Returns:
-            The row of the table that has the GPU's name, with the measured figures in the place of the table's; without
-            a GPU, ``device_named("cpu")`` with the memory of this machine, or the container's limit.
-
-        Raises:
-            UsageError: if the GPU is not in the table, or there is no GPU with this index.
-
-        >>> gpu = {"name": "NVIDIA L4", "memory_bytes": 23 * 10**9, "free_bytes": 22 * 10**9}
-        >>> link = {"pinned_to_device": 12.5e9, "pinned_to_host": 13.1e9}
-        >>> device = Device.from_env({"torch": {"devices": [gpu]}, "link": link})
-        >>> device.name, device.memory_bytes, device.to_host, device.link_efficiency
-        ('L4-24GB', 23000000000, 13100000000.0, 1.0)
-        """
-        gpus = measured["torch"]["devices"]
-        if not gpus:
-            memory = measured["memory"]
-            limits = [memory["total_bytes"], memory.get("limit_bytes")]
-            return dataclasses.replace(device_named("cpu"), memory_bytes=min(filter(None, limits)))
-        if index >= len(gpus):
-            raise UsageError(f"there is no GPU {index}: this machine has {len(gpus)}")
-        device = dataclasses.replace(device_named(gpus[index]["name"]), memory_bytes=gpus[index]["memory_bytes"])
-        link = measured.get("link") or {}
-        there, back = link.get("pinned_to_device"), link.get("pinned_to_host")
-        if not there or not back:
-            return device
-        return dataclasses.replace(device, to_device=there, to_host=back, link_efficiency=1.0)
 
 
 def _gpu(

@@ -29,14 +29,14 @@ def page(document: Mapping[str, Any]) -> str:
             leaves out what the document does not have. Numbers that JSON cannot hold (NaN, infinite) become null.
 
     Returns:
-        The text of the page. It holds the document, which :func:`document_of` reads back.
+        The text of the page, which holds the document.
 
     Raises:
         TypeError: if JSON cannot hold the document.
 
     >>> text = page({"model": "<tiny>", "saved": 4096})
-    >>> "<title>&lt;tiny&gt;: its memory in one training step</title>" in text, document_of(text)
-    (True, {'model': '<tiny>', 'saved': 4096})
+    >>> "<title>&lt;tiny&gt;: its memory in one training step</title>" in text
+    True
     """
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     parts = {
@@ -47,19 +47,6 @@ def page(document: Mapping[str, Any]) -> str:
         "document": _json(document),
     }
     return re.sub(r"@@(\w+)@@", lambda found: parts[found[1]], _read("page.html"))
-
-
-def document_of(text: str) -> dict[str, Any]:
-    """The document that a page holds.
-
-    Raises:
-        ValueError: if ``text`` is no such page.
-    """
-    found = re.search(r'<script type="application/json" id="document">(.*?)</script>', text, re.DOTALL)
-    if found is None:
-        raise ValueError("this text is no page of disthooks: it holds no document")
-    document: dict[str, Any] = json.loads(found[1])
-    return document
 
 
 def _json(document: Mapping[str, Any]) -> str:

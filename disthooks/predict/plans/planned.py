@@ -85,11 +85,6 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def in_hooks() -> bool:
-    """Whether the operators of this thread are now those of a prediction's hooks, and not those of the model."""
-    return _inside.depth > 0
-
-
 class _Addresses(TorchFunctionMode):
     """The address of a fake tensor is that of its storage object, so that equal addresses mean the same memory."""
 

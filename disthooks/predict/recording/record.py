@@ -165,10 +165,6 @@ class StepRecord:
     phases: dict[Phase, int] = field(default_factory=dict)
     unknown: list[Unknown] = field(default_factory=list)
 
-    def saved_by(self, position: int) -> int:
-        """Bytes over which the tensors lie that were saved in this module's own forward, each memory once."""
-        return sum(self.allocations[each.allocation].nbytes for each in self.counted() if each.module == position)
-
     def counted(self) -> list[SavedTensor]:
         """The saved tensors that count: the first over each memory that is no weight."""
         return [each for each in self.saved if each.is_first and each.kind not in ("parameter", "buffer")]

@@ -169,11 +169,6 @@ class Link:
 
     # -- to the device
 
-    def fetch(self, outgoing: Outgoing, rate: Throughput | None = None) -> torch.Tensor:
-        """The tensor on the device, for the current stream: the source while it is held, otherwise a copy."""
-        source = outgoing.source
-        return source if source is not None else self.take(self.bring(outgoing, rate))
-
     def bring(self, outgoing: Outgoing, rate: Throughput | None = None) -> Coming:
         """Begin to copy ``outgoing.host`` to the device, into memory of the current stream.
 

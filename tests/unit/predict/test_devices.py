@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from disthooks.errors import UsageError
 from disthooks.predict.explain import explain
-from disthooks.predict.hardware.devices import DEVICES, PCIE, Device, device_named
+from disthooks.predict.hardware.devices import DEVICES, PCIE, device_named
 
 GiB = 1 << 30
 
@@ -137,34 +135,3 @@ def test_the_cpu_is_this_machine() -> None:
 def test_offloading_takes_the_link_both_ways() -> None:
     device = dataclasses.replace(device_named("a100"), to_host=20e9, to_device=10e9, link_efficiency=0.5)
     assert device.offload_seconds(10**10) == 2 * (0.5 + 1.0)
-
-
-def test_measured_figures_take_the_place_of_the_tables() -> None:
-    gpus = [{"name": name, "memory_bytes": size} for name, size in (("NVIDIA H200", 150), ("Tesla T4", 15))]
-    link = {"pinned_to_device": 54e9, "pinned_to_host": 53e9, "pageable_to_device": 5e9, "error": None}
-    measured = {"torch": {"devices": gpus}, "link": link, "memory": {}}
-    device = Device.from_env(measured)
-    assert device == dataclasses.replace(
-        device_named("h200"), memory_bytes=150, to_device=54e9, to_host=53e9, link_efficiency=1.0
-    )
-    assert Device.from_env(measured, 1).name == "T4-16GB"
-    with pytest.raises(UsageError, match="there is no GPU 2: this machine has 2"):
-        Device.from_env(measured, 2)
-    for nothing in (None, {"error": "no room", "pinned_to_device": None, "pinned_to_host": None}):
-        assert Device.from_env(measured | {"link": nothing}).to_host == device_named("h200").to_host
-    with pytest.raises(UsageError, match="there is no device 'Unheard of 9'"):
-        Device.from_env({"torch": {"devices": [{"name": "Unheard of 9", "memory_bytes": 1}]}})
-
-
-def test_what_env_prints_here_gives_a_device() -> None:
-    from disthooks.cli.app import app
-
-    printed = CliRunner().invoke(app, ["env", "--json"])
-    measured = json.loads(printed.stdout)
-    device = Device.from_env(measured)
-    if not measured["torch"]["devices"]:
-        assert device.kind == "cpu"
-        limit = measured["memory"]["limit_bytes"]
-        assert device.memory_bytes == min(measured["memory"]["total_bytes"], limit or 1 << 62)
-    else:
-        assert device.memory_bytes == measured["torch"]["devices"][0]["memory_bytes"]

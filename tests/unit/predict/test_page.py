@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from disthooks import explain
-from disthooks.predict.page.page import document_of, page
+from disthooks.predict.page.page import page
+from tests.support.pages import document_of
 
 EVIL = "</script><img src=x onerror=alert(1)><!--<script>"
 
