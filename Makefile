@@ -153,6 +153,7 @@ architecture: $(READY)
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m vulture
 	$(RUN) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
 type: $(READY)

@@ -42,7 +42,7 @@ from disthooks.errors import UsageError
 
 __all__ = ["DEVICES", "Device", "device_named"]
 
-MiB, GiB = 1 << 20, 1 << 30
+MiB = 1 << 20
 #: The compute capability of "cuda" without a name: Hopper's, which most large models train on.
 CAPABILITY = (9, 0)
 #: Bytes of a CUDA context, roughly; see [Note: where the figures come from].
