@@ -92,14 +92,16 @@ def missing_sinks(plan: Any) -> list[tuple[str, str]]:
 
 def accelerate() -> dict[str, Any] | None:
     """The values that rules need from the default file of ``accelerate launch``; None if there is no such file."""
-    path = accelerate_config()
+    from disthooks.launcher.accelerate_config import default_file
+
+    path = default_file()
     if path is None:
         return None
-    facts: dict[str, Any] = {"path": str(path), "keys": [], "error": None}
+    facts: dict[str, Any] = {"path": path, "keys": [], "error": None}
     try:
         import yaml
 
-        read = yaml.safe_load(path.read_text())
+        read = yaml.safe_load(_text(path))
     except ImportError:
         return facts | {"error": "PyYAML is not installed"}
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -163,8 +165,6 @@ def torch_facts() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         about = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        address = [getattr(about, name, None) for name in names]  # older versions of torch have none of these
         devices.append(
             {
                 "index": index,
@@ -172,7 +172,6 @@ def torch_facts() -> dict[str, Any]:
                 "capability": f"{about.major}.{about.minor}",
                 "memory_bytes": total,
                 "free_bytes": free,
-                "numa_node": numa_node(*address),
             }
         )
     backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -187,21 +186,6 @@ def torch_facts() -> dict[str, Any]:
     }
 
 
-def numa_node(domain: int | None, bus: int | None, device: int | None) -> int | None:
-    """The NUMA node of a PCI device; None if the machine has one node, or the kernel does not say.
-
-    >>> numa_node(None, None, None), numa_node(0xFFFF, 0xFF, 0x1F)
-    (None, None)
-    """
-    if domain is None or bus is None or device is None:
-        return None
-    try:
-        node = int(_text(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"))
-    except (OSError, ValueError):
-        return None
-    return None if node < 0 else node
-
-
 def _text(path: str) -> str:
     return pathlib.Path(path).read_text(errors="replace")
 
@@ -214,27 +198,19 @@ def cores() -> dict[str, int]:
 
 def memory_facts() -> dict[str, int | None]:
     """Bytes of memory, of memory that may be locked, and of ``/dev/shm``. None means no limit, or not known."""
-    try:
-        found = re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo"))
-    except OSError:
-        found = []
-    meminfo = {name: int(kib) * 1024 for name, kib in found}
-    limit = None  # the memory limit of the container
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = int(_text(path))
-            break
-        except (OSError, ValueError):  # the text "max" means no limit
-            continue
+    from disthooks.saved.stores.pools import container_memory, node_memory
+
+    available, total, _ = node_memory() or (None, None, "")
+    _, limit, _ = container_memory() or (None, None, "")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     try:
         shm = shutil.disk_usage("/dev/shm")
     except OSError:
         shm = None
     return {
-        "total_bytes": meminfo.get("MemTotal"),
-        "available_bytes": meminfo.get("MemAvailable"),
-        "limit_bytes": limit if limit is not None and limit < 1 << 60 else None,  # an enormous number means no limit
+        "total_bytes": total,
+        "available_bytes": available,
+        "limit_bytes": limit,
         "memlock_bytes": None if soft == resource.RLIM_INFINITY else soft,
         "shm_bytes": shm and shm.total,
         "shm_free_bytes": shm and shm.free,
@@ -296,16 +272,6 @@ def file_system(directory: str) -> str | None:
         if inside and len(point) >= best[0]:  # a later mount hides an earlier one
             best = len(point), second.split()[0]
     return best[1]
-
-
-def accelerate_config() -> pathlib.Path | None:
-    """The default file of ``accelerate launch``; None if it does not exist."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    folder = pathlib.Path(home).expanduser() / "accelerate"
-    for name in ("default_config.yaml", "default_config.yml", "default_config.json"):
-        if (folder / name).is_file():
-            return folder / name
-    return None
 
 
 Facts = Mapping[str, Any]

@@ -119,8 +119,7 @@ def _machine(facts: dict[str, Any]) -> Rows:
     ]
     for gpu in facts["torch"]["devices"]:
         room = f"{size(gpu['memory_bytes'])}, {size(gpu['free_bytes'])} free"
-        node = "" if gpu["numa_node"] is None else f", NUMA node {gpu['numa_node']}"
-        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}{node}")]
+        rows += [(f"GPU {gpu['index']}", f"{gpu['name']}, {room}, capability {gpu['capability']}")]
     for name in ("pinned", "pageable") if link else ():
         there, back = speed(link[f"{name}_to_device"]), speed(link[f"{name}_to_host"])
         rows += [(f"link, {name}", f"{there} to the GPU, {back} to the CPU")]

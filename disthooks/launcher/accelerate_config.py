@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
@@ -111,6 +110,8 @@ def _loads(yaml: Any, text: str, wanted: Any) -> bool:
 
 
 def default_file() -> str | None:
-    """The path of accelerate's default configuration; None if the file does not exist."""
-    config: Any = importlib.import_module("accelerate.commands.config.config_args")
-    return str(config.default_config_file) if os.path.isfile(config.default_config_file) else None
+    """The path of accelerate's default configuration; None if it does not exist. To import accelerate takes seconds."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    folder = pathlib.Path(home).expanduser() / "accelerate"
+    names = ("default_config.yaml", "default_config.yml", "default_config.json")
+    return next((str(folder / name) for name in names if (folder / name).is_file()), None)

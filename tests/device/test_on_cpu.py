@@ -299,7 +299,7 @@ def test_ordinary_memory_where_locked_memory_is_refused(device: torch.device, mo
     """Slower, and as right; said once."""
     x = given(device)
     store = dh.OnCpu(in_flight="500 KiB")
-    monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
+    monkeypatch.setattr(pools, "pinned_block", lambda device, room: None)
     store.open().courier(device).pool = pools.PinnedPool(device)
     with pytest.warns(UserWarning, match="no more page-locked memory is available"):
         assert torch.equal(step(store, x), gradient(x))

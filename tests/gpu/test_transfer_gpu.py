@@ -38,7 +38,7 @@ def test_registered_memory_is_pinned(cuda: torch.device) -> None:
 def test_a_block_can_be_unmapped_and_made_again(cuda: torch.device) -> None:
     """Registering where something was registered before fails if that was not undone."""
     for _ in range(50):
-        block = pinned_block(cuda, 2 * MiB, pools.numa_node(cuda))
+        block = pinned_block(cuda, 2 * MiB)
         assert block is not None
         assert block.pinned
         del block
@@ -46,11 +46,11 @@ def test_a_block_can_be_unmapped_and_made_again(cuda: torch.device) -> None:
 
 def test_a_refusal_leaves_no_error_behind(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaHostRegister of what is registered already is refused; the next kernel must not hear of it."""
-    block = pinned_block(cuda, 2 * MiB, None)
+    block = pinned_block(cuda, 2 * MiB)
     assert block is not None
     again = pools.Block(None, block.address, 2 * MiB, None)
-    monkeypatch.setattr(pools, "mapped_block", lambda room, node: again)
-    assert pinned_block(cuda, 2 * MiB, None) is None
+    monkeypatch.setattr(pools, "mapped_block", lambda room: again)
+    assert pinned_block(cuda, 2 * MiB) is None
     assert float(torch.ones(3, device=cuda).sum()) == 3
     torch.cuda.synchronize()
 

@@ -34,8 +34,6 @@ from disthooks.saved.stores.extents import Extent, Extents
 # - After a fork, parent and child share their pages until one of them writes to a page. Then the writer gets a new
 #   page, and the device would still use the old one. So a child does not get the locked blocks (MADV_DONTFORK). It
 #   must never unmap their addresses, because nothing or something else is there.
-# - If a node has several parts of memory (NUMA), a copy is fastest from the part that is near the device. So pages
-#   come from there.
 
 # [Note: segments]
 # The lengths of batches vary, and with them the size of each tensor. A pool with blocks of a few sizes finds no block
@@ -214,8 +212,6 @@ _GROWS = 8  # a new segment has at least one part in so many of the bytes of all
 _SEVERAL = 4  # a new segment has room for so many parts, if the others have together, so that little is left at its end
 _FINE = 64  # sizes of parts for each power of two: at most 1/64 of a part is unused, and few types of leases are made
 _PATIENCE = 10.0  # seconds after which memory is asked to be page-locked again, when that was refused
-_MBIND = {"x86_64": 237, "aarch64": 235}  # the system call
-_PREFERRED = 1  # MPOL_PREFERRED: from this node, or from another one if it is full
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 _ending = threading.Event()
@@ -293,7 +289,6 @@ class PinnedPool(ForkSafe[_Part]):
         self.device = device
         self.pin = pin
         self.registered = 0
-        self._node = numa_node(device)
         self._segments: list[_Segment] = []
         self._peak = 0  # the most bytes that were in use at once when a segment was added
         self.refused, self._ask_again = False, 0.0
@@ -367,7 +362,7 @@ class PinnedPool(ForkSafe[_Part]):
             if any(segment.take(part, room) for segment in self._segments):
                 return
             self._shrink(most - new)
-            block = mapped_block(new, self._node)
+            block = mapped_block(new)
         segment = _Segment(block)
         self._segments.append(segment)
         self.registered += len(block)
@@ -396,7 +391,7 @@ class PinnedPool(ForkSafe[_Part]):
         why = ""
         for nbytes in dict.fromkeys((new, room)):
             why = too_little_left(nbytes)
-            block = None if why else pinned_block(self.device, nbytes, self._node)
+            block = None if why else pinned_block(self.device, nbytes)
             if block is not None:
                 self.refused = False
                 return block
@@ -426,15 +421,13 @@ def warn_unpinned(room: int, why: str) -> None:
 # -- blocks
 
 
-def mapped_block(room: int, node: int | None) -> Block:
-    """Ordinary memory, in the part ``node`` of the machine's memory if that is known."""
+def mapped_block(room: int) -> Block:
+    """Ordinary memory."""
     memory = map_block(room)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    prefer_node(node, address, room)
-    return Block(memory, address, room, None)
+    return Block(memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)), room, None)
 
 
-def pinned_block(device: torch.device, room: int, node: int | None) -> Block | None:
+def pinned_block(device: torch.device, room: int) -> Block | None:
     """Page-locked memory, or None if the driver or the system refuses it."""
     if device.type != "cuda":  # torch has no generic function that locks given memory, so its allocator makes the block
         room = 1 << (room - 1).bit_length()  # its allocator takes powers of two from the system
@@ -443,7 +436,7 @@ def pinned_block(device: torch.device, room: int, node: int | None) -> Block | N
         except RuntimeError:
             return None
         return Block(memory, memory.data_ptr(), room, _nothing)
-    block = mapped_block(room, node)
+    block = mapped_block(room)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         if int(runtime.cudaHostRegister(block.address, room, _PORTABLE)) != 0:
@@ -467,13 +460,14 @@ def _nothing(address: int) -> None:
 
 def too_little_left(room: int) -> str:
     """The reason why ``room`` bytes more should not be page-locked; empty if they may be."""
-    for left, total, where in filter(None, (_node_memory(), _container_memory())):
+    for left, total, where in filter(None, (node_memory(), container_memory())):
         if left - room < total // _LEFT:
             return f"{format_bytes(max(0, left))} of the {format_bytes(total)} of {where} are left"
     return ""
 
 
-def _node_memory() -> tuple[int, int, str] | None:
+def node_memory() -> tuple[int, int, str] | None:
+    """The bytes of the node's memory that are left, all of them, and its name; None if the system does not say."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in pathlib.Path("/proc/meminfo").read_text().splitlines()[:8]:
@@ -483,7 +477,7 @@ def _node_memory() -> tuple[int, int, str] | None:
     return found["MemAvailable"], found["MemTotal"], "this node"
 
 
-def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | None:
+def container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | None:
     """The memory left under the limit of the control group, and the limit. The page cache counts as left."""
     for most, now, cache in (
         ("memory.max", "memory.current", "inactive_file"),
@@ -496,38 +490,3 @@ def _container_memory(root: str = "/sys/fs/cgroup") -> tuple[int, int, str] | No
             used -= int(stat[stat.index(cache) + 1]) if cache in stat else 0
             return (limit - used, limit, "this container") if limit < 1 << 60 else None
     return None
-
-
-def numa_node(device: torch.device, root: str = "/sys/bus/pci/devices") -> int | None:
-    """The number of the part of memory (NUMA node) that is near ``device``; None if the system does not say.
-
-    >>> numa_node(torch.device("cpu")) is None
-    True
-    """
-    if device.type != "cuda":
-        return None
-    with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError, AssertionError):
-        about: Any = torch.cuda.get_device_properties(device)
-        name = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-        node = int((pathlib.Path(root) / name / "numa_node").read_text())
-        return node if node >= 0 else None  # -1: the machine has only one part
-    return None
-
-
-def prefer_node(node: int | None, address: int, room: int) -> bool:
-    """Ask the system to take the pages at ``address``, which nobody has used yet, from ``node``.
-
-    Returns:
-        Whether the system accepted that.
-    """
-    number = _MBIND.get(os.uname().machine)
-    if node is None or number is None:
-        return False
-    mask = (ctypes.c_ulong * 16)()
-    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    if node >= 16 * bits:
-        return False
-    mask[node // bits] = 1 << node % bits
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    pages = ctypes.c_void_p(address), ctypes.c_ulong(room)
-    return bool(call(ctypes.c_long(number), *pages, _PREFERRED, mask, ctypes.c_ulong(16 * bits), 0) == 0)

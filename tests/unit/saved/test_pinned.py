@@ -118,7 +118,7 @@ def test_it_is_pinned_by_torch(device: torch.device) -> None:
 
 def test_ordinary_memory_where_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a limit on locked memory; said once."""
-    monkeypatch.setattr(pools, "pinned_block", lambda device, room, node: None)
+    monkeypatch.setattr(pools, "pinned_block", lambda device, room: None)
     pool = PinnedPool(CPU)
     with pytest.warns(UserWarning, match=r"(?s)the host waits.*limit=.*ulimit -l"):
         first = tensor(pool, 100)
@@ -133,8 +133,8 @@ def test_it_is_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
     """Ordinary memory that was taken meanwhile is freed when it is idle and the rest is page-locked again."""
     locks = False
 
-    def pinned_block(device: torch.device, room: int, node: int | None) -> pools.Block | None:
-        block = pools.mapped_block(room, node)
+    def pinned_block(device: torch.device, room: int) -> pools.Block | None:
+        block = pools.mapped_block(room)
         block.pinned = locks
         return block if locks else None
 
@@ -156,8 +156,8 @@ def test_it_is_asked_for_again_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_less_is_locked_if_not_so_much_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pinned_block(device: torch.device, room: int, node: int | None) -> pools.Block | None:
-        return pools.mapped_block(room, node) if room < 1 << 20 else None
+    def pinned_block(device: torch.device, room: int) -> pools.Block | None:
+        return pools.mapped_block(room) if room < 1 << 20 else None
 
     monkeypatch.setattr(pools, "pinned_block", pinned_block)
     pool = PinnedPool(CPU)
@@ -191,10 +191,10 @@ def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("6500000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000\nother 3\n")
-    container = pools._container_memory(str(tmp_path))
+    container = pools.container_memory(str(tmp_path))
     assert container == (2_000_000, 8_000_000, "this container")
-    find = pools._container_memory
-    monkeypatch.setattr(pools, "_container_memory", lambda: container)
+    find = pools.container_memory
+    monkeypatch.setattr(pools, "container_memory", lambda: container)
     assert pools.too_little_left(900_000) == ""
     assert "this container" in pools.too_little_left(1_100_000)
     (tmp_path / "memory.max").write_text("max\n")
@@ -203,17 +203,9 @@ def test_an_eighth_of_memory_is_left(tmp_path: pathlib.Path, monkeypatch: pytest
     assert "this node" in pools.too_little_left(1 << 60)
 
 
-def test_memory_near_a_device_is_as_good_as_any() -> None:
-    block = pools.mapped_block(64 * KiB, 0)
-    assert not pools.prefer_node(None, block.address, 64 * KiB)
-    assert not pools.prefer_node(1 << 20, block.address, 64 * KiB)
-    ctypes.memset(block.address, 7, 64 * KiB)
-    assert ctypes.string_at(block.address + 64 * KiB - 1, 1) == b"\x07"
-
-
 def test_a_block_is_unpinned_before_it_is_unmapped() -> None:
     freed = []
-    block = pools.mapped_block(64 * KiB, None)
+    block = pools.mapped_block(64 * KiB)
     address = block.address
 
     def unpin(address: int) -> None:
@@ -228,7 +220,7 @@ def test_a_block_is_unpinned_before_it_is_unmapped() -> None:
 def test_a_child_leaves_it_alone() -> None:
     """It may have something else at the address by then."""
     freed: list[int] = []
-    block = pools.mapped_block(64 * KiB, None)
+    block = pools.mapped_block(64 * KiB)
     block._unpin = freed.append
     address = block.address
     child = os.fork()
