@@ -1,7 +1,7 @@
 """Twenty faults of one line each, over all packages: whether the tests catch each of them.
 
 ``python -m tests.mutations`` copies the source tree, makes one fault after the other in the copy, and runs the tests
-that are named beside it up to the first failure. It prints a line for each fault, and its exit code is the number of faults
+that are named beside it up to the first failure. It prints a line for each fault; its exit code is the number of faults
 that no test caught. ``python -m tests.mutations 3 17`` tries these two. Each change of the tests has to leave it at 0.
 """
 

@@ -17,7 +17,7 @@ import disthooks as dh
 from tests.golden import golden_runs
 
 #: The private objects that golden files need. This table is what to change when one of them moves.
-PRIVATE = {"app": "disthooks.cli.app:app", "schema": "disthooks.config.schema:schema"}
+PRIVATE = {"app": "disthooks.cli.app:app"}
 
 MODEL = """
 import torch
@@ -45,27 +45,6 @@ def private(name: str) -> Any:
     """The private object of that name."""
     module, _, attribute = PRIVATE[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema without its prose, as the generator has it and as the file in the package has it.
-
-    Its sentences are docstrings, which may be written anew; its titles are names of private classes.
-    """
-    file = pathlib.Path(dh.__file__).parent / "config" / "hooks.schema.json"
-    return {"generated": _without_prose(private("schema")()), "file": _without_prose(json.loads(file.read_text()))}
-
-
-def _without_prose(value: Any, is_names: bool = False) -> Any:
-    if isinstance(value, list):
-        return [_without_prose(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: _without_prose(each, key in ("properties", "definitions"))
-        for key, each in value.items()
-        if is_names or key not in ("description", "title") or not isinstance(each, str)
-    }
 
 
 def commands() -> dict[str, Any]:

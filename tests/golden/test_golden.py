@@ -19,8 +19,6 @@ import pytest
 from tests.golden import golden_commands, golden_errors, golden_runs, golden_signatures
 
 HERE = pathlib.Path(__file__).parent
-
-RESULTS = HERE.parent.parent / "benchmarks" / "results"
 #: What is computed and compared, and into which file it is written.
 GOLDEN: dict[str, Callable[[], Any]] = {
     "attributes": golden_runs.attributes,
@@ -28,7 +26,6 @@ GOLDEN: dict[str, Callable[[], Any]] = {
     "documents": golden_commands.documents,
     "errors": golden_errors.errors,
     "log_names": golden_runs.names,
-    "schema": golden_commands.schema,
     "signatures": golden_signatures.signatures,
     "states": golden_runs.states,
 }
@@ -56,40 +53,15 @@ def test_it_is_as_it_was(name: str) -> None:
     compare(name, GOLDEN[name]())
 
 
-def numbers(value: Any, path: str = "") -> dict[str, Any]:
-    """Every number of a result under its path, and every truth value."""
-    if isinstance(value, dict):
-        parts: Any = value.items()
-    elif isinstance(value, list):
-        parts = enumerate(value)
-    else:
-        return {path: value} if isinstance(value, (bool, int, float)) else {}
-    return {key: each for name, part in parts for key, each in numbers(part, f"{path}/{name}").items()}
-
-
-def benchmarks() -> dict[str, Any]:
-    """The measured figures, by file. They are compared by hand: a machine has its good and bad days."""
-    return {file.name: numbers(json.loads(file.read_text())) for file in sorted(RESULTS.glob("*.json"))}
-
-
-def test_benchmarks_have_results_to_be_compared_with() -> None:
-    kept = json.loads((HERE / "benchmarks.json").read_text())
-    assert kept
-    missing = sorted(set(kept) - set(benchmarks()))
-    assert not missing, f"benchmarks/results has lost {missing}"
-    assert all(figures for figures in [*kept.values(), *benchmarks().values()])
-
-
 def main() -> None:
     """Write golden files anew."""
-    every = {**GOLDEN, "benchmarks": benchmarks}
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--write", nargs="*", metavar="NAME", help=f"any of {', '.join(every)}; all but benchmarks")
+    parser.add_argument("--write", nargs="*", metavar="NAME", help=f"any of {', '.join(GOLDEN)}")
     names = parser.parse_args().write
-    if names is None or not set(names) <= set(every):
-        parser.error(f"--write [NAME ...]: the names are {', '.join(every)}")
+    if names is None or not set(names) <= set(GOLDEN):
+        parser.error(f"--write [NAME ...]: the names are {', '.join(GOLDEN)}")
     for name in names or GOLDEN:
-        file, text = HERE / f"{name}.json", text_of(every[name]())
+        file, text = HERE / f"{name}.json", text_of(GOLDEN[name]())
         is_new = not file.exists() or file.read_text(encoding="utf-8") != text
         file.write_text(text, encoding="utf-8")
         print(f"{file.name}: {'written' if is_new else 'the same'}")
