@@ -296,7 +296,8 @@ def test_a_script_reads_the_terminal_and_ctrl_c_ends_it(folder: pathlib.Path) ->
 import time
 try:
     print('got', input('name?'), flush=True)  # the answer is there before this line is over
-    time.sleep(600)
+    for _ in range(6000):  # the kernel may give a signal to another thread, and then this one sleeps on
+        time.sleep(0.1)
 except KeyboardInterrupt:
     time.sleep(2)  # longer than accelerate's launcher waits: a checkpoint that is being written
     print('kept', flush=True)
