@@ -69,7 +69,7 @@ def _checked(file: str, name: str | None, findings: Findings, begin: Callable[[s
     facts["save"] = [_entry(entry, model is not None, findings) for entry in entries]
     if inputs is not None and not findings.errors:
         begin("predicting one forward and backward")
-        facts["run"] = _run(model, inputs, entries, findings)
+        facts["run"] = _run(str(name), entries, findings)
     return facts
 
 
@@ -113,14 +113,14 @@ def _entry(entry: SaveEntry, on_model: bool, findings: Findings) -> dict[str, An
     }
 
 
-def _run(model: Any, inputs: Any, entries: list[SaveEntry], findings: Findings) -> list[dict[str, Any]] | None:
+def _run(model: str, entries: list[SaveEntry], findings: Findings) -> list[dict[str, Any]] | None:
     from disthooks.cli.workload import figures, reports
 
     placed = [
         (name, module, entry.placed or entry.pipeline) for entry in entries for name, module in entry.modules.items()
     ]
     try:
-        told = reports(model, inputs, placed)
+        told = reports(model, placed)
     except DisthooksError as error:
         findings.failed("the run", error)
         return None

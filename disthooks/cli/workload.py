@@ -208,7 +208,7 @@ def find(name: str) -> Callable[[], Any]:
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """Call the function that makes the model.
+    """Call the function that makes the model. Its tensors have no memory.
 
     Args:
         name: "package.module:function" or "path/to/file.py:function".
@@ -219,9 +219,12 @@ def build(name: str) -> tuple[Any, Any]:
     Raises:
         UsageError: if there is no such function, if it raises, or if it returns no module.
     """
+    from disthooks.predict.fake.fake_run import fake_run
+
     function = find(name)
     try:
-        made = function()
+        with fake_run():
+            made = function()
     except UsageError:
         raise
     except Exception as error:
@@ -277,23 +280,22 @@ def _loss(output: Any) -> torch.Tensor:
     return torch.stack([part.float() for part in parts]).sum()
 
 
-def reports(model: nn.Module, inputs: Any, placed: Placed) -> dict[str, SavedReport]:
+def reports(name: str, placed: Placed) -> dict[str, SavedReport]:
     """Predict one forward and backward with the hooks of ``placed``; the report of each module, by name.
 
-    Nothing runs: the step is one of tensors without memory, as in ``explain``.
+    Nothing runs: the step is one of tensors without memory, as in ``explain``. The model is built for it again.
 
     Raises:
         UsageError: if the model raises, or no tensor in its output requires a gradient.
     """
     from disthooks.predict.explain import explain
 
-    plan = [(functools.partial(_is_named, name), pipeline) for name, _, pipeline in placed]
-    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    plan = [(functools.partial(_is_named, module), pipeline) for module, _, pipeline in placed]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `conflicts` has reported them already
-        said = explain(model, *given, plan=plan, device=device, loss=_loss)
-    return dict(zip([name for name, _, _ in placed], said.reports, strict=True))
+        said = explain(find(name), plan=plan, device=device, loss=_loss)
+    return dict(zip([module for module, _, _ in placed], said.reports, strict=True))
 
 
 def _is_named(this: str, name: str, module: nn.Module) -> bool:

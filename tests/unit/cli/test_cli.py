@@ -400,14 +400,16 @@ def test_around_a_checkpoint_all_is_well(model: str, modules: str, tmp_path: pat
 
 
 def test_check_runs_no_model(tmp_path: pathlib.Path) -> None:
-    """The forward gets tensors without memory, and a store that is too small is an error as in a run."""
+    """The model and its forward have tensors without memory, and a store that is too small is an error as in a run."""
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\nfrom torch._subclasses import FakeTensor\n"
         "class Layer(nn.Linear):\n"
         "    def forward(self, x):\n"
         "        assert isinstance(x, FakeTensor) and isinstance(self.weight, FakeTensor)\n"
         "        return super().forward(x).tanh()\n"
-        "def build():\n    return nn.Sequential(Layer(16, 16), Layer(16, 16)), torch.randn(2 ** 16, 16)\n"
+        "def build():\n    model = nn.Sequential(Layer(16, 16), Layer(16, 16))\n"
+        "    assert isinstance(model[0].weight, FakeTensor)\n"
+        "    return model, torch.randn(2 ** 16, 16)\n"
     )
     text = "save: [{modules: '*', at_least: 0, store: {kind: OnDisk, directory: '{folder}', limit: LIMIT}}]"
     options = "--model", f"{tmp_path}/model.py:build"
