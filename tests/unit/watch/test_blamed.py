@@ -543,6 +543,22 @@ def test_replicas_in_threads() -> None:
     assert found.calls == 20
 
 
+def test_a_nan_of_backward_in_replicas() -> None:
+    """Forward runs in threads, and backward in another one."""
+    model, outputs = rooted(), list[torch.Tensor]()
+    with dh.blame(model) as found:
+        for replica in replicate(model, 2):
+            if outputs:
+                with torch.no_grad():
+                    replica[0].weight.zero_()
+                    replica[0].bias.zero_()
+            thread = threading.Thread(target=lambda run=replica: outputs.append(run(torch.ones(4, 3))))
+            thread.start()
+            thread.join()
+        sum(outputs).sum().backward()
+    assert only(found) == Blamed(0, 0, "1.0", "Root", only(found).call, True, True, "1.0", in_backward=True)
+
+
 class Attention(nn.Module):
     """A mask of ``-inf`` goes through it; ``by`` divides between two children."""
 
