@@ -38,11 +38,13 @@ test-rest: $(READY)
 test-all: $(READY) test test-rest
 
 # All of torch's operators and modules, every dtype and store, threads for hundreds of steps, and 2,000 steps of training
-# with lengths and delays that vary: an hour and a half on 2 cores.
+# with lengths and delays that vary: an hour and a half on 2 cores. Before that what `make test-all` leaves out: the matrix of
+# engines, situations and plans, and tests of the benchmarks.
 FULL_TESTS := $(addprefix tests/laws/test_,01_exact_every_op.py 01_exact_every_module.py 07_thread_local_many_threads.py \
   19_predicted_is_measured_modules.py) \
   tests/device/test_long_run.py tests/device/test_race_hunt.py
 test-full: $(READY)
+	$(PYTEST) --tier full
 	DISTHOOKS_FULL=1 $(RUN) -m pytest -s -o faulthandler_timeout=0 $(FULL_TESTS) $(ARGS)
 
 # The laws, the parts, the simulated device and the engines on another torch, in an environment of its own beside the

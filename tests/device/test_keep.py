@@ -36,6 +36,7 @@ def is_empty(store: dh.OnCpu) -> bool:
     return all(report.held == 0 for report in store.report())
 
 
+@pytest.mark.full_tier(keep=(1, "1 GiB"))
 @pytest.mark.parametrize("keep", [1, "64 KiB", "1 GiB"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_bit_identical(case: str, keep: int | str, device: torch.device) -> None:

@@ -44,6 +44,7 @@ def nothing_left(tiers: Tiered) -> bool:
     return soon(empty)
 
 
+@pytest.mark.full_tier(kind=("cpu",))
 @pytest.mark.parametrize("kind", ["cpu", "disk", "both"])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_bit_identical(case: str, kind: str, tmp_path: pathlib.Path, device: torch.device) -> None:

@@ -97,6 +97,7 @@ Figures = tuple[dict[str, Any], str, pathlib.Path]
 ABSENT = ("trl OffloadActivations", "torchtune OffloadActivations", "TransformerEngine cpu offload")
 
 
+@pytest.mark.full_tier
 def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> None:
     found, printed, _ = on_device
     assert found["not_run"] == {}
@@ -113,6 +114,7 @@ def test_every_way_on_a_device_has_figures_or_a_reason(on_device: Figures) -> No
         assert all(name in printed for name in rows)
 
 
+@pytest.mark.full_tier
 def test_exact_ways_on_a_device_give_the_same_bits_and_others_do_not(on_device: Figures) -> None:
     rows = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]
     ran = {name: row for name, row in rows.items() if "step_ms" in row}
@@ -122,6 +124,7 @@ def test_exact_ways_on_a_device_give_the_same_bits_and_others_do_not(on_device: 
     assert rows["disthooks Tiered at 5 GB"]["exact"]
 
 
+@pytest.mark.full_tier
 def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -> None:
     found, printed, _ = on_device
     targets = [target for part in found["targets"].values() for target in part]
@@ -132,6 +135,7 @@ def test_each_target_on_a_device_is_judged_or_says_why_not(on_device: Figures) -
     assert found["targets"]["statistics"][0]["reached"] == found["statistics"]["share"]
 
 
+@pytest.mark.full_tier
 def test_one_attachment_lasts_for_all_steps_of_a_row(on_device: Figures) -> None:
     """Two steps before the gradients are compared, and a timed one; steps of nothing in between are not counted."""
     row = on_device[0]["workloads"]["ResNet-152 fp32"]["rows"]["disthooks Recompute, OnDevice"]
@@ -178,6 +182,7 @@ def test_a_codec_whose_library_is_not_installed_is_named(tmp_path: pathlib.Path)
     assert "Compress('lz4')" in found["results"]["dropout mask, bool"]
 
 
+@pytest.mark.full_tier
 def test_the_parts_of_two_runs_become_one(tmp_path: pathlib.Path, on_device: Figures) -> None:
     out = tmp_path / "all.json"
     sizes = ["--device", "cpu", "--size", "tiny", "--json", str(out), "--add", str(on_device[2] / "gpu.json")]
@@ -188,6 +193,7 @@ def test_the_parts_of_two_runs_become_one(tmp_path: pathlib.Path, on_device: Fig
     assert found["targets"].keys() == on_device[0]["targets"].keys()
 
 
+@pytest.mark.full_tier
 def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path) -> None:
     tests = tmp_path / "test_slow.py"
     tests.write_text(
@@ -210,6 +216,7 @@ def test_groups_of_tests_end_in_time_and_lose_nothing(tmp_path: pathlib.Path) ->
     assert groups["tests/gpu/test_watch_gpu.py"] == {"not_run": "no time was left"}
 
 
+@pytest.mark.full_tier
 def test_the_figure_of_a_device_has_every_way(on_device: Figures, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("matplotlib")
     from figure import draw
@@ -352,6 +359,7 @@ def test_ratios_are_taken_turn_by_turn() -> None:
     assert dict(figures(result)) == {"way: step_seconds": 2.0}
 
 
+@pytest.mark.full_tier
 def test_explain_is_measured_in_processes_of_its_own(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "explain.json"
     names = "8B, FSDP2 x 1024", "Llama-3-8B, TP 8", "MemTracker, ResNet-152, batch 256"

@@ -101,6 +101,7 @@ def measure(out: pathlib.Path, *trips: str) -> tuple[dict[str, Any], str]:
     return found, done.stdout
 
 
+@pytest.mark.full_tier
 def test_the_trips_go_through_the_library(tmp_path: pathlib.Path) -> None:
     found, printed = measure(tmp_path / "out.json", "disk", "gradient", "yaml")
     for trip, package in {"disk": "saved", "gradient": "grads", "yaml": "config"}.items():
@@ -119,6 +120,7 @@ def test_the_trips_go_through_the_library(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.full_tier
 def test_the_trip_of_a_launched_worker(tmp_path: pathlib.Path) -> None:
     found, _ = measure(tmp_path / "out.json", "worker")
     packages = {name.split("/")[0] for name in found["trips"]["worker"]["names_of_files"]}

@@ -104,7 +104,7 @@ def often(*functions: Callable[[], object]) -> Iterator[list[int]]:
         assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
-@pytest.mark.second_tier
+@pytest.mark.full_tier
 def test_locks_are_asked_for_in_their_order(orders: Orders, tmp_path: pathlib.Path) -> None:
     x = torch.randn(32, 64)
     for stages in _stores(tmp_path).values():

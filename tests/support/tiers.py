@@ -1,9 +1,12 @@
-"""Which tests ``make test`` runs (``pytest --tier first``) and which ``make test-all`` adds (``--tier second``).
+"""Which tests ``make test`` runs (``pytest --tier first``), and which ``make test-all`` and ``make test-full`` add.
 
-Without the option everything runs that is named on the command line. The tier of a test is said by the nearest mark,
-on the test or on its file, and otherwise by its folder:
+The latter are ``--tier second`` and ``--tier full``, and ``--tier all`` is the first and the second tier. Without the
+option everything runs that is named on the command line. The tier of a test is said by the nearest mark, on the test or
+on its file, and otherwise by its folder:
 
 - ``@pytest.mark.second_tier``: the test takes long, needs a framework, or is one of many of its kind;
+- ``@pytest.mark.full_tier``: only ``make test-full`` runs it, before a release; ``full_tier(ranks=(4,))``: those with
+  these parameters;
 - ``@pytest.mark.first_tier``: ``make test`` runs it;
 - ``@pytest.mark.first_tier(engine=("ddp", "fsdp2"))``: ``make test`` runs it with these parameters only;
 - without a mark: the folders in :data:`SECOND` belong to the second tier, all others to the first.
@@ -20,7 +23,7 @@ from _pytest.doctest import DoctestModule
 
 from tests.support import ROOT
 
-FIRST, REST = "first", "second"
+FIRST, REST, FULL = "first", "second", "full"
 #: Folders of the second tier.
 SECOND = tuple(
     ROOT / folder
@@ -33,6 +36,12 @@ SECOND = tuple(
         "disthooks/integrations",
     )
 )
+
+
+def is_full(marks: Iterable[pytest.Mark], parameters: Mapping[str, Any]) -> bool:
+    """Whether a test with these marks belongs to the full tier."""
+    full = [mark.kwargs for mark in marks if mark.name == "full_tier"]
+    return any(all(parameters.get(name) in values for name, values in kwargs.items()) for kwargs in full)
 
 
 def is_first(path: pathlib.Path, marks: Iterable[pytest.Mark], parameters: Mapping[str, Any]) -> bool:
@@ -50,14 +59,19 @@ def _is_in_second(path: pathlib.Path) -> bool:
 
 
 def tier_of(item: pytest.Item) -> str:
-    """``"first"`` or ``"second"``."""
+    """``"first"``, ``"second"`` or ``"full"``."""
     callspec = getattr(item, "callspec", None)
-    return FIRST if is_first(item.path, item.iter_markers(), callspec.params if callspec else {}) else REST
+    parameters = callspec.params if callspec else {}
+    if is_full(item.iter_markers(), parameters):
+        return FULL
+    return FIRST if is_first(item.path, item.iter_markers(), parameters) else REST
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--tier", choices=(FIRST, REST), help="the tests of `make test`, or those that `make test-all` adds"
+        "--tier",
+        choices=(FIRST, REST, FULL, "all"),
+        help="the tests of `make test`, those that `make test-all` or `make test-full` adds, or of `make test-all`",
     )
 
 
@@ -66,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "first_tier(**parameters): `make test` runs it, if its parameters are among these"
     )
     config.addinivalue_line("markers", "second_tier: `make test-all` runs it, `make test` does not")
+    config.addinivalue_line("markers", "full_tier(**parameters): only `make test-full` runs it")
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
@@ -88,6 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asked = config.option.tier
     if asked is None:
         return
-    others = [item for item in items if tier_of(item) != asked]
+    wanted = (FIRST, REST) if asked == "all" else (asked,)
+    others = [item for item in items if tier_of(item) not in wanted]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if tier_of(item) == asked]
+    items[:] = [item for item in items if tier_of(item) in wanted]
