@@ -405,7 +405,7 @@ def _show(file: pathlib.Path, run: dict[str, Any], several: bool) -> None:
     keys = ("first", "median", "last", "max")
     numbers = [
         (name, *(figure(name, told[key]) for key in keys), _at(told["max_step"]), str(told["not_finite"] or ""))
-        for name, told in run["numbers"].items()
+        for name, told in sorted(run["numbers"].items(), key=lambda each: each[0] != "grad_norm")
     ]
     counts = [
         (name, f"{told['sum']:.10g}", f"{told['steps']} of {told['of']} steps") for name, told in run["counts"].items()
