@@ -25,7 +25,6 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 MARK = "# not run in CI: "
 #: The blocks that do not run, by page and reason. Make the block run rather than add to these.
 NOT_RUN = [
-    ("README.md", "it installs packages"),
     *[("docs/gpu.md", "it needs a GPU")] * 4,
     ("docs/saved-tensors.md", '"model" is yours; examples/31_layer_inputs.py is run'),
     ("docs/integrations.md", "it starts a Ray cluster (examples/25_ray.py is run)"),
