@@ -19,7 +19,7 @@ JOBS ?= 2
 THREADS ?= 1
 RUN := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
 
-.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated house architecture lint type fmt clean
+.PHONY: demo test test-rest test-all test-full test-torch test-with test-gpu browser bench bench-before bench-overhead bench-growth bench-layer-inputs bench-threshold bench-gradients bench-reading bench-explain bench-explain-gpu bench-gpu bench-gpu-first bench-gpu-dry bench-simulated architecture lint type fmt clean
 
 demo: $(DEMO_READY)
 	PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) PYTHON="$(PYTHON)" LOGS= launch/local.sh demo/train.py $(ARGS)
@@ -142,10 +142,6 @@ bench-gpu-dry: $(READY)
 # Tapes of two large models on a modelled clock and link: seconds, on any machine. No figure is measured on a GPU.
 bench-simulated: $(READY)
 	$(RUN) benchmarks/simulated.py $(ARGS)
-
-# Lines, functions, circles of imports, calls on four trips, places to touch: one minute; beside the figures before.
-house: $(READY)
-	$(RUN) benchmarks/house.py --against benchmarks/results/house_before.json $(ARGS)
 
 # What is written from the code: docs/img/architecture.svg, the list of Notes, and all that follows from @register.
 architecture: $(READY)

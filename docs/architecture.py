@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from html import escape
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-from house_source import File, Package  # noqa: E402  (it stands beside, in benchmarks/)
+sys.path.append(str(ROOT / "docs"))
+from package import File, Package  # noqa: E402  (it stands beside)
 
 PAGE, PICTURE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "img" / "architecture.svg"
 BEGIN, END = "<!-- made by docs/architecture.py: make architecture -->", "<!-- end of what is made -->"

@@ -11,7 +11,7 @@ from tests.support import ROOT
 
 sys.path.append(str(ROOT / "docs"))
 import architecture
-from house_source import Package
+from package import Package
 
 PACKAGE = Package(ROOT / "disthooks")
 TEXT = architecture.PAGE.read_text()

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support import ROOT
 
-sys.path.append(str(ROOT / "benchmarks"))
-from house_source import Package
+sys.path.append(str(ROOT / "docs"))
+from package import Package
 
 PACKAGE = Package(ROOT / "disthooks")
 # Modules beside the packages that stand above them: the names for users, and what third parties test with.
