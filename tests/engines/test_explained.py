@@ -217,7 +217,7 @@ def test_two_ranks(ranks: Ranks, case: str) -> None:
     compare(case, ranks(really, case), [0, 1])
 
 
-@pytest.mark.full_tier(case=tuple(CASES.keys() - {"ddp", "fsdp2", "hsdp", "fsdp2+tp", "zero3"}))
+@pytest.mark.full_tier(case=tuple(CASES.keys() - {"fsdp2", "hsdp", "fsdp2+tp"}))
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(four: Ranks, case: str) -> None:
     """The first rank has the largest shards and the last one the smallest; the others are looked at for two engines."""

@@ -310,6 +310,7 @@ def test_what_the_link_allows() -> None:
     assert met["at 10 GB the fastest of all that lose nothing"] is True
 
 
+@pytest.mark.full_tier
 def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
     script = [sys.executable, str(ROOT / "benchmarks" / "growth.py"), "--count", "10", "--rounds", "1"]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -324,6 +325,7 @@ def test_growth_has_the_ratios_of_each_program(tmp_path: pathlib.Path) -> None:
         assert min(row["growth"], row["growth_with_nothing"], row["ratio_to_nothing"]) > 0
 
 
+@pytest.mark.full_tier
 def test_a_benchmark_stands_beside_the_one_of_another_commit(tmp_path: pathlib.Path) -> None:
     if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True).returncode:
         pytest.skip("an older commit is needed, and this folder is no checkout of git")
@@ -372,6 +374,7 @@ def test_explain_is_measured_in_processes_of_its_own(tmp_path: pathlib.Path) -> 
     assert found["compared"]["MemTracker / explain for a CPU, ResNet-152, batch 256"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.full_tier
 def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(tmp_path: pathlib.Path) -> None:
     """On a CPU both are exact."""
     out = tmp_path / "explain-gpu.json"
@@ -384,6 +387,7 @@ def test_what_explain_says_of_a_gpu_is_compared_with_a_real_step(tmp_path: pathl
     assert [row["saved_off"] for row in found["rows"].values()] == [0, 0]
 
 
+@pytest.mark.full_tier
 def test_the_inputs_of_checkpointed_layers_are_moved_in_each_way(tmp_path: pathlib.Path) -> None:
     out = tmp_path / "layer_inputs.json"
     sizes = ["--size", "small", "--rounds", "1", "--directory", str(tmp_path), "--json", str(out)]

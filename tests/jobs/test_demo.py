@@ -59,6 +59,7 @@ def demo() -> Iterator[Any]:
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("ddp",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_losses_are_the_same_bits_with_and_without_saving(demo: Any, engine: str) -> None:
     without, saved = demo(engine, "never").rows("steps.jsonl"), demo(engine, "always").rows("steps.jsonl")
@@ -69,6 +70,7 @@ def test_losses_are_the_same_bits_with_and_without_saving(demo: Any, engine: str
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("ddp",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_saved_tensors_leave_memory_and_the_loss_falls(demo: Any, engine: str) -> None:
     summary = demo(engine, "always").summary
@@ -109,6 +111,7 @@ def test_a_ratio_of_times_needs_steps(without: int, saved: int, few: bool, monke
 
 
 @pytest.mark.dist
+@pytest.mark.full_tier(engine=("ddp",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_are_clipped_and_logged(demo: Any, engine: str) -> None:
     rows = demo(engine, "always").rows("gradients.jsonl")

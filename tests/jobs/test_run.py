@@ -165,7 +165,10 @@ MULTI_CPU = ACCELERATE.replace("MULTI_GPU", "MULTI_CPU").replace(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with a GPU accelerate starts two without a file")
 @pytest.mark.parametrize(
     ("options", "where"),
-    [(["--config_file", "mine.yaml"], "for MULTI_CPU"), (["--num_processes", "2"], "on a machine without a GPU")],
+    [
+        (["--config_file", "mine.yaml"], "for MULTI_CPU"),
+        pytest.param(["--num_processes", "2"], "on a machine without a GPU", marks=pytest.mark.full_tier),
+    ],
 )
 def test_on_cpus_launch_starts_the_processes_that_it_says(
     options: list[str], where: str, truth: list[float], alone: Job, hooks: pathlib.Path, tmp_path: pathlib.Path

@@ -92,6 +92,7 @@ def summed(reports: list[Callable[[], dh.SavedReport]]) -> dh.SavedReport:
 
 
 @pytest.mark.first_tier(dtype=(torch.bfloat16,))
+@pytest.mark.full_tier(dtype=(torch.float32,))
 @each_dtype
 def test_gradients_of_every_module(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
     lines, tally = pipelines(tmp_path), Tally(dtype, {})

@@ -208,7 +208,7 @@ def test_yaml_of_several_lines() -> None:
     ]
 
 
-@pytest.mark.second_tier
+@pytest.mark.full_tier
 def test_the_plan_of_resnet_152() -> None:
     """256 images: about 45 GB saved, and about 4 GB at the peak with everything in the host's memory."""
     builder = Builder(zoo.FULL["resnet152_full"])
